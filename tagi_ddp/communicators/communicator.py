@@ -1,0 +1,211 @@
+"""The one interface through which every collective of the package goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Buffer = Any
+"""A C-contiguous numpy array or torch tensor; its memory is used in place, its shape is ignored."""
+
+ReduceOp = Literal["sum", "mean", "min", "max"]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """An operation under way, as returned by ``async_op=True``."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is complete; raise its error if it failed.
+
+        ``timeout`` in seconds limits this wait; None waits as long as the operation itself may take.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Tell, without blocking, whether the operation is complete or has failed."""
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """A group of ``size`` ranks that call the same operations in the same order.
+
+    Rules for every operation:
+
+    - Buffers are C-contiguous numpy arrays or torch tensors of float16, bfloat16, float32, float64
+      or an 8- to 64-bit integer type, used in place, without copies on the caller's side, as flat
+      sequences of elements. What is wrong with a buffer or an argument (type, dtype, contiguity,
+      size, rank out of range) raises TypeError or ValueError that names the argument, before any
+      communication.
+    - A reduction keeps the dtype; 16-bit floats accumulate in float32; "mean" takes floats only. All
+      ranks get the same bits.
+    - An input is never written to, unless it is also the output.
+    - Operations run in the order of the calls, asynchronous ones too. With ``async_op=True`` the
+      call returns a `Work` at once and the buffers must be left alone until it is done.
+    - ``timeout`` in seconds replaces the communicator's own for this operation. Every wait ends in
+      success, or in `Timeout`, `PeerLost` or `Mismatch`, which name the operation, its sequence
+      number, this rank and the ranks at fault. After any of these the communicator is broken: every
+      later operation raises, on every rank.
+    - After `close`, every operation raises a CommunicatorError that says so.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group, 0 to size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """ "single", "shm", "nccl", "mpi" or "gloo"."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where buffers must live: "cpu" or "cuda:<index>"."""
+        ...
+
+    @property
+    def timeout(self) -> float:
+        """The default limit of every wait, in seconds."""
+        ...
+
+    def all_reduce(
+        self,
+        buffer: Buffer,
+        op: ReduceOp = "sum",
+        *,
+        out: Buffer | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Reduce ``buffer`` over all ranks into ``out``, in place when ``out`` is None.
+
+        ``out`` has the dtype and number of elements of ``buffer``, which is the same on all ranks.
+        """
+        ...
+
+    def broadcast(
+        self,
+        buffer: Buffer,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Copy ``buffer`` of rank ``root`` into ``buffer`` of every other rank."""
+        ...
+
+    def all_gather(
+        self,
+        buffer: Buffer,
+        out: Buffer,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Concatenate every rank's ``buffer``, in rank order, into ``out`` of every rank.
+
+        ``counts[r]`` is the number of elements of rank r, the same list on all ranks; None: all give
+        the same number.
+        """
+        ...
+
+    def reduce_scatter(
+        self,
+        buffer: Buffer,
+        out: Buffer,
+        counts: Sequence[int] | None = None,
+        op: ReduceOp = "sum",
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Reduce ``buffer`` over all ranks and leave rank r's slice of the result in its ``out``.
+
+        ``counts[r]`` is the number of elements of rank r's slice, slices in rank order; None: all get
+        the same number.
+        """
+        ...
+
+    def all_to_all(
+        self,
+        buffer: Buffer,
+        out: Buffer,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Send ``send_counts[r]`` elements, in rank order, to each r; receive ``recv_counts[r]``.
+
+        None: the same number for every rank. What rank a sends to b is what b expects from a.
+        """
+        ...
+
+    def send(
+        self,
+        buffer: Buffer,
+        dst: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Send ``buffer`` to rank ``dst``, which calls `recv`. May return before it arrived.
+
+        Messages from one rank to another arrive in order; ``tag`` must be the one that `recv` names.
+        """
+        ...
+
+    def recv(
+        self,
+        buffer: Buffer,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Work | None:
+        """Receive into ``buffer`` what rank ``src`` sends: same dtype, size and tag."""
+        ...
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Return once every rank has called it."""
+        ...
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none.
+
+        A collective operation of all ranks. The new communicator is closed on its own.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group and free what it holds; may be called again."""
+        ...
+
+    def __enter__(self) -> Communicator:
+        """Return the communicator itself."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, after `abort` when the block ended in an error."""
+        ...
