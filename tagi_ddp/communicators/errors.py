@@ -1,4 +1,24 @@
-"""The errors of every communicator: each names the operation, this rank and the ranks at fault."""
+"""The errors of every communicator, and the one form of their texts, which C++ follows too.
+
+Each text reads ``<operation> on rank <r> of <size> (<backend>): <what happened>. <what to do>``:
+
+- The operation is ``all_reduce #17``: the 17th collective of this communicator, counted from 1
+  (all collectives count, `barrier` and `split` too, so all ranks count alike); or ``send #3 to
+  rank 1`` and ``recv #3 from rank 0``: the third message from rank 0 to rank 1.
+- `Timeout`: ``rank 2 did not come within 5 s. Look at its output; raise timeout= if it is only
+  slow.`` (``ranks 2 and 3 did not come ...``)
+- `PeerLost`: ``rank 2 died. Look at its output for the first error.``, or ``rank 2 has closed its
+  communicator. Make the same calls on all ranks before close().``, or ``rank 2 gave up: <reason>``
+  after `abort` or after an error of that rank's own.
+- `Mismatch`: ``rank 1 called broadcast(float32[8], root=0), this rank all_reduce(float32[8],
+  op=sum). Make the same calls in the same order with fitting arguments on all ranks.``
+- Once broken, an operation raises the same type and ranks again: ``not started, this communicator
+  failed before (<text of the first error>). Make a new one.``
+- Closed: a plain `CommunicatorError`: ``this communicator is closed. Make a new one.``
+
+A rank that fails tells the others, so that each raises the same type with the same ranks, except
+that a rank which others waited for in vain gets `PeerLost` naming those that gave up on it.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +53,40 @@ class Mismatch(CommunicatorError, ValueError):
 
 class BackendUnavailable(CommunicatorError):
     """The backend cannot work here; the text says what is missing and what to do."""
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 2 and 3", "ranks 1, 2 and 3"."""
+    *first, last = [str(rank) for rank in sorted(ranks)]
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def timeout_text(ranks: Sequence[int], seconds: float) -> str:
+    """Return what happened and what to do when ``ranks`` did not come within ``seconds``."""
+    its, it_is = ("its", "it is") if len(ranks) == 1 else ("their", "they are")
+    return (
+        f"{name_ranks(ranks)} did not come within {seconds:g} s. "
+        f"Look at {its} output; raise timeout= if {it_is} only slow."
+    )
+
+
+def died_text(ranks: Sequence[int]) -> str:
+    """Return what happened and what to do when ``ranks`` died."""
+    its = "its" if len(ranks) == 1 else "their"
+    return f"{name_ranks(ranks)} died. Look at {its} output for the first error."
+
+
+def closed_text(rank: int) -> str:
+    """Return what happened and what to do when ``rank`` closed its communicator."""
+    return (
+        f"rank {rank} has closed its communicator. Make the same calls on all ranks before close()."
+    )
+
+
+def mismatch_text(others: dict[int, str], own: str) -> str:
+    """Return what happened and what to do when ``others`` (rank: call) differ from ``own``."""
+    calls = ", ".join(f"rank {rank} called {call}" for rank, call in sorted(others.items()))
+    return (
+        f"{calls}, this rank {own}. "
+        "Make the same calls in the same order with fitting arguments on all ranks."
+    )
