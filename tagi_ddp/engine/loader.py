@@ -1,0 +1,214 @@
+"""Loads the engine, pytagi, on machines with or without the libraries that it is linked to.
+
+The engine's extension is linked to Open MPI 4 and to NCCL. The dynamic loader takes a library of
+the same name that the process already holds, so each is loaded beforehand: the real one that others
+(mpi4py, torch) may load later, if there is one, else a stand-in that merely fails when called.
+``TAGI_DDP_LIBMPI``, ``TAGI_DDP_LIBMPI_CXX`` and ``TAGI_DDP_LIBNCCL`` overrule the search, each with
+the path of a library or with "stub"; what the process already holds stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import site
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+LIBMPI = "libmpi.so.40"
+LIBMPI_CXX = "libmpi_cxx.so.40"
+LIBNCCL = "libnccl.so.2"
+STUB = "stub"
+
+_loaded: dict[str, str] = {}
+_lock = threading.Lock()
+
+
+def preload() -> None:
+    """Load the libraries that the engine needs, once per process.
+
+    Raises ImportError when a library that an environment variable names cannot be loaded, or when a
+    stand-in is needed and tagi_ddp was not built.
+    """
+    with _lock:
+        if _loaded:
+            return
+        paths = {LIBMPI: _load(LIBMPI, _mpi_candidates())}
+        paths[LIBMPI_CXX] = _load(LIBMPI_CXX, _siblings(LIBMPI_CXX, paths[LIBMPI]))
+        paths[LIBNCCL] = _load(LIBNCCL, _nccl_candidates())
+        _loaded.update(paths)
+
+
+def loaded_libraries() -> dict[str, str]:
+    """Tell what `preload` took: the path of each library by its name, "stub" for a stand-in.
+
+    Empty before `preload`.
+    """
+    return {name: STUB if path == _stub(name) else path for name, path in _loaded.items()}
+
+
+def load_engine() -> ModuleType:
+    """Import pytagi and return it; raise ImportError that says what is missing and what to do."""
+    preload()
+    try:
+        return importlib.import_module("pytagi")
+    except ModuleNotFoundError as error:
+        if error.name not in ("pytagi", "cutagi"):
+            raise
+        raise ImportError(
+            f"the engine is not installed (no module named {error.name!r}): pip install "
+            "pytagi==0.2.1. Its wheels are for CPython 3.10 to 3.12 on x86-64 Linux; this is "
+            f"{platform.python_implementation()} {platform.python_version()} on "
+            f"{platform.machine()} {platform.system()}.",
+            name=error.name,
+        ) from error
+    except ImportError as error:
+        raise ImportError(
+            f"the engine cannot be loaded: {error}. It was given {loaded_libraries()}; "
+            "TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub make it do without the real ones.",
+            name=error.name,
+            path=error.path,
+        ) from error
+
+
+def cuda_available() -> bool:
+    """Tell whether the engine sees a CUDA device; never raises.
+
+    Like any first use of CUDA this binds the process: do not fork it afterwards.
+    """
+    try:
+        # The driver first: the engine logs and raises where there is none.
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int(0)
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
+            return False
+        return bool(load_engine().cuda.is_available())
+    except Exception:
+        return False
+
+
+def _load(soname: str, candidates: Iterable[str]) -> str:
+    """Bring ``soname`` into the process and return its path.
+
+    ctypes loads RTLD_LOCAL: only who is linked to a library sees its symbols, a stand-in's too.
+    """
+    path = _path_in_process(soname)
+    if path is not None:
+        return path
+    variable = "TAGI_DDP_" + soname.partition(".")[0].upper()
+    chosen = os.environ.get(variable, "")
+    if chosen not in ("", STUB):
+        try:
+            ctypes.CDLL(chosen)
+        except OSError as error:
+            raise ImportError(f"{variable}={chosen} cannot be loaded: {error}") from error
+        path = _path_in_process(soname)
+        if path is None:
+            raise ImportError(f"{variable}={chosen} is not {soname}, which the engine needs")
+        return path
+    if not chosen:
+        path = _first(soname, candidates)
+        if path is not None:
+            return path
+    path = _stub(soname)
+    if path is None:
+        raise ImportError(
+            f"no {soname} was found, and tagi_ddp's stand-in for it is missing: build the package "
+            "with pip install, or pip install -e"
+        )
+    ctypes.CDLL(path)
+    return path
+
+
+def _first(soname: str, candidates: Iterable[str]) -> str | None:
+    """Load the first candidate that can be loaded; return its path if it is ``soname``."""
+    for candidate in candidates:
+        try:
+            ctypes.CDLL(candidate)
+        except OSError:
+            continue
+        return _path_in_process(soname)
+    return None
+
+
+class _LinkMap(ctypes.Structure):
+    """The beginning of the dynamic loader's ``struct link_map``."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+
+def _path_in_process(soname: str) -> str | None:
+    """Return the path of the library called ``soname`` if the process holds one."""
+    try:
+        library = ctypes.CDLL(soname, os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    entry = ctypes.POINTER(_LinkMap)()
+    rtld_di_linkmap = 2
+    ctypes.CDLL(None).dlinfo(ctypes.c_void_p(library._handle), rtld_di_linkmap, ctypes.byref(entry))
+    return os.fsdecode(entry.contents.name)
+
+
+def _stub(soname: str) -> str | None:
+    """Return the path of the stand-in; an editable install keeps it outside the source folder."""
+    for folder in sys.modules["tagi_ddp.engine"].__path__:
+        path = os.path.join(folder, "shims", soname)
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def _mpi_candidates() -> Iterator[str]:
+    """Yield the libraries among which mpi4py takes the first that loads.
+
+    If that is not Open MPI, nobody else will load Open MPI: no later candidate is of use.
+    """
+    spec = importlib.util.find_spec("mpi4py")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            extension = os.path.join(folder, "MPI" + suffix)
+            if os.path.isfile(extension):  # built from source: linked to the one MPI it can use
+                yield extension
+                return
+    chosen = os.environ.get("MPI4PY_LIBMPI")
+    entries = _lib_folders() if chosen is None else chosen.split(os.pathsep)
+    for entry in entries:
+        entry = os.path.expanduser(os.path.expandvars(entry))
+        if entry and not os.path.isdir(entry):
+            yield entry
+            continue
+        for name in ("libmpi.so", "libmpi.so.12", LIBMPI):
+            yield os.path.join(entry, name)
+
+
+def _nccl_candidates() -> Iterator[str]:
+    """Yield the libraries that torch may load later, in torch's order, then any other."""
+    for folder in ("nvidia/nccl/lib", "torch/lib"):
+        for entry in sys.path:
+            yield os.path.join(entry, folder, LIBNCCL)
+    for folder in _lib_folders():
+        yield os.path.join(folder, LIBNCCL)
+
+
+def _siblings(soname: str, path: str) -> Iterator[str]:
+    """Yield where ``soname`` of the same installation as the library at ``path`` may be."""
+    for place in (path, os.path.realpath(path)):
+        yield os.path.join(os.path.dirname(place), soname)
+
+
+def _lib_folders() -> list[str]:
+    """Return the library folders of Python's prefixes, then "", the dynamic loader's own search."""
+    prefixes = []
+    if sys.exec_prefix != sys.base_exec_prefix:
+        prefixes.append(sys.exec_prefix)
+    if site.ENABLE_USER_SITE:
+        prefixes.append(os.path.abspath(site.getuserbase()))
+    if sys.base_exec_prefix in site.PREFIXES:
+        prefixes.append(sys.base_exec_prefix)
+    return [os.path.join(prefix, "lib") for prefix in prefixes if prefix != "/usr"] + [""]
