@@ -26,6 +26,8 @@ LIBMPI_CXX = "libmpi_cxx.so.40"
 LIBNCCL = "libnccl.so.2"
 STUB = "stub"
 
+_STUB_FOLDER = os.path.join("tagi_ddp", "engine", "shims")
+
 _loaded: dict[str, str] = {}
 _lock = threading.Lock()
 
@@ -50,7 +52,7 @@ def loaded_libraries() -> dict[str, str]:
 
     Empty before `preload`.
     """
-    return {name: STUB if path == _stub(name) else path for name, path in _loaded.items()}
+    return {name: STUB if _is_stub(path) else path for name, path in _loaded.items()}
 
 
 def load_engine() -> ModuleType:
@@ -156,12 +158,19 @@ def _path_in_process(soname: str) -> str | None:
 
 
 def _stub(soname: str) -> str | None:
-    """Return the path of the stand-in; an editable install keeps it outside the source folder."""
-    for folder in sys.modules["tagi_ddp.engine"].__path__:
-        path = os.path.join(folder, "shims", soname)
+    """Return the path of the stand-in.
+
+    It lies in site-packages even where the package itself is imported from its source folder.
+    """
+    for entry in sys.path:
+        path = os.path.abspath(os.path.join(entry, _STUB_FOLDER, soname))
         if os.path.isfile(path):
             return path
     return None
+
+
+def _is_stub(path: str) -> bool:
+    return os.path.dirname(path).endswith(_STUB_FOLDER)
 
 
 def _mpi_candidates() -> Iterator[str]:
