@@ -1,0 +1,250 @@
+// The Python module tagi_ddp._backend: nothing but bindings.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/layer_layout.h"
+#include "python/shm_binding.h"
+#include "update/parameters.h"
+#include "update/statistics.h"
+#include "update/update.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace tagi_ddp {
+namespace {
+
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatsView = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
+
+EngineLayer* layer_at(uintptr_t address) { return reinterpret_cast<EngineLayer*>(address); }
+
+std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
+    std::vector<float>* const vectors[] = {&layer.mu_w,       &layer.var_w,      &layer.mu_b,
+                                           &layer.var_b,      &layer.delta_mu_w, &layer.delta_var_w,
+                                           &layer.delta_mu_b, &layer.delta_var_b};
+    const char* const names[] = {"mu_w",       "var_w",       "mu_b",       "var_b",
+                                 "delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b"};
+    for (size_t i = 0; i < 8; ++i) {
+        if (name == names[i]) return *vectors[i];
+    }
+    throw nb::value_error(("a layer has no vector " + name).c_str());
+}
+
+// The engine's vector in place; valid until the engine replaces it.
+FloatsView view(std::vector<float>& values) {
+    return FloatsView(values.data(), {values.size()}, nb::handle());
+}
+
+void translate_error(const std::exception_ptr& pointer, void*) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const CommunicatorError& error) {
+        const char* const names[] = {"CommunicatorError", "Timeout", "PeerLost", "Mismatch",
+                                     "BackendUnavailable"};
+        const nb::object type = nb::module_::import_("tagi_ddp.communicators.errors")
+                                    .attr(names[static_cast<int>(error.kind())]);
+        const nb::object instance = type(error.what(), nb::cast(error.ranks()));
+        PyErr_SetObject(type.ptr(), instance.ptr());
+    }
+}
+
+void bind_engine(nb::module_& module) {
+    nb::class_<EngineLayer>(module, "EngineLayer",
+                            "The memory of one engine layer, looked at through its address.")
+        .def_prop_ro("input_size", [](const EngineLayer& l) { return l.input_size; })
+        .def_prop_ro("output_size", [](const EngineLayer& l) { return l.output_size; })
+        .def_prop_ro("num_weights", [](const EngineLayer& l) { return l.num_weights; })
+        .def_prop_ro("num_biases", [](const EngineLayer& l) { return l.num_biases; })
+        .def_prop_ro("in_width", [](const EngineLayer& l) { return l.in_width; })
+        .def_prop_ro("in_height", [](const EngineLayer& l) { return l.in_height; })
+        .def_prop_ro("in_channels", [](const EngineLayer& l) { return l.in_channels; })
+        .def_prop_ro("out_width", [](const EngineLayer& l) { return l.out_width; })
+        .def_prop_ro("out_height", [](const EngineLayer& l) { return l.out_height; })
+        .def_prop_ro("out_channels", [](const EngineLayer& l) { return l.out_channels; })
+        .def_prop_ro("bias", [](const EngineLayer& l) { return l.bias; })
+        .def_prop_ro("num_threads", [](const EngineLayer& l) { return l.num_threads; })
+        .def_prop_ro("training", [](const EngineLayer& l) { return l.training; })
+        .def_prop_ro("neg_var_w_counter", [](const EngineLayer& l) { return l.neg_var_w_counter; })
+        .def_prop_ro("cap_factor_update", [](const EngineLayer& l) { return l.cap_factor_update; })
+        .def(
+            "vector",
+            [](EngineLayer& l, const std::string& name) { return view(vector_of(l, name)); },
+            "name"_a, "A view of mu_w, var_w, mu_b, var_b or their delta_...; float32.");
+    module.def(
+        "engine_layer", [](uintptr_t address) { return layer_at(address); }, "address"_a,
+        nb::rv_policy::reference, "The layer at a verified address.");
+
+    module.def(
+        "batch_norm_statistics",
+        [](uintptr_t address) {
+            auto* norm = reinterpret_cast<EngineBatchNorm*>(address);
+            return nb::make_tuple(view(norm->mu_ra), view(norm->var_ra));
+        },
+        "address"_a, "Views of the running means and variances of a batch normalization layer.");
+    nb::class_<RunningStatistics>(module, "RunningStatistics",
+                                  "The running statistics of all batch normalization layers.")
+        .def(nb::init<>())
+        .def(
+            "add_engine_layer",
+            [](RunningStatistics& self, uintptr_t address) {
+                auto* norm = reinterpret_cast<EngineBatchNorm*>(address);
+                self.add(&norm->mu_ra);
+                self.add(&norm->var_ra);
+            },
+            "address"_a)
+        .def_prop_ro("size", &RunningStatistics::size)
+        .def(
+            "pack",
+            [](const RunningStatistics& self, Floats out, float weight) {
+                if (out.size() != self.size()) throw nb::value_error("out has the wrong size");
+                self.pack(out.data(), weight);
+            },
+            "out"_a, "weight"_a)
+        .def(
+            "unpack",
+            [](const RunningStatistics& self, Floats values, float total) {
+                if (values.size() != self.size())
+                    throw nb::value_error("values has the wrong size");
+                self.unpack(values.data(), total);
+            },
+            "values"_a, "total"_a);
+}
+
+Block as_block(const Floats& mu, const Floats& var, const Floats& delta_mu,
+               const Floats& delta_var) {
+    if (var.size() != mu.size() || delta_mu.size() != mu.size() || delta_var.size() != mu.size()) {
+        throw nb::value_error("means, variances and deltas must have equal sizes");
+    }
+    return {mu.data(), var.data(), delta_mu.data(), delta_var.data(), mu.size(), nullptr};
+}
+
+float* checked(const Parameters& parameters, const Floats& bucket) {
+    if (bucket.size() != 2 * parameters.size()) {
+        throw nb::value_error(("bucket has " + std::to_string(bucket.size()) +
+                               " floats, expected " + std::to_string(2 * parameters.size()))
+                                  .c_str());
+    }
+    return bucket.data();
+}
+
+void bind_update(nb::module_& module) {
+    nb::class_<Parameters>(
+        module, "Parameters",
+        "The parameters of a replica as one flat sequence, in its layers' memory.")
+        .def(nb::init<>())
+        .def(
+            "add_engine_layer",
+            [](Parameters& self, const std::string& name, uintptr_t address) {
+                self.add_engine_layer(name, layer_at(address));
+            },
+            "name"_a, "address"_a, "A layer at a verified address of the engine's memory.")
+        .def(
+            "add_layer",
+            [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
+               const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter) {
+                if (weights.size() != 4 || biases.size() != 4) {
+                    throw nb::value_error("expected mu, var, delta_mu and delta_var");
+                }
+                Block w = as_block(weights[0], weights[1], weights[2], weights[3]);
+                w.neg_var_counter = counter.data();
+                self.add_layer(name, w, as_block(biases[0], biases[1], biases[2], biases[3]));
+            },
+            "name"_a, "weights"_a, "biases"_a, "counter"_a,
+            "A layer in arrays that the caller keeps: (mu, var, delta_mu, delta_var) of the "
+            "weights "
+            "and of the biases, float32, and an int32 array that counts negative variances.")
+        .def("refresh", &Parameters::refresh,
+             "Find the layers' memory again; call before each use.")
+        .def_prop_ro("size", &Parameters::size)
+        .def_prop_ro("names", &Parameters::names)
+        .def("first_not_finite", &Parameters::first_not_finite,
+             nb::call_guard<nb::gil_scoped_release>(),
+             "The name of the first layer with a delta that is NaN or infinite, or \"\".")
+        .def("hashes", &Parameters::hashes, nb::call_guard<nb::gil_scoped_release>(),
+             "A 64-bit hash of the means and variances of each layer.")
+        .def(
+            "add_deltas_to",
+            [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {
+                float* data = checked(self, sums);
+                nb::gil_scoped_release unlocked;
+                self.add_deltas_to(data, layers);
+            },
+            "sums"_a, "layers"_a)
+        .def(
+            "add_to_deltas",
+            [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {
+                const float* data = checked(self, sums);
+                nb::gil_scoped_release unlocked;
+                self.add_to_deltas(data, layers);
+            },
+            "sums"_a, "layers"_a)
+        .def(
+            "pack",
+            [](const Parameters& self, Floats bucket) {
+                float* data = checked(self, bucket);
+                nb::gil_scoped_release unlocked;
+                pack(self, data);
+            },
+            "bucket"_a, "Write the deltas to bucket: [means | variances].")
+        .def(
+            "apply",
+            [](const Parameters& self, Floats bucket, float divisor, float cap) {
+                const float* data = checked(self, bucket);
+                nb::gil_scoped_release unlocked;
+                apply(self, data, divisor, cap);
+            },
+            "bucket"_a, "divisor"_a, "cap"_a, "Cap and apply the bucket's deltas.");
+
+    nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
+        .def(
+            "__init__",
+            [](Contribution* self, int64_t batch, bool finite, bool joined) {
+                new (self) Contribution{batch, finite, joined};
+            },
+            "batch"_a, "finite"_a = true, "joined"_a = false)
+        .def_ro("batch", &Contribution::batch)
+        .def_ro("finite", &Contribution::finite)
+        .def_ro("joined", &Contribution::joined);
+    nb::class_<Agreement>(module, "Agreement", "What all ranks agreed on for a step.")
+        .def(nb::init<const std::vector<Contribution>&>(), "ranks"_a)
+        .def_ro("batch", &Agreement::batch)
+        .def_ro("active", &Agreement::active)
+        .def_ro("not_finite", &Agreement::not_finite)
+        .def_ro("all_joined", &Agreement::all_joined)
+        .def_prop_ro("applies", &Agreement::applies)
+        .def("divisor", &Agreement::divisor, "average"_a)
+        .def("cap", &Agreement::cap, "average"_a);
+    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
+    module.def(
+        "update",
+        [](PyShmCommunicator& communicator, const Parameters& parameters,
+           const Contribution& contribution, bool average) {
+            Agreement agreement{{}};
+            const double timeout = communicator.seconds(std::nullopt);
+            communicator.run([&] {
+                agreement = update(communicator.get(), parameters, contribution, average, timeout);
+            });
+            return agreement;
+        },
+        "communicator"_a, "parameters"_a, "contribution"_a, "average"_a,
+        "Exchange, cap and apply the deltas over shared memory.");
+}
+
+}  // namespace
+}  // namespace tagi_ddp
+
+NB_MODULE(_backend, module) {
+    nb::register_exception_translator(tagi_ddp::translate_error);
+    tagi_ddp::bind_shm(module);
+    tagi_ddp::bind_engine(module);
+    tagi_ddp::bind_update(module);
+}

@@ -1,0 +1,57 @@
+// Where the fields of one engine layer lie (pytagi 0.2.1 and its source of January 2026, x86-64).
+//
+// An assumption about somebody else's binary: tagi_ddp.engine verifies it before a pointer is used.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace tagi_ddp {
+
+struct EngineLayer {
+    void* virtual_table;
+    size_t input_size, output_size;
+    size_t num_weights, num_biases;
+    size_t in_width, in_height, in_channels;
+    size_t out_width, out_height, out_channels;
+    bool bias, param_update;
+    float cap_factor_update;
+    int32_t neg_var_w_counter;
+    int32_t device_idx;
+    std::vector<float> mu_w, var_w, mu_b, var_b;
+    std::vector<float> delta_mu_w, delta_var_w, delta_mu_b, delta_var_b;
+    void* bwd_states;
+    uint32_t num_threads;
+    bool training;
+    std::string device;
+
+    // These are looked at in place, never made.
+    EngineLayer() = delete;
+    ~EngineLayer() = delete;
+};
+
+static_assert(sizeof(std::vector<float>) == 24 && sizeof(std::string) == 32,
+              "the engine is built against libstdc++");
+static_assert(std::is_standard_layout_v<EngineLayer>);
+static_assert(offsetof(EngineLayer, bias) == 88 && offsetof(EngineLayer, cap_factor_update) == 92 &&
+              offsetof(EngineLayer, mu_w) == 104 && offsetof(EngineLayer, num_threads) == 304 &&
+              offsetof(EngineLayer, device) == 312 && sizeof(EngineLayer) == 344);
+
+// The engine's batch normalization on CPU: its running statistics follow the base's fields.
+struct EngineBatchNorm {
+    std::byte base[sizeof(EngineLayer)];
+    int32_t num_features;
+    std::vector<float> mu_ra, var_ra, mu_norm_batch, var_norm_batch;
+    float epsilon, momentum, gain_w, gain_b;
+    bool first_batch;
+
+    EngineBatchNorm() = delete;
+    ~EngineBatchNorm() = delete;
+};
+
+static_assert(offsetof(EngineBatchNorm, mu_ra) == 352 && offsetof(EngineBatchNorm, epsilon) == 448);
+
+}  // namespace tagi_ddp

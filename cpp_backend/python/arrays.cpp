@@ -1,0 +1,159 @@
+#include "arrays.h"
+
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <numeric>
+
+namespace nb = nanobind;
+
+namespace tagi_ddp {
+namespace {
+
+std::optional<DType> as_dtype(nb::dlpack::dtype dtype) {
+    if (dtype.lanes != 1) return std::nullopt;
+    const int width = dtype.bits == 8    ? 0
+                      : dtype.bits == 16 ? 1
+                      : dtype.bits == 32 ? 2
+                      : dtype.bits == 64 ? 3
+                                         : -1;
+    if (width < 0) return std::nullopt;
+    const auto offset = [width](DType first) {
+        return static_cast<DType>(static_cast<int>(first) + width);
+    };
+    switch (static_cast<nb::dlpack::dtype_code>(dtype.code)) {
+        case nb::dlpack::dtype_code::Int:
+            return offset(DType::i8);
+        case nb::dlpack::dtype_code::UInt:
+            return offset(DType::u8);
+        case nb::dlpack::dtype_code::Bfloat:
+            return width == 1 ? std::optional(DType::bf16) : std::nullopt;
+        case nb::dlpack::dtype_code::Float:
+            if (width == 0) return std::nullopt;
+            return width == 1 ? DType::f16 : width == 2 ? DType::f32 : DType::f64;
+        default:
+            return std::nullopt;
+    }
+}
+
+std::string class_name(nb::handle object) {
+    return nb::cast<std::string>(object.type().attr("__name__"));
+}
+
+bool is_contiguous(const nb::ndarray<nb::ro>& array) {
+    int64_t expected = 1;
+    if (array.size() == 0) return true;
+    for (size_t i = array.ndim(); i-- > 0;) {
+        if (array.shape(i) != 1 && array.stride(i) != expected) return false;
+        expected *= static_cast<int64_t>(array.shape(i));
+    }
+    return true;
+}
+
+}  // namespace
+
+Array as_array(nb::handle object, const char* argument, bool writable) {
+    const std::string name = argument;
+    Array array;
+    if (!nb::try_cast(object, array.owner, false)) {
+        throw nb::type_error((name + " is a " + class_name(object) +
+                              " that gives no numeric array; pass a numpy array or a torch tensor")
+                                 .c_str());
+    }
+    if (array.owner.device_type() != nb::device::cpu::value) {
+        throw nb::type_error((name + " is not in host memory, but the communicator's device is "
+                                     "\"cpu\"; copy it to the host first")
+                                 .c_str());
+    }
+    const auto dtype = as_dtype(array.owner.dtype());
+    if (!dtype) {
+        throw nb::type_error((name + " has a dtype that cannot be sent; use float16, bfloat16, "
+                                     "float32, float64 or an integer of 8 to 64 bits")
+                                 .c_str());
+    }
+    if (!is_contiguous(array.owner)) {
+        throw nb::value_error(
+            (name +
+             " is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes")
+                .c_str());
+    }
+    array.buffer = {const_cast<void*>(array.owner.data()), array.owner.size(), *dtype};
+    if (reinterpret_cast<uintptr_t>(array.buffer.data) % size_of(*dtype) != 0) {
+        throw nb::value_error((name + " is not aligned to its dtype; pass a copy").c_str());
+    }
+    nb::ndarray<> writable_view;
+    if (writable && !nb::try_cast(object, writable_view, false)) {
+        throw nb::value_error((name + " is read-only, but is written to; pass a copy").c_str());
+    }
+    return array;
+}
+
+void require(const Array& array, const char* argument, size_t count, DType dtype) {
+    if (array.buffer.dtype != dtype) {
+        throw nb::value_error((std::string(argument) + " has dtype " + name_of(array.buffer.dtype) +
+                               ", expected " + name_of(dtype))
+                                  .c_str());
+    }
+    if (array.buffer.count != count) {
+        throw nb::value_error((std::string(argument) + " has " +
+                               std::to_string(array.buffer.count) + " elements, expected " +
+                               std::to_string(count))
+                                  .c_str());
+    }
+}
+
+std::vector<size_t> as_counts(nb::handle object, const char* argument, int size, size_t total) {
+    const std::string name = argument;
+    const size_t n = static_cast<size_t>(size);
+    if (object.is_none()) {
+        if (total % n != 0) {
+            throw nb::value_error(("buffer has " + std::to_string(total) + " elements, which " +
+                                   std::to_string(n) + " ranks cannot share evenly; give " + name)
+                                      .c_str());
+        }
+        return std::vector<size_t>(n, total / n);
+    }
+    std::vector<size_t> counts;
+    for (nb::handle item : object) {
+        const nb::object index = nb::steal(PyNumber_Index(item.ptr()));
+        if (!index.is_valid()) throw nb::python_error();
+        const Py_ssize_t value = PyLong_AsSsize_t(index.ptr());
+        if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+        if (value < 0) {
+            throw nb::value_error(
+                (name + " holds " + std::to_string(value) + "; counts of elements are not negative")
+                    .c_str());
+        }
+        counts.push_back(static_cast<size_t>(value));
+    }
+    if (counts.size() != n) {
+        throw nb::value_error((name + " has " + std::to_string(counts.size()) +
+                               " entries, expected one for each of " + std::to_string(n) + " ranks")
+                                  .c_str());
+    }
+    return counts;
+}
+
+ReduceOp as_reduce_op(const std::string& name, DType dtype) {
+    for (const ReduceOp op : {ReduceOp::sum, ReduceOp::mean, ReduceOp::min, ReduceOp::max}) {
+        if (name != name_of(op)) continue;
+        if (op == ReduceOp::mean && !is_float(dtype)) {
+            throw nb::value_error((std::string("op is \"mean\", which is not defined for ") +
+                                   name_of(dtype) + "; use \"sum\" or a float dtype")
+                                      .c_str());
+        }
+        return op;
+    }
+    throw nb::value_error(
+        ("op is \"" + name + "\"; use \"sum\", \"mean\", \"min\" or \"max\"").c_str());
+}
+
+void require_rank(int rank, const char* argument, int size) {
+    if (rank < 0 || rank >= size) {
+        throw nb::value_error((std::string(argument) + " is " + std::to_string(rank) +
+                               ", but ranks go from 0 to " + std::to_string(size - 1))
+                                  .c_str());
+    }
+}
+
+}  // namespace tagi_ddp

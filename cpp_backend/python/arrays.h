@@ -1,0 +1,37 @@
+// Arrays of the caller, numpy's or torch's, as flat buffers.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../communicator.h"
+
+namespace tagi_ddp {
+
+// A buffer and what keeps its memory alive.
+struct Array {
+    Buffer buffer;
+    nanobind::ndarray<nanobind::ro> owner;
+};
+
+// Throws TypeError or ValueError that names `argument`: no array, not on the host, another dtype
+// than a float of 16, 32 or 64 bits or an integer of 8 to 64, not C-contiguous, not aligned,
+// read-only.
+Array as_array(nanobind::handle object, const char* argument, bool writable);
+
+// Throws ValueError naming `argument` unless the array has `count` elements of `dtype`.
+void require(const Array& array, const char* argument, size_t count, DType dtype);
+
+// The counts of every rank: as given, or `total` split evenly when None. Throws ValueError.
+std::vector<size_t> as_counts(nanobind::handle object, const char* argument, int size,
+                              size_t total);
+
+ReduceOp as_reduce_op(const std::string& name, DType dtype);
+
+void require_rank(int rank, const char* argument, int size);
+
+}  // namespace tagi_ddp

@@ -1,0 +1,306 @@
+#include "shm_binding.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <chrono>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace tagi_ddp {
+namespace {
+
+constexpr std::chrono::milliseconds look_around{50};
+
+// Python objects that an operation on the queue's thread needs; they go under the interpreter lock.
+struct Kept {
+    std::vector<nb::object> objects;
+    ~Kept() {
+        nb::gil_scoped_acquire lock;
+        objects.clear();
+    }
+};
+
+void check_signals() {
+    nb::gil_scoped_acquire lock;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// Waits for `work`, in slices so that Ctrl-C works. False when `limit` passed first.
+bool wait_for(Work& work, double limit) {
+    nb::gil_scoped_release unlocked;
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                             std::chrono::duration<double>(std::min(limit, 3e9)));
+    while (!work.wait_for(look_around)) {
+        check_signals();
+        if (Clock::now() >= deadline) return false;
+    }
+    return true;
+}
+
+struct PyWork {
+    std::shared_ptr<Work> work;
+
+    void wait(std::optional<double> timeout) const {
+        if (wait_for(*work, timeout.value_or(3e9))) return;
+        throw CommunicatorError(ErrorKind::timeout,
+                                "wait: the operation is not done within " +
+                                    std::to_string(*timeout) +
+                                    " s and goes on. Wait again, or raise timeout=.");
+    }
+    bool done() const { return work->done(); }
+};
+
+size_t total(const std::vector<size_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), size_t{0});
+}
+
+}  // namespace
+
+PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicator, double timeout)
+    : communicator_(std::move(communicator)), timeout_(timeout) {
+    queue_.emplace();
+}
+
+PyShmCommunicator::~PyShmCommunicator() { close(); }
+
+double PyShmCommunicator::seconds(std::optional<double> timeout) const {
+    const double value = timeout.value_or(timeout_);
+    if (!(value > 0) || std::isnan(value)) {
+        throw nb::value_error(
+            ("timeout is " + std::to_string(value) + ", but must be a positive number of seconds")
+                .c_str());
+    }
+    return value;
+}
+
+void PyShmCommunicator::run(const std::function<void()>& operation) {
+    if (queue_ && queue_->busy()) {
+        const auto work = queue_->submit([&] { operation(); });
+        wait_for(*work, 3e9);  // the operation has its own timeout
+        return;
+    }
+    nb::gil_scoped_release unlocked;
+    std::lock_guard<std::mutex> lock(mutex_);
+    operation();
+}
+
+nb::object PyShmCommunicator::start(std::function<void()> operation, bool async_op,
+                                    std::initializer_list<nb::handle> arrays) {
+    if (!async_op || !queue_) {
+        run(operation);
+        return nb::none();
+    }
+    auto kept = std::make_shared<Kept>();
+    for (nb::handle array : arrays) kept->objects.push_back(nb::borrow(array));
+    auto work = queue_->submit([this, kept, operation = std::move(operation)] {
+        std::lock_guard<std::mutex> lock(mutex_);
+        operation();
+    });
+    return nb::cast(PyWork{std::move(work)});
+}
+
+nb::object PyShmCommunicator::all_reduce(nb::handle buffer, const std::string& op, nb::handle out,
+                                         bool async_op, std::optional<double> timeout) {
+    const bool in_place = out.is_none();
+    const Array in = as_array(buffer, "buffer", in_place);
+    const Array result = in_place ? in : as_array(out, "out", true);
+    require(result, "out", in.buffer.count, in.buffer.dtype);
+    const ReduceOp reduce_op = as_reduce_op(op, in.buffer.dtype);
+    const double limit = seconds(timeout);
+    return start([this, a = in.buffer, b = result.buffer, reduce_op,
+                  limit] { communicator_->all_reduce(a, b, reduce_op, limit); },
+                 async_op, {buffer, out});
+}
+
+nb::object PyShmCommunicator::broadcast(nb::handle buffer, int root, bool async_op,
+                                        std::optional<double> timeout) {
+    require_rank(root, "root", size());
+    const Array array = as_array(buffer, "buffer", rank() != root);
+    const double limit = seconds(timeout);
+    return start(
+        [this, a = array.buffer, root, limit] { communicator_->broadcast(a, root, limit); },
+        async_op, {buffer});
+}
+
+nb::object PyShmCommunicator::all_gather(nb::handle buffer, nb::handle out, nb::handle counts,
+                                         bool async_op, std::optional<double> timeout) {
+    const Array in = as_array(buffer, "buffer", false);
+    const Array result = as_array(out, "out", true);
+    const size_t n = static_cast<size_t>(size());
+    const auto each = as_counts(counts, "counts", size(), in.buffer.count * n);
+    require(in, "buffer", each[static_cast<size_t>(rank())], in.buffer.dtype);
+    require(result, "out", total(each), in.buffer.dtype);
+    const double limit = seconds(timeout);
+    return start([this, a = in.buffer, b = result.buffer, each,
+                  limit] { communicator_->all_gather(a, b, each, limit); },
+                 async_op, {buffer, out});
+}
+
+nb::object PyShmCommunicator::reduce_scatter(nb::handle buffer, nb::handle out, nb::handle counts,
+                                             const std::string& op, bool async_op,
+                                             std::optional<double> timeout) {
+    const Array in = as_array(buffer, "buffer", false);
+    const Array result = as_array(out, "out", true);
+    const auto each = as_counts(counts, "counts", size(), in.buffer.count);
+    require(in, "buffer", total(each), in.buffer.dtype);
+    require(result, "out", each[static_cast<size_t>(rank())], in.buffer.dtype);
+    const ReduceOp reduce_op = as_reduce_op(op, in.buffer.dtype);
+    const double limit = seconds(timeout);
+    return start([this, a = in.buffer, b = result.buffer, each, reduce_op,
+                  limit] { communicator_->reduce_scatter(a, b, each, reduce_op, limit); },
+                 async_op, {buffer, out});
+}
+
+nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::handle send_counts,
+                                         nb::handle recv_counts, bool async_op,
+                                         std::optional<double> timeout) {
+    const Array in = as_array(buffer, "buffer", false);
+    const Array result = as_array(out, "out", true);
+    const auto sent = as_counts(send_counts, "send_counts", size(), in.buffer.count);
+    const auto received = as_counts(recv_counts, "recv_counts", size(), result.buffer.count);
+    require(in, "buffer", total(sent), in.buffer.dtype);
+    require(result, "out", total(received), in.buffer.dtype);
+    const double limit = seconds(timeout);
+    return start([this, a = in.buffer, b = result.buffer, sent, received,
+                  limit] { communicator_->all_to_all(a, b, sent, received, limit); },
+                 async_op, {buffer, out});
+}
+
+nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool async_op,
+                                   std::optional<double> timeout) {
+    require_rank(dst, "dst", size());
+    if (dst == rank()) throw nb::value_error("dst is this rank itself; send to another rank");
+    const Array array = as_array(buffer, "buffer", false);
+    const double limit = seconds(timeout);
+    return start(
+        [this, a = array.buffer, dst, tag, limit] { communicator_->send(a, dst, tag, limit); },
+        async_op, {buffer});
+}
+
+nb::object PyShmCommunicator::recv(nb::handle buffer, int src, int tag, bool async_op,
+                                   std::optional<double> timeout) {
+    require_rank(src, "src", size());
+    if (src == rank()) throw nb::value_error("src is this rank itself; receive from another rank");
+    const Array array = as_array(buffer, "buffer", true);
+    const double limit = seconds(timeout);
+    return start(
+        [this, a = array.buffer, src, tag, limit] { communicator_->recv(a, src, tag, limit); },
+        async_op, {buffer});
+}
+
+void PyShmCommunicator::barrier(std::optional<double> timeout) {
+    const double limit = seconds(timeout);
+    run([this, limit] { communicator_->barrier(limit); });
+}
+
+std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> color, int key) {
+    if (color && *color < 0) {
+        throw nb::value_error(("color is " + std::to_string(*color) +
+                               ", but colors are not negative; None leaves this rank out")
+                                  .c_str());
+    }
+    std::unique_ptr<Communicator> part;
+    run([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
+    if (!part) return nullptr;
+    std::shared_ptr<ShmCommunicator> shm(static_cast<ShmCommunicator*>(part.release()));
+    return std::make_unique<PyShmCommunicator>(std::move(shm), timeout_);
+}
+
+nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
+    const nb::object numpy = nb::module_::import_("numpy");
+    const nb::object type = numpy.attr("dtype")(dtype);
+    // numpy checks the shape and counts its elements.
+    const nb::object extent = numpy.attr("broadcast_to")(nb::int_(0), shape);
+    const size_t bytes =
+        nb::cast<size_t>(extent.attr("size")) * nb::cast<size_t>(type.attr("itemsize"));
+    auto memory = std::make_unique<std::shared_ptr<std::byte>>();
+    run([&] { *memory = communicator_->allocate(bytes, timeout_); });
+    std::byte* data = memory->get();
+    nb::capsule owner(memory.release(), [](void* pointer) noexcept {
+        delete static_cast<std::shared_ptr<std::byte>*>(pointer);
+    });
+    const nb::ndarray<nb::numpy, uint8_t> raw(data, {bytes}, owner);
+    return nb::cast(raw).attr("view")(type).attr("reshape")(extent.attr("shape"));
+}
+
+void PyShmCommunicator::abort(const std::string& reason) { communicator_->abort(reason); }
+
+void PyShmCommunicator::close() {
+    nb::gil_scoped_release unlocked;
+    if (queue_ && queue_->busy()) communicator_->abort("it closed with operations under way");
+    queue_.reset();
+    communicator_->close();
+}
+
+void bind_shm(nb::module_& module) {
+    using nb::literals::operator""_a;
+
+    nb::class_<PyWork>(module, "Work", "An operation under way, as async_op=True returns it.")
+        .def("wait", &PyWork::wait, "timeout"_a = nb::none(),
+             "Block until the operation is complete; raise its error if it failed.")
+        .def("done", &PyWork::done, "Tell whether the operation is complete or has failed.");
+
+    nb::class_<PyShmCommunicator>(
+        module, "ShmCommunicator",
+        "Ranks of one host, over shared memory; see tagi_ddp.communicators.Communicator.")
+        .def(
+            "__init__",
+            [](PyShmCommunicator* self, int rank, int size, const std::string& job,
+               double timeout) {
+                if (size < 1) throw nb::value_error("size must be at least 1");
+                require_rank(rank, "rank", size);
+                if (!(timeout > 0)) throw nb::value_error("timeout must be positive");
+                std::shared_ptr<ShmCommunicator> communicator;
+                {
+                    nb::gil_scoped_release unlocked;
+                    communicator =
+                        std::make_shared<ShmCommunicator>(rank, size, job, timeout, check_signals);
+                }
+                new (self) PyShmCommunicator(std::move(communicator), timeout);
+            },
+            "rank"_a, "size"_a, "job"_a, "timeout"_a = 300.0)
+        .def_prop_ro("rank", &PyShmCommunicator::rank)
+        .def_prop_ro("size", &PyShmCommunicator::size)
+        .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })
+        .def_prop_ro("device", [](const PyShmCommunicator&) { return "cpu"; })
+        .def_prop_ro("timeout", &PyShmCommunicator::timeout)
+        .def("all_reduce", &PyShmCommunicator::all_reduce, "buffer"_a, "op"_a = "sum",
+             nb::kw_only(), "out"_a = nb::none(), "async_op"_a = false, "timeout"_a = nb::none())
+        .def("broadcast", &PyShmCommunicator::broadcast, "buffer"_a, "root"_a = 0, nb::kw_only(),
+             "async_op"_a = false, "timeout"_a = nb::none())
+        .def("all_gather", &PyShmCommunicator::all_gather, "buffer"_a, "out"_a,
+             "counts"_a = nb::none(), nb::kw_only(), "async_op"_a = false, "timeout"_a = nb::none())
+        .def("reduce_scatter", &PyShmCommunicator::reduce_scatter, "buffer"_a, "out"_a,
+             "counts"_a = nb::none(), "op"_a = "sum", nb::kw_only(), "async_op"_a = false,
+             "timeout"_a = nb::none())
+        .def("all_to_all", &PyShmCommunicator::all_to_all, "buffer"_a, "out"_a,
+             "send_counts"_a = nb::none(), "recv_counts"_a = nb::none(), nb::kw_only(),
+             "async_op"_a = false, "timeout"_a = nb::none())
+        .def("send", &PyShmCommunicator::send, "buffer"_a, "dst"_a, "tag"_a = 0, nb::kw_only(),
+             "async_op"_a = false, "timeout"_a = nb::none())
+        .def("recv", &PyShmCommunicator::recv, "buffer"_a, "src"_a, "tag"_a = 0, nb::kw_only(),
+             "async_op"_a = false, "timeout"_a = nb::none())
+        .def("barrier", &PyShmCommunicator::barrier, nb::kw_only(), "timeout"_a = nb::none())
+        .def("split", &PyShmCommunicator::split, "color"_a.none(), "key"_a = 0)
+        .def("empty", &PyShmCommunicator::empty, "shape"_a, "dtype"_a = "float32",
+             "Return zeros in this communicator's own memory, where all_reduce in place copies "
+             "nothing. Collective: the same size on all ranks.")
+        .def("abort", &PyShmCommunicator::abort, "reason"_a)
+        .def("close", &PyShmCommunicator::close)
+        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def(
+            "__exit__",
+            [](PyShmCommunicator& self, nb::handle, nb::handle error, nb::handle) {
+                if (!error.is_none()) self.abort(nb::cast<std::string>(nb::repr(error)));
+                self.close();
+            },
+            "kind"_a.none(), "error"_a.none(), "trace"_a.none());
+}
+
+}  // namespace tagi_ddp

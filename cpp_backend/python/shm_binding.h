@@ -1,0 +1,68 @@
+// The Python face of ShmCommunicator: the methods of tagi_ddp.communicators.Communicator.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "../shm/shm_communicator.h"
+#include "../work_queue.h"
+#include "arrays.h"
+
+namespace tagi_ddp {
+
+class PyShmCommunicator {
+ public:
+    PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicator, double timeout);
+    ~PyShmCommunicator();
+
+    int rank() const { return communicator_->rank(); }
+    int size() const { return communicator_->size(); }
+    double timeout() const { return timeout_; }
+    ShmCommunicator& get() { return *communicator_; }
+
+    nanobind::object all_reduce(nanobind::handle buffer, const std::string& op,
+                                nanobind::handle out, bool async_op, std::optional<double> timeout);
+    nanobind::object broadcast(nanobind::handle buffer, int root, bool async_op,
+                               std::optional<double> timeout);
+    nanobind::object all_gather(nanobind::handle buffer, nanobind::handle out,
+                                nanobind::handle counts, bool async_op,
+                                std::optional<double> timeout);
+    nanobind::object reduce_scatter(nanobind::handle buffer, nanobind::handle out,
+                                    nanobind::handle counts, const std::string& op, bool async_op,
+                                    std::optional<double> timeout);
+    nanobind::object all_to_all(nanobind::handle buffer, nanobind::handle out,
+                                nanobind::handle send_counts, nanobind::handle recv_counts,
+                                bool async_op, std::optional<double> timeout);
+    nanobind::object send(nanobind::handle buffer, int dst, int tag, bool async_op,
+                          std::optional<double> timeout);
+    nanobind::object recv(nanobind::handle buffer, int src, int tag, bool async_op,
+                          std::optional<double> timeout);
+    void barrier(std::optional<double> timeout);
+    std::unique_ptr<PyShmCommunicator> split(std::optional<int> color, int key);
+    nanobind::object empty(nanobind::handle shape, nanobind::handle dtype);
+    void abort(const std::string& reason);
+    void close();
+
+    // Runs a blocking operation behind the asynchronous ones, without the interpreter lock.
+    void run(const std::function<void()>& operation);
+    double seconds(std::optional<double> timeout) const;
+
+ private:
+    nanobind::object start(std::function<void()> operation, bool async_op,
+                           std::initializer_list<nanobind::handle> arrays);
+
+    std::shared_ptr<ShmCommunicator> communicator_;
+    double timeout_;
+    std::mutex mutex_;  // one operation at a time, whatever the thread
+    std::optional<WorkQueue> queue_;
+};
+
+// Adds ShmCommunicator and Work to the module.
+void bind_shm(nanobind::module_& module);
+
+}  // namespace tagi_ddp

@@ -1,0 +1,42 @@
+// How the ranks of one host find each other: a socket in the abstract namespace, which the kernel
+// removes with its owner, over which rank 0 hands out the descriptor of a nameless memory file.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+namespace tagi_ddp {
+
+// Owns a file descriptor.
+class FileDescriptor {
+ public:
+    explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+    FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+    FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+    FileDescriptor(const FileDescriptor&) = delete;
+    FileDescriptor& operator=(const FileDescriptor&) = delete;
+    ~FileDescriptor() { reset(); }
+
+    int get() const { return fd_; }
+    explicit operator bool() const { return fd_ >= 0; }
+    int release();
+    void reset();
+
+ private:
+    int fd_;
+};
+
+struct Meeting {
+    std::string job;  // equal on all ranks, different for every group
+    int rank;
+    int size;
+    std::chrono::steady_clock::time_point deadline;
+    std::function<void()> on_wait;  // called now and then while waiting; may throw
+};
+
+// Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have come.
+// Throws CommunicatorError: Timeout naming the missing ranks, Mismatch when ranks do not fit.
+FileDescriptor meet(const Meeting& meeting, size_t bytes);
+
+}  // namespace tagi_ddp

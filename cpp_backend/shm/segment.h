@@ -1,0 +1,130 @@
+// The memory that the ranks of one host share, and who of them is alive.
+//
+// A nameless file (memfd): nothing to remove, whatever happens to the ranks. It is sparse: a page
+// costs memory once it is written. Each rank holds a lock on one byte of it, which the kernel drops
+// when the process ends in whatever way.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "futex.h"
+#include "rendezvous.h"
+
+namespace tagi_ddp {
+
+constexpr size_t slot_bytes = 128 * 1024;   // a chunk: fits the second-level cache several times
+constexpr uint32_t num_slots = 4;           // chunks a rank may be ahead of the slowest
+constexpr size_t packet_bytes = 64 * 1024;  // a chunk of a message between two ranks
+constexpr uint32_t num_packets = 4;
+
+enum class Kind : uint32_t {
+    none,
+    all_reduce,
+    broadcast,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    barrier,
+    split,
+    allocate,
+    update,
+};
+
+// What a rank is about to do; must be the same on all ranks but for `words`.
+struct Signature {
+    Kind kind = Kind::none;
+    uint32_t dtype = 0;
+    uint32_t op = 0;
+    uint32_t root = 0;
+    uint64_t count = 0;
+    uint64_t detail = 0;
+    int64_t words[4] = {0, 0, 0, 0};
+
+    bool fits(const Signature& other) const {
+        return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
+               count == other.count && detail == other.detail;
+    }
+};
+
+enum class RankStatus : uint32_t { joining, active, closed };
+
+struct RankState {
+    std::atomic<RankStatus> status{RankStatus::joining};
+    Counter entered;    // operations begun
+    Counter published;  // chunks ready in this rank's slots
+    Counter finished;   // rounds of chunks that this rank has read
+    Signature signatures[2];
+};
+
+// The first failure of the group, written once.
+struct Failure {
+    std::atomic<uint32_t> state{0};  // 0 none, 1 being written, 2 there
+    uint32_t kind = 0;
+    int32_t reporter = 0;
+    uint32_t num_culprits = 0;
+    int32_t culprits[64] = {};
+    char text[1024] = {};
+};
+
+struct PacketHeader {
+    uint64_t total_bytes;
+    uint32_t dtype;
+    int32_t tag;
+};
+
+// Messages from one rank to another.
+struct Channel {
+    Counter sent;
+    Counter received;
+    alignas(64) PacketHeader headers[num_packets];
+};
+
+class Segment {
+ public:
+    // Waits for all ranks. Throws CommunicatorError.
+    explicit Segment(const Meeting& meeting);
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+    ~Segment();
+
+    RankState& rank(int r) const;
+    Failure& failure() const;
+    std::byte* slot(int r, uint32_t round) const;
+    Channel& channel(int src, int dst) const;
+    std::byte* packet(int src, int dst, uint32_t number) const;
+
+    // Whether the process of an active rank still exists.
+    bool alive(int r) const;
+
+    // Symmetric memory: called by all ranks in the same order; `bytes` for each rank.
+    // Throws std::bad_alloc when the host has none left.
+    std::byte* allocate(size_t bytes);
+    // A place in symmetric memory: `offset` is equal on all ranks, rank r's counterpart of an own
+    // address lies (r - rank) * stride further.
+    struct Place {
+        uint64_t offset;
+        std::ptrdiff_t stride;
+    };
+    // Nothing when [data, data + bytes) is not this rank's symmetric memory.
+    std::optional<Place> find(const std::byte* data, size_t bytes) const;
+
+ private:
+    struct Allocation {
+        size_t begin;   // of rank 0's part, from the start of the segment
+        size_t stride;  // from one rank's part to the next's
+    };
+
+    int rank_;
+    int size_;
+    size_t bytes_;
+    FileDescriptor file_;
+    std::byte* base_ = nullptr;
+    size_t heap_next_;
+    std::vector<Allocation> allocations_;
+};
+
+}  // namespace tagi_ddp

@@ -1,0 +1,102 @@
+// Ranks of one host, over shared memory.
+//
+// Every collective begins with `enter`: a rank writes what it is about to do, raises its `entered`
+// counter and waits for the others', so that calls that do not fit are found before data moves.
+// Private buffers then go through the ranks' slots, chunk by chunk, a few chunks ahead
+// (`pipeline`). Buffers from `allocate` are reduced in place: each rank its share, for all.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../communicator.h"
+#include "segment.h"
+
+namespace tagi_ddp {
+
+class ShmCommunicator final : public Communicator {
+ public:
+    // `on_wait` is called about every 50 ms while an operation waits, and may throw.
+    ShmCommunicator(int rank, int size, const std::string& job, double timeout,
+                    std::function<void()> on_wait);
+    ~ShmCommunicator() override;
+
+    int rank() const override { return rank_; }
+    int size() const override { return size_; }
+
+    void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout) override;
+    void broadcast(const Buffer& buffer, int root, double timeout) override;
+    void all_gather(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
+                    double timeout) override;
+    void reduce_scatter(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
+                        ReduceOp op, double timeout) override;
+    void all_to_all(const Buffer& in, const Buffer& out, const std::vector<size_t>& send_counts,
+                    const std::vector<size_t>& recv_counts, double timeout) override;
+    void send(const Buffer& buffer, int dst, int tag, double timeout) override;
+    void recv(const Buffer& buffer, int src, int tag, double timeout) override;
+    void barrier(double timeout) override;
+    std::unique_ptr<Communicator> split(int color, int key, double timeout) override;
+    void abort(const std::string& reason) override;
+    void close() override;
+
+    // A collective operation: `bytes` of this communicator's own memory for each rank, zero at
+    // first. It lives as long as somebody holds it.
+    std::shared_ptr<std::byte> allocate(size_t bytes, double timeout);
+
+    // What the ranks bring to a pipelined exchange.
+    struct Exchange {
+        const char* name;     // for errors
+        Signature signature;  // must fit on all ranks; `words` are free
+        uint32_t own_chunks;  // how many this rank publishes
+        // Writes chunk number `chunk` of this rank into its slot.
+        std::function<void(uint32_t chunk, std::byte* slot)> fill;
+        // Sees all ranks' signatures before any chunk is read; returns each rank's number of
+        // chunks, or nothing to end the exchange here (on every rank alike).
+        std::function<std::vector<uint32_t>(const std::vector<Signature>&)> agree;
+        // Sees chunk number `chunk` of all ranks; null for a rank that has fewer.
+        std::function<void(uint32_t chunk, const std::byte* const* slots)> consume;
+    };
+    void exchange(const Exchange& plan, double timeout);
+
+ private:
+    // The operation under way: what an error says of it, and when it ends.
+    struct Operation {
+        const char* name;
+        uint32_t number;
+        double timeout;
+        Clock::time_point deadline;
+    };
+
+    Operation begin(const char* name, uint32_t number, double timeout) const;
+    std::string describe(const Operation& operation) const;
+    // Runs `body`; any error of it breaks the communicator on all ranks.
+    template <typename Body>
+    void guarded(const Operation& operation, Body&& body);
+    std::vector<Signature> enter(const Operation& operation, const Signature& own);
+    void wait(const Operation& operation, Counter& counter, uint32_t target, int peer);
+    void wait_finished(const Operation& operation, uint32_t round);
+    void check_peers(const Operation& operation, int peer);
+    [[noreturn]] void time_out(const Operation& operation, int peer);
+    [[noreturn]] void throw_failure(const Operation& operation);
+    void record_failure(const CommunicatorError& error);
+    void reduce_own_memory(const Operation& operation, const Buffer& buffer, ReduceOp op,
+                           const Segment::Place& place);
+
+    int rank_;
+    int size_;
+    std::string job_;
+    double timeout_;
+    std::function<void()> on_wait_;
+    std::shared_ptr<Segment> segment_;  // null once closed
+    int process_;                       // a forked child must not speak for its parent
+    int spins_;
+    uint32_t number_ = 0;  // of the last collective
+    uint32_t round_ = 0;   // rounds of chunks so far, equal on all ranks between operations
+    uint32_t splits_ = 0;
+    std::vector<uint32_t> packets_sent_, packets_received_, messages_sent_, messages_received_;
+    std::string broken_;  // why no further operation can run
+};
+
+}  // namespace tagi_ddp

@@ -1,0 +1,141 @@
+#include "parameters.h"
+
+#include <cstring>
+#include <stdexcept>
+
+namespace tagi_ddp {
+namespace {
+
+Block weights_of(EngineLayer& layer) {
+    return {layer.mu_w.data(),        layer.var_w.data(), layer.delta_mu_w.data(),
+            layer.delta_var_w.data(), layer.mu_w.size(),  &layer.neg_var_w_counter};
+}
+
+// The engine leaves the biases of a layer without the flag alone.
+Block biases_of(EngineLayer& layer) {
+    return {layer.mu_b.data(),
+            layer.var_b.data(),
+            layer.delta_mu_b.data(),
+            layer.delta_var_b.data(),
+            layer.bias ? layer.mu_b.size() : 0,
+            nullptr};
+}
+
+bool sizes_agree(const EngineLayer& layer) {
+    const size_t w = layer.mu_w.size();
+    const size_t b = layer.bias ? layer.mu_b.size() : 0;
+    return layer.var_w.size() == w && layer.delta_mu_w.size() == w &&
+           layer.delta_var_w.size() == w &&
+           (b == 0 || (layer.var_b.size() == b && layer.delta_mu_b.size() == b &&
+                       layer.delta_var_b.size() == b));
+}
+
+// Adding 1 to the exponent carries into the sign bit exactly for infinities and NaNs.
+bool all_finite(const float* values, size_t count) {
+    uint32_t carry = 0;
+    for (size_t i = 0; i < count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, values + i, sizeof bits);
+        carry |= (bits & 0x7fffffffu) + 0x00800000u;
+    }
+    return (carry & 0x80000000u) == 0;
+}
+
+// Four independent lanes, so that the multiplications overlap.
+uint64_t hash_floats(uint64_t seed, const float* values, size_t count) {
+    constexpr uint64_t prime = 0x9e3779b97f4a7c15ull;
+    uint64_t lanes[4] = {seed, seed + 1, seed + 2, seed + 3};
+    const auto mix = [&](size_t i) {
+        uint32_t bits;
+        std::memcpy(&bits, values + i, sizeof bits);
+        uint64_t& lane = lanes[i % 4];
+        lane = (lane ^ bits) * prime;
+        lane ^= lane >> 29;
+    };
+    for (size_t i = 0; i < count; ++i) mix(i);
+    uint64_t result = count;
+    for (uint64_t lane : lanes) result = (result ^ lane) * prime;
+    return result ^ (result >> 32);
+}
+
+}  // namespace
+
+void Parameters::add_engine_layer(const std::string& name, EngineLayer* layer) {
+    if (!sizes_agree(*layer)) {
+        throw std::runtime_error(name + ": means, variances and deltas differ in number");
+    }
+    add_layer(name, weights_of(*layer), biases_of(*layer));
+    engine_layers_.back() = layer;
+}
+
+void Parameters::add_layer(const std::string& name, const Block& weights, const Block& biases) {
+    names_.push_back(name);
+    engine_layers_.push_back(nullptr);
+    for (const Block& block : {weights, biases}) {
+        blocks_.push_back(block);
+        offsets_.push_back(size_);
+        size_ += block.count;
+    }
+}
+
+void Parameters::refresh() {
+    for (size_t i = 0; i < names_.size(); ++i) {
+        if (engine_layers_[i] == nullptr) continue;
+        EngineLayer& layer = *engine_layers_[i];
+        const Block weights = weights_of(layer);
+        const Block biases = biases_of(layer);
+        if (!sizes_agree(layer) || weights.count != blocks_[2 * i].count ||
+            biases.count != blocks_[2 * i + 1].count) {
+            throw std::runtime_error(names_[i] +
+                                     " has another number of parameters than when the model was "
+                                     "wrapped. Wrap the model after changing it.");
+        }
+        blocks_[2 * i] = weights;
+        blocks_[2 * i + 1] = biases;
+    }
+}
+
+std::string Parameters::first_not_finite() const {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+        const Block& block = blocks_[i];
+        if (!all_finite(block.delta_mu, block.count) || !all_finite(block.delta_var, block.count)) {
+            return names_[i / 2];
+        }
+    }
+    return {};
+}
+
+std::vector<uint64_t> Parameters::hashes() const {
+    std::vector<uint64_t> result;
+    for (size_t i = 0; i < names_.size(); ++i) {
+        uint64_t value = 0;
+        for (const Block& block : {blocks_[2 * i], blocks_[2 * i + 1]}) {
+            value = hash_floats(value, block.mu, block.count);
+            value = hash_floats(value, block.var, block.count);
+        }
+        result.push_back(value);
+    }
+    return result;
+}
+
+void Parameters::add_deltas_to(float* sums, const std::vector<bool>& layers) const {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+        if (!layers[i / 2]) continue;
+        float* mu = sums + offsets_[i];
+        float* var = sums + size_ + offsets_[i];
+        for (size_t j = 0; j < blocks_[i].count; ++j) mu[j] += blocks_[i].delta_mu[j];
+        for (size_t j = 0; j < blocks_[i].count; ++j) var[j] += blocks_[i].delta_var[j];
+    }
+}
+
+void Parameters::add_to_deltas(const float* sums, const std::vector<bool>& layers) const {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+        if (!layers[i / 2]) continue;
+        const float* mu = sums + offsets_[i];
+        const float* var = sums + size_ + offsets_[i];
+        for (size_t j = 0; j < blocks_[i].count; ++j) blocks_[i].delta_mu[j] += mu[j];
+        for (size_t j = 0; j < blocks_[i].count; ++j) blocks_[i].delta_var[j] += var[j];
+    }
+}
+
+}  // namespace tagi_ddp

@@ -1,0 +1,1 @@
+"""Train pytagi networks on many processes, GPUs and machines."""

@@ -1,0 +1,17 @@
+"""Ranks of one host over shared memory: the default, which needs no launcher, MPI or torch."""
+
+from __future__ import annotations
+
+from tagi_ddp._backend import ShmCommunicator
+
+__all__ = ["ShmCommunicator", "create"]
+
+
+def create(rank: int, world_size: int, job: str, timeout: float) -> ShmCommunicator:
+    """Return this rank's communicator once all ``world_size`` ranks of ``job`` have called this.
+
+    ``job`` tells apart the groups of one user on one host. ``timeout`` in seconds limits this call
+    and is the default of every operation. Raises Timeout naming the ranks that did not come,
+    Mismatch when two ranks have one number or ranks differ in ``world_size``.
+    """
+    return ShmCommunicator(rank, world_size, job, timeout)

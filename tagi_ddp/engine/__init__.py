@@ -1,0 +1,1 @@
+"""The engine, pytagi: loading it anywhere, and reaching the memory of its layers."""
