@@ -19,7 +19,8 @@ class Work(Protocol):
     def wait(self, timeout: float | None = None) -> None:
         """Block until the operation is complete; raise its error if it failed.
 
-        ``timeout`` in seconds limits this wait; None waits as long as the operation itself may take.
+        ``timeout`` in seconds limits this wait; None waits as long as the operation may take.
+        The operation goes on after a wait's own `Timeout`, and may be waited for again.
         """
         ...
 
@@ -39,8 +40,8 @@ class Communicator(Protocol):
       sequences of elements. What is wrong with a buffer or an argument (type, dtype, contiguity,
       size, rank out of range) raises TypeError or ValueError that names the argument, before any
       communication.
-    - A reduction keeps the dtype; 16-bit floats accumulate in float32; "mean" takes floats only. All
-      ranks get the same bits.
+    - A reduction keeps the dtype; 16-bit floats accumulate in float32; "mean" takes floats only.
+      All ranks get the same bits.
     - An input is never written to, unless it is also the output.
     - Operations run in the order of the calls, asynchronous ones too. With ``async_op=True`` the
       call returns a `Work` at once and the buffers must be left alone until it is done.
@@ -113,8 +114,8 @@ class Communicator(Protocol):
     ) -> Work | None:
         """Concatenate every rank's ``buffer``, in rank order, into ``out`` of every rank.
 
-        ``counts[r]`` is the number of elements of rank r, the same list on all ranks; None: all give
-        the same number.
+        ``counts[r]`` is the number of elements of rank r, the same list on all ranks; None:
+        all give the same number.
         """
         ...
 
@@ -128,10 +129,10 @@ class Communicator(Protocol):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Reduce ``buffer`` over all ranks and leave rank r's slice of the result in its ``out``.
+        """Reduce ``buffer`` over all ranks and leave rank r its slice of the result in ``out``.
 
-        ``counts[r]`` is the number of elements of rank r's slice, slices in rank order; None: all get
-        the same number.
+        ``counts[r]`` is the number of elements of rank r's slice, slices in rank order; None: all
+        get the same number.
         """
         ...
 
@@ -162,7 +163,7 @@ class Communicator(Protocol):
     ) -> Work | None:
         """Send ``buffer`` to rank ``dst``, which calls `recv`. May return before it arrived.
 
-        Messages from one rank to another arrive in order; ``tag`` must be the one that `recv` names.
+        Messages from one rank to another arrive in order; ``tag`` must be the one `recv` names.
         """
         ...
 

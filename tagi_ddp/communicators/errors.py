@@ -32,10 +32,12 @@ class CommunicatorError(RuntimeError):
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        """Make an error with the text ``message`` that blames ``ranks``."""
         super().__init__(message)
         self.ranks: tuple[int, ...] = tuple(ranks)
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[int, ...]]]:
+        """Keep ``ranks`` when pickled."""
         return type(self), (str(self), self.ranks)
 
 

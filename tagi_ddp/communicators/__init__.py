@@ -1,0 +1,28 @@
+"""Communicators: the collectives of the package, one interface for every backend."""
+
+from tagi_ddp.communicators.communicator import Buffer, Communicator, ReduceOp, Work
+from tagi_ddp.communicators.errors import (
+    BackendUnavailable,
+    CommunicatorError,
+    Mismatch,
+    PeerLost,
+    Timeout,
+)
+from tagi_ddp.communicators.factory import BACKENDS, as_communicator, init
+from tagi_ddp.communicators.objects import all_gather_object
+
+__all__ = [
+    "BACKENDS",
+    "BackendUnavailable",
+    "Buffer",
+    "Communicator",
+    "CommunicatorError",
+    "Mismatch",
+    "PeerLost",
+    "ReduceOp",
+    "Timeout",
+    "Work",
+    "all_gather_object",
+    "as_communicator",
+    "init",
+]

@@ -1,0 +1,134 @@
+"""`init`: from what the launcher says to a communicator."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from tagi_ddp.communicators import buffers
+from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.errors import BackendUnavailable
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.environment import LaunchEnvironment, detect
+
+BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
+_MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
+
+# Communicators of one job are told apart by their order, which is the same on all ranks.
+_orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def init(
+    backend: str = "auto",
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    job: str | None = None,
+    timeout: float = 300.0,
+    device: str | None = None,
+) -> Communicator:
+    """Return a new communicator of all ranks; a collective call, in the same order on all ranks.
+
+    Args:
+        backend: "shm" (one host), "mpi" (mpi4py), "gloo" (torch.distributed), or "auto": shm when
+            all ranks are on this host, else mpi under an MPI launcher, else gloo. A world of one
+            is always "single".
+        rank: this process's number; None: the launcher's.
+        world_size: the number of processes; None: the launcher's.
+        job: a name that all ranks give and no other job of this user on this host; None: the
+            launcher's.
+        timeout: the limit of this call, and the default limit of every wait, in seconds.
+        device: where buffers live; None or "cpu".
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        BackendUnavailable: the backend cannot work here; the text says what to do.
+        Timeout: naming the ranks that did not call this in time.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if device not in (None, "cpu"):
+        raise ValueError(f"device must be None or 'cpu', got {device!r}")
+    timeout = buffers.check_timeout(timeout)
+    environment = detect()
+    if world_size is None:
+        world_size = environment.world_size
+    if buffers.check_integer(world_size, "world_size") < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    rank = buffers.check_rank(environment.rank if rank is None else rank, "rank", world_size)
+    if world_size == 1:
+        return SingleCommunicator(timeout)
+    if backend == "auto":
+        backend = _choose(environment, world_size)
+    if backend == "shm":
+        return _shm(rank, world_size, job or environment.job, timeout)
+    if backend == "mpi":
+        return _module("mpi", "mpi4py", "openmpi").create(rank, world_size, environment, timeout)
+    if backend == "gloo":
+        return _module("gloo", "torch", "torch").create(rank, world_size, job, timeout)
+    raise BackendUnavailable("nccl is not part of this release; use shm, mpi, gloo or auto")
+
+
+def as_communicator(group: Any) -> Communicator:
+    """Return ``group`` itself, or a communicator of the ranks of a torch.distributed.ProcessGroup.
+
+    Wrapping is a collective call of the process group's ranks. The communicator has connections of
+    its own, so its operations and the group's do not meet; close it when done.
+    """
+    if isinstance(group, Communicator):
+        return group
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
+        return _module("gloo", "torch", "torch").wrap(group)
+    raise TypeError(
+        f"expected a communicator or a torch.distributed.ProcessGroup, got {type(group).__name__}"
+    )
+
+
+def _choose(environment: LaunchEnvironment, world_size: int) -> str:
+    # Processes that were started by hand are taken to be on one host.
+    if environment.launcher == "none" or environment.local_world_size == world_size:
+        return "shm"
+    if environment.launcher in _MPI_LAUNCHERS and _can_import("mpi4py.MPI"):
+        return "mpi"
+    if _can_import("torch.distributed"):
+        return "gloo"
+    raise BackendUnavailable(
+        "ranks on several hosts need mpi4py under an MPI launcher, or torch: "
+        "pip install 'tagi-ddp[mpi]' or pip install 'tagi-ddp[torch]'"
+    )
+
+
+def _can_import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except (ImportError, RuntimeError):  # mpi4py's wheel raises RuntimeError without an MPI library
+        return False
+    return True
+
+
+def _shm(rank: int, world_size: int, job: str | None, timeout: float) -> Communicator:
+    if job is None:
+        raise BackendUnavailable(
+            "shm finds the other ranks by the job's name, and no launcher gave one: start the "
+            "ranks with tagi-ddp run, mpirun, torchrun or srun, or pass the same job= on all ranks"
+        )
+    create = _module("shm", "tagi_ddp._backend", "").create
+    return create(rank, world_size, f"{job}/{next(_orders[job])}", timeout)
+
+
+def _module(backend: str, needs: str, extra: str) -> ModuleType:
+    """Import the backend's module; BackendUnavailable says what to install."""
+    try:
+        importlib.import_module(needs)
+        return importlib.import_module(f"tagi_ddp.communicators.{backend}")
+    except (ImportError, RuntimeError) as error:
+        remedy = f"pip install 'tagi-ddp[{extra}]'" if extra else "build the package: pip install ."
+        raise BackendUnavailable(
+            f"backend {backend!r} needs {needs} ({error}): {remedy}"
+        ) from error

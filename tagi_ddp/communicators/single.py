@@ -1,0 +1,60 @@
+"""The communicator of a world of one: every operation is complete at once."""
+
+from __future__ import annotations
+
+from tagi_ddp.communicators.base import BaseCommunicator, Call
+from tagi_ddp.communicators.buffers import Elements
+from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.errors import CommunicatorError
+
+
+class SingleCommunicator(BaseCommunicator):
+    """A group whose only rank is this process."""
+
+    backend = "single"
+
+    def __init__(self, timeout: float = 300.0) -> None:
+        """Make rank 0 of 1; nothing ever waits for ``timeout`` seconds."""
+        super().__init__(0, 1, timeout)
+
+    def _all_reduce(self, call: Call, source: Elements, target: Elements, op: ReduceOp) -> None:
+        target.array[...] = source.array
+
+    def _broadcast(self, call: Call, data: Elements, root: int) -> None:
+        pass
+
+    def _all_gather(
+        self, call: Call, source: Elements, target: Elements, counts: list[int]
+    ) -> None:
+        target.array[...] = source.array
+
+    def _reduce_scatter(
+        self, call: Call, source: Elements, target: Elements, counts: list[int], op: ReduceOp
+    ) -> None:
+        target.array[...] = source.array
+
+    def _all_to_all(
+        self, call: Call, source: Elements, target: Elements, sent: list[int], received: list[int]
+    ) -> None:
+        target.array[...] = source.array
+
+    def _send(self, call: Call, data: Elements, dst: int) -> None:
+        raise AssertionError("there is no other rank to send to")
+
+    def _recv(self, call: Call, data: Elements, src: int) -> None:
+        raise AssertionError("there is no other rank to receive from")
+
+    def _barrier(self, call: Call) -> None:
+        pass
+
+    def _split(self, call: Call, color: int | None, key: int) -> SingleCommunicator | None:
+        return None if color is None else SingleCommunicator(self.timeout)
+
+    def _missing(self, call: Call) -> list[int]:
+        return []
+
+    def _announce(self, error: CommunicatorError, reason: str) -> None:
+        pass
+
+    def _leave(self) -> None:
+        pass
