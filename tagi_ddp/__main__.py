@@ -1,0 +1,7 @@
+"""``python -m tagi_ddp`` is the command ``tagi-ddp``."""
+
+import sys
+
+from tagi_ddp.cli import main
+
+sys.exit(main())

@@ -1,0 +1,156 @@
+"""What each rank sees of a dataset, exact means over ranks, and one progress bar for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tagi_ddp.checks import integer
+from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.environment import detect
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+class DistributedSampler:
+    """The indices of a dataset's samples that one rank takes, in every epoch anew.
+
+    All ranks draw one order from ``seed`` and the epoch. There are two ways to share it:
+
+    - `batches`: each global batch is cut into one slice per rank. The ranks' k-th slices, put
+      together in rank order, are exactly the k-th batch of a single process. Each sample is seen
+      once, and all ranks get equally many slices: for training in the same data order on any number
+      of ranks, and for evaluation.
+    - iteration: rank r takes elements r, r + num_replicas, r + 2 num_replicas, ... of the order, as
+      torch's sampler does. Where the ranks do not divide the dataset, ``uneven`` decides.
+
+    Args:
+        dataset: anything with a length, or the length.
+        num_replicas: number of ranks; the launcher's world size by default.
+        rank: this rank; the launcher's by default.
+        shuffle: draw a new order each epoch (see `set_epoch`); else 0, 1, 2, ...
+        seed: start of the order, the same on all ranks.
+        uneven: how iteration shares what does not divide. "pad": the order's first samples come
+            again at its end until all ranks take equally many, so that none waits for one that has
+            run out. "drop": the order's last samples are left out instead. "keep": each sample
+            once, some ranks take one more: for evaluation.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        uneven: Literal["keep", "pad", "drop"] = "pad",
+    ) -> None:
+        """Check and keep the arguments."""
+        environment = detect() if num_replicas is None or rank is None else None
+        if environment is not None:
+            num_replicas = environment.world_size if num_replicas is None else num_replicas
+            rank = environment.rank if rank is None else rank
+        length = len(dataset) if isinstance(dataset, Sized) else dataset
+        self._length = integer("dataset's length", length, 0)
+        self.num_replicas = integer("num_replicas", num_replicas, 1)
+        self.rank = integer("rank", rank, 0)
+        if self.rank >= self.num_replicas:
+            raise ValueError(
+                f"rank must be less than num_replicas, which is {self.num_replicas}, got {rank}"
+            )
+        if uneven not in ("keep", "pad", "drop"):
+            raise ValueError(f"uneven must be 'keep', 'pad' or 'drop', got {uneven!r}")
+        self.shuffle = shuffle
+        self.seed = integer("seed", seed, 0)
+        self.uneven = uneven
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of this epoch; call it with the same number on all ranks."""
+        self.epoch = integer("epoch", epoch, 0)
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """Return the indices of all samples in the order of this epoch, int64."""
+        order = np.arange(self._length, dtype=np.int64)
+        if self.shuffle:
+            np.random.default_rng((self.seed, self.epoch)).shuffle(order)
+        return order
+
+    def batches(self, global_batch_size: int) -> list[npt.NDArray[np.int64]]:
+        """Return this rank's slice of each global batch of the epoch: int64 index arrays.
+
+        All ranks get equally many slices. The slices of one batch differ by at most one in length;
+        that of a small last batch may be empty.
+        """
+        size = integer("global_batch_size", global_batch_size, 1)
+        order = self.order()
+        return [self._slice(order[start : start + size]) for start in range(0, len(order), size)]
+
+    def _slice(self, batch: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        share, rest = divmod(len(batch), self.num_replicas)
+        start = self.rank * share + min(self.rank, rest)
+        return batch[start : start + share + (self.rank < rest)]
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over this rank's indices of the epoch."""
+        order = self.order()
+        if self.uneven != "keep":
+            # Longer than the order, it wraps around; shorter, it is cut.
+            order = np.resize(order, len(self) * self.num_replicas)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        """Return how many indices iteration gives on this rank."""
+        share, rest = divmod(self._length, self.num_replicas)
+        more = {"keep": self.rank < rest, "pad": rest > 0, "drop": False}
+        return share + more[self.uneven]
+
+
+def reduce_metrics(
+    comm: Communicator, total: npt.ArrayLike, count: int
+) -> float | npt.NDArray[np.float64]:
+    """Return the exact mean over all ranks' samples: the sum of totals over the sum of counts.
+
+    A mean of the ranks' means would be wrong where they saw different numbers of samples.
+
+    Args:
+        comm: the ranks, all of which call this.
+        total: this rank's sum over its samples, one number or an array of several metrics (the same
+            shape on all ranks); zeros on a rank that saw none. Added up in float64.
+        count: how many samples this rank saw.
+
+    Returns:
+        the means as a float, or a float64 array of ``total``'s shape; the same bits on all ranks.
+
+    Raises:
+        ValueError: no rank saw a sample (on all ranks), or ``count`` is negative.
+    """
+    totals = np.array(total, dtype=np.float64)
+    counts = np.array([integer("count", count, 0)], dtype=np.int64)
+    comm.all_reduce(totals)
+    comm.all_reduce(counts)
+    if counts[0] == 0:
+        raise ValueError("count is 0 on all ranks: there is no mean of no samples")
+    mean = totals / counts[0]
+    return mean if totals.ndim else float(mean)
+
+
+def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: Any) -> tqdm[T]:
+    """Iterate with tqdm's progress bar on rank 0 and with a silent one on the others.
+
+    ``rank`` is the launcher's by default; ``tqdm_kwargs`` go to tqdm. The result has tqdm's methods
+    (``set_postfix``, ``write``, ...) on all ranks.
+    """
+    from tqdm import tqdm
+
+    shown = (detect().rank if rank is None else rank) == 0 and not tqdm_kwargs.pop("disable", False)
+    return tqdm(iterable, disable=not shown, **tqdm_kwargs)

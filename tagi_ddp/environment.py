@@ -1,0 +1,210 @@
+"""Who started this process, and as which rank of how many: read from the launcher's variables.
+
+The first of these whose variables are there decides, the innermost launcher first:
+
+1. ``tagi_ddp``: our own launcher (``TAGI_DDP_RANK``).
+2. ``torchrun`` (``TORCHELASTIC_RUN_ID``), which is started by mpirun or srun and never starts them.
+3. ``openmpi``: Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``).
+4. ``mpich``: Hydra, of MPICH and its relatives (``PMI_RANK`` with ``MPI_LOCALRANKID``).
+5. ``slurm``: a step of srun. The body of an sbatch script and an salloc shell carry
+   ``SLURM_PROCID=0`` and ``SLURM_NTASKS`` too, but are one process: they count as no launcher.
+6. ``torchrun`` again: RANK and its companions set by hand.
+
+``TAGI_DDP_JOB`` replaces the job key of any launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# SLURM numbers the steps that srun did not start (batch, extern, interactive) from here.
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+
+# The variables of rank, world size, local rank and local world size.
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OWN_NAMES = tuple(f"TAGI_DDP_{name}" for name in _TORCH_NAMES)
+_OPENMPI_NAMES = tuple(
+    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
+_HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """This process's place among the processes that were started together.
+
+    ``job`` is the same on all ranks of a job and differs between jobs that one user runs at once on
+    one host; any characters; None where the launcher offers nothing of the kind.
+    """
+
+    launcher: str
+    """ "tagi_ddp", "torchrun", "openmpi", "mpich", "slurm" or "none"."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    job: str | None = None
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+    """Return the place of this process; without a launcher, rank 0 of 1.
+
+    Raises ValueError, naming the variable, when the launcher's variables are malformed, incomplete
+    or contradict each other. Warns when two launchers claim different world sizes.
+    """
+    if "TAGI_DDP_RANK" in environ:
+        return _read(environ, "tagi_ddp", _OWN_NAMES, None)
+    if "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ:
+        found = _torchrun(environ)
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+        found = _read(environ, "openmpi", _OPENMPI_NAMES, job)
+    elif "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:
+        found = _read(environ, "mpich", _HYDRA_NAMES, _hydra_job())
+    elif _in_slurm_step(environ):
+        found = _slurm(environ)
+    elif "RANK" in environ:
+        found = _torchrun(environ)
+    else:
+        return LaunchEnvironment("none")
+    _warn_of_second_launcher(environ, found)
+    return found
+
+
+def warn_if_launcher_disagrees(
+    environment: LaunchEnvironment, mpi_rank: int, mpi_size: int
+) -> None:
+    """Warn (RuntimeWarning) when MPI's world is not the one that the launcher started."""
+    if (mpi_rank, mpi_size) == (environment.rank, environment.world_size):
+        return
+    warnings.warn(
+        f"the launcher ({environment.launcher}) made this process rank {environment.rank} of "
+        f"{environment.world_size}, but MPI says rank {mpi_rank} of {mpi_size}: mpi4py is probably "
+        "bound to another MPI than the one whose mpirun started it. Use the mpirun that belongs to "
+        "mpi4py's MPI (mpi4py.MPI.Get_library_version() names it), or another backend",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def warn_if_imported_mpi_disagrees(environment: LaunchEnvironment, backend: str) -> None:
+    """Do `warn_if_launcher_disagrees` if mpi4py is loaded and started already; never load it.
+
+    Under a launcher that is none of MPI's, an MPI world of one is as it should be, unless
+    ``backend`` is "mpi".
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    if size > 1 or backend == "mpi" or environment.launcher in ("openmpi", "mpich"):
+        warn_if_launcher_disagrees(environment, rank, size)
+
+
+def _read(
+    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str | None
+) -> LaunchEnvironment:
+    """Read the four numbers from the variables of these names and check that they fit together."""
+    rank, world_size, local_rank, local_world_size = names
+    size = _integer(environ, world_size, launcher, 1)
+    local_size = _integer(environ, local_world_size, launcher, 1, size + 1, world_size)
+    return LaunchEnvironment(
+        launcher,
+        _integer(environ, rank, launcher, 0, size, world_size),
+        size,
+        _integer(environ, local_rank, launcher, 0, local_size, local_world_size),
+        local_size,
+        environ.get("TAGI_DDP_JOB") or (job and f"{launcher}:{job}"),
+    )
+
+
+def _integer(
+    environ: Mapping[str, str],
+    name: str,
+    launcher: str,
+    low: int,
+    end: int | None = None,
+    limit: str = "",
+) -> int:
+    """Return the variable's value, which must be an integer in range(low, end)."""
+    text = environ.get(name)
+    if text is None:
+        raise ValueError(
+            f"{name} is not set but {launcher}'s other variables are: set or unset all"
+        )
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise ValueError(f"{name} must be a non-negative integer, got {text!r}")
+    value = int(text)
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+    if end is not None and value >= end:
+        raise ValueError(f"{name} is {value}, too much for {limit}={environ.get(limit)}")
+    return value
+
+
+def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
+    # The port and the restart count tell apart two jobs of one user-chosen run id.
+    keys = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    parts = [environ[key] for key in keys if key in environ]
+    return _read(environ, "torchrun", _TORCH_NAMES, "/".join(parts) or None)
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _SLURM_SPECIAL_STEPS
+
+
+def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
+    # The step's own number of tasks; older releases give it as SLURM_NTASKS only.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    counts = _tasks_per_node(environ.get(name, ""), name)
+    node = _integer(environ, "SLURM_NODEID", "slurm", 0, len(counts), name)
+    job = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+    names = ("SLURM_PROCID", size, "SLURM_LOCALID", name)
+    return _read({**environ, name: str(counts[node])}, "slurm", names, job)
+
+
+def _tasks_per_node(text: str, name: str) -> list[int]:
+    """Expand SLURM's "2(x3),1" into [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        if match is None:
+            raise ValueError(f"{name} must be counts like '2(x3),1', got {text!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _hydra_job() -> str | None:
+    """Name Hydra's proxy on this host, an ancestor of all its ranks: no variable names the job."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            # "pid (comm) state ppid ... starttime ...": comm may hold spaces and brackets.
+            before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        except OSError:
+            return None
+        fields = after.split()
+        if before.endswith("(hydra_pmi_proxy"):
+            return f"{pid}/{fields[19]}"
+        pid = int(fields[1])
+    return None
+
+
+def _warn_of_second_launcher(environ: Mapping[str, str], found: LaunchEnvironment) -> None:
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        text = environ.get(name, "")
+        if text.isdecimal() and int(text) != found.world_size:
+            warnings.warn(
+                f"{name}={text}, but {found.launcher} started {found.world_size} ranks, which is "
+                f"what counts here. Unset {name}, or start the ranks with one launcher only",
+                RuntimeWarning,
+                stacklevel=3,
+            )

@@ -1,0 +1,104 @@
+"""tagi_ddp.launch: run a function on several processes of this host, from a script or a notebook.
+
+The package's attribute ``launch`` is the function, in every order of imports: the package imports
+this module first and then puts the function in its place.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tagi_ddp.checks import integer
+from tagi_ddp.supervisor import supervise
+
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    nprocs: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on ``nprocs`` new Python processes, the ranks, and wait for all.
+
+    The ranks are fresh interpreters, never forks. ``fn`` travels by cloudpickle: closures, lambdas
+    and functions of a script or a notebook cell work, and take what they refer to along as copies.
+    Inside, `DDPConfig.from_env` finds the rank, as does torch.distributed (``env://``).
+    OMP_NUM_THREADS is set to cores / nprocs unless it is set already. What the ranks print appears
+    here line by line, with the rank in front. When it returns or raises, all processes that the
+    ranks started are gone; so they are if this process is killed, except what the ranks started.
+
+    Args:
+        fn: what to call; its result must be picklable.
+        nprocs: number of ranks; may exceed the number of cores.
+        args: positional arguments, the same for all ranks.
+        kwargs: keyword arguments, the same for all ranks.
+        timeout: seconds after which the ranks are ended; None: no limit.
+
+    Returns:
+        the ranks' results, in rank order.
+
+    Raises:
+        LaunchError: a rank failed. The text holds the first one's number and its traceback, or the
+            signal or exit status that ended it; the other ranks are ended within seconds.
+        TimeoutError: naming the ranks that were still running.
+        TypeError: ``fn`` or an argument cannot be pickled, or an argument is of the wrong type.
+        ValueError: ``nprocs`` or ``timeout`` is out of range.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function, got {fn!r}")
+    nprocs = integer("nprocs", nprocs, 1)
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise TypeError(f"args must be a tuple or list of arguments, got {args!r}")
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(f"kwargs must be a dict of keyword arguments or None, got {kwargs!r}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    call = _pickled(fn, tuple(args), dict(kwargs or {}))
+    # Source text of functions that have no file, such as notebook cells, for the tracebacks.
+    sources = {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
+    payload = os.memfd_create("tagi_ddp.launch")
+    try:
+        with open(payload, "wb", closefd=False) as file:
+            pickle.dump((sources, call), file)
+        results = supervise(["call", str(payload)], nprocs, timeout, pass_fds=[payload])
+    finally:
+        os.close(payload)
+    return [pickle.loads(result) for result in results]
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    import cloudpickle  # imported on use: `import tagi_ddp` is quick
+
+    try:
+        return cloudpickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        parts = {"fn": fn}
+        parts |= {f"args[{i}]": value for i, value in enumerate(args)}
+        parts |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+        name = next((name for name, part in parts.items() if not _can_pickle(part)), "the call")
+        raise TypeError(
+            f"{name} cannot be sent to the ranks: {error}. Make objects that cannot be pickled (a "
+            "pytagi Sequential, an open file, a lock, a communicator) inside fn, and let fn and "
+            "its arguments refer to plain data only, such as numpy arrays and settings"
+        ) from error
+
+
+def _can_pickle(part: object) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(part)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""The first thing that runs in a rank that `tagi_ddp.supervisor` started."""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import mmap
+import os
+import pickle
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypedDict
+
+from tagi_ddp.communicators.errors import PeerLost
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Report(TypedDict, total=False):
+    """What a rank tells the supervisor, pickled: either its result or its error."""
+
+    result: bytes
+    """What ``fn`` returned, pickled."""
+    traceback: str
+    """The error as text."""
+    time: float
+    """When the error was caught, by time.monotonic(), one clock for all processes of a host."""
+    consequence: bool
+    """The error is that another rank was lost."""
+
+
+def main() -> None:
+    """Run ``parent-pid gate-fd report-fd kind target arguments...``, as sys.argv says."""
+    parent, gate, report_fd = (int(text) for text in sys.argv[1:4])
+    kind, target, *arguments = sys.argv[4:]
+    _die_with_parent(parent)
+    os.set_inheritable(report_fd, False)
+    # The supervisor opens the gate once it knows all ranks; if it gave up before, it is closed.
+    if not os.read(gate, 1):
+        os._exit(1)
+    os.close(gate)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    if kind == "call":
+        _call(report_fd, int(target))
+    else:
+        _run(report_fd, kind, target, arguments)
+
+
+def _die_with_parent(parent: int) -> None:
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def _call(report_fd: int, payload_fd: int) -> None:
+    """Call the pickled function and report its result or its error."""
+    try:
+        with mmap.mmap(payload_fd, 0, access=mmap.ACCESS_READ) as payload:
+            sources, call = pickle.loads(payload)
+        linecache.cache.update(sources)
+        function, args, kwargs = pickle.loads(call)
+        result = _pickled(function(*args, **kwargs))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        caught = time.monotonic()
+        lines = traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__))
+        _send_error(report_fd, error, caught, "".join(lines))
+    _send(report_fd, {"result": result})
+
+
+def _pickled(result: Any) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"the function's result, a {type(result).__name__}, cannot be sent back ({error}): "
+            "return numbers, numpy arrays, or containers of them, such as a state_dict"
+        ) from None
+
+
+def _run(report_fd: int, kind: str, target: str, arguments: list[str]) -> None:
+    """Run a script or a module as ``python target`` or ``python -m target`` does."""
+    sys.argv = [target, *arguments]
+    try:
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as error:
+        caught = time.monotonic()
+        frames = _own_frames_off(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        _send_error(report_fd, error, caught, text)
+
+
+def _own_frames_off(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the outermost frames, which are this file's and runpy's."""
+    while frames is not None:
+        name = frames.tb_frame.f_code.co_filename
+        if name != __file__ and Path(name).name not in ("runpy.py", "<frozen runpy>"):
+            break
+        frames = frames.tb_next
+    return frames
+
+
+def _send_error(report_fd: int, error: BaseException, caught: float, text: str) -> NoReturn:
+    root = error
+    while cause := root.__cause__ or root.__context__:
+        root = cause
+    lost = isinstance(root, PeerLost)
+    _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})
+    sys.exit(1)
+
+
+def _send(report_fd: int, report: Report) -> None:
+    with os.fdopen(report_fd, "wb") as pipe:
+        pickle.dump(report, pipe)

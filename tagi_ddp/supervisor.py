@@ -1,0 +1,316 @@
+"""Starts the ranks of one host, forwards what they print, and ends all when one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pickle
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tagi_ddp.rank_output import RankStream, Screen
+from tagi_ddp.rank_process import Report
+
+# Seconds: between looks at the ranks; to let the cause of a lost peer come to light; between
+# SIGTERM and SIGKILL; for the kernel to carry out SIGKILL; to read what is left in the pipes.
+_TICK = 0.05
+_SETTLE = 2.0
+_GRACE = 3.0
+_KILL = 5.0
+_DRAIN = 1.0
+
+
+class LaunchError(RuntimeError):
+    """A rank failed; all others were ended.
+
+    ``rank`` is the first that failed, ``exitcode`` its exit status, or minus the number of the
+    signal that killed it, ``traceback`` its Python traceback, "" when there is none.
+    """
+
+    def __init__(self, message: str, rank: int, exitcode: int, traceback: str = "") -> None:
+        """Keep what is known of the failure."""
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, str]]:
+        """Pickle with all attributes."""
+        return type(self), (str(self), self.rank, self.exitcode, self.traceback)
+
+
+def supervise(
+    command: Sequence[str],
+    nprocs: int,
+    timeout: float | None = None,
+    *,
+    pass_fds: Sequence[int] = (),
+) -> list[bytes | None]:
+    """Run ``command`` (see `tagi_ddp.rank_process.main`) on ``nprocs`` ranks until all are done.
+
+    Returns the ranks' pickled results, for a script None. Raises LaunchError for the first rank
+    that failed, TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the
+    ranks started is gone too, and what they printed has been written.
+    """
+    team = _Team()
+    try:
+        team.start(command, nprocs, pass_fds)
+        failure = team.watch(timeout, needs_result=command[0] == "call")
+    finally:
+        team.end()
+    if failure is not None:
+        raise LaunchError(
+            f"rank {failure.rank} of {nprocs} {failure.text}",
+            failure.rank,
+            failure.exitcode,
+            failure.traceback,
+        )
+    return [rank.report.get("result") for rank in team.ranks]
+
+
+@dataclass
+class _Failure:
+    rank: int
+    text: str
+    exitcode: int
+    time: float
+    consequence: bool = False
+    traceback: str = ""
+
+    def order(self) -> tuple[bool, bool, float]:
+        """Put the likeliest cause first.
+
+        A killed rank is noticed after the fact, maybe after the errors that it caused in others.
+        """
+        return self.consequence, self.exitcode >= 0, self.time
+
+
+class _Rank:
+    """One process and what it has reported."""
+
+    def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        self.number = number
+        self.process = process
+        self.report: Report = {}
+        self.exitcode: int | None = None
+        self.failure: _Failure | None = None
+        self._received = bytearray()
+
+    def receive(self, data: bytes) -> None:
+        """Take a piece of the report; b"" is its end."""
+        self._received += data
+        if data or not self._received:
+            return
+        try:
+            self.report = pickle.loads(self._received)
+        except (pickle.UnpicklingError, EOFError):  # killed while it wrote
+            return
+        self._received.clear()
+        if "traceback" in self.report:
+            text = self.report["traceback"]
+            self.failure = _Failure(
+                self.number,
+                f"failed:\n\n{text}",
+                1,
+                self.report["time"],
+                self.report["consequence"],
+                text,
+            )
+
+    def poll(self) -> None:
+        """Notice the end of the process, without reaping it: its pid names its group until then."""
+        if self.exitcode is not None:
+            return
+        info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is not None:
+            exited = info.si_code == os.CLD_EXITED
+            self.exitcode = info.si_status if exited else -info.si_status
+
+    def judge(self, needs_result: bool) -> None:
+        """Decide whether a process that has ended has failed."""
+        if self.failure is not None or self.exitcode is None:
+            return
+        self.receive(b"")  # a process that it forked may hold the pipe open
+        if self.exitcode < 0:
+            text = f"was killed by {_signal_name(-self.exitcode)}"
+        elif self.exitcode > 0:
+            text = f"ended with exit status {self.exitcode}"
+        elif needs_result and "result" not in self.report:
+            text = "ended with exit status 0 before the function returned"
+        else:
+            return
+        if self.failure is None:
+            self.failure = _Failure(self.number, text, self.exitcode, time.monotonic())
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the rank and all that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+class _Team:
+    """All ranks and their pipes."""
+
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
+        self._screen = Screen()
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
+        """Start all ranks; none goes on when this is interrupted."""
+        job = f"{os.getpid()}-{secrets.token_hex(8)}"
+        port = _free_port()
+        gate, opener = os.pipe()
+        try:
+            for number in range(nprocs):
+                environment = _environment(number, nprocs, job, port)
+                self._start_rank(number, command, gate, pass_fds, environment)
+            os.write(opener, bytes(nprocs))
+        finally:
+            os.close(gate)
+            os.close(opener)
+
+    def _start_rank(
+        self,
+        number: int,
+        command: Sequence[str],
+        gate: int,
+        pass_fds: Sequence[int],
+        environment: dict[str, str],
+    ) -> None:
+        # The rank finds this package where this process found it.
+        code = (
+            f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
+            "from tagi_ddp.rank_process import main; main()"
+        )
+        reader, writer = os.pipe()
+        report = io.FileIO(reader)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(os.getpid()), str(gate), str(writer), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[gate, writer, *pass_fds],
+                env=environment,
+                start_new_session=True,  # a group to signal, and no Ctrl-C of the terminal
+            )
+        finally:
+            os.close(writer)
+        rank = _Rank(number, process)
+        self.ranks.append(rank)
+        register = self._selector.register
+        register(report, selectors.EVENT_READ, rank.receive)
+        for pipe, file in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert pipe is not None
+            register(pipe, selectors.EVENT_READ, RankStream(self._screen, number, file).feed)
+
+    def watch(self, timeout: float | None, needs_result: bool) -> _Failure | None:
+        """Wait until all ranks have ended well (None) or it is known which one failed first."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        settled = math.inf
+        while True:
+            self._pump(_TICK)
+            for rank in self.ranks:
+                rank.poll()
+            running = [rank.number for rank in self.ranks if rank.exitcode is None]
+            self._pump(0)  # the last words of ranks that have ended are in the pipes
+            for rank in self.ranks:
+                rank.judge(needs_result)
+            now = time.monotonic()
+            failures = [rank.failure for rank in self.ranks if rank.failure is not None]
+            if failures:
+                first = min(failures, key=_Failure.order)
+                settled = min(settled, now + _SETTLE)
+                if not first.consequence or not running or now >= settled:
+                    return first
+            elif not running:
+                return None
+            if now >= deadline:
+                raise TimeoutError(
+                    f"ranks {running} of {len(self.ranks)} were still running after {timeout} "
+                    "seconds; all were ended"
+                )
+
+    def end(self) -> None:
+        """End every process that is left, write what they still said, and free everything."""
+        try:
+            for rank in self.ranks:
+                rank.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + _GRACE
+            while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
+                self._pump(_TICK)
+                for rank in self.ranks:
+                    rank.poll()
+        finally:  # also when a second Ctrl-C cuts the grace short
+            for rank in self.ranks:
+                rank.send_signal(signal.SIGKILL)
+            for rank in self.ranks:
+                rank.process.wait(_KILL)
+            self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        deadline = time.monotonic() + _DRAIN
+        try:
+            while self._selector.get_map() and time.monotonic() < deadline:
+                self._pump(_TICK)
+            self._screen.end_bar()
+        finally:
+            for key in self._selector.get_map().values():
+                key.fileobj.close()
+            self._selector.close()
+
+    def _pump(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for output or reports; pass on a piece of each."""
+        for key, _ in self._selector.select(seconds):
+            data = os.read(key.fd, 1 << 16)  # as much as a pipe holds
+            key.data(data)
+            if not data:
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
+
+
+def _environment(rank: int, nprocs: int, job: str, port: int) -> dict[str, str]:
+    """Return this process's environment with the rank's place in it, as torchrun sets it too."""
+    # torch would ask the agent of an outer torchrun for the address of rank 0.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+    }
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
+        **inherited,
+        **place,
+        **{f"TAGI_DDP_{name}": value for name, value in place.items()},
+        "TAGI_DDP_JOB": job,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time signals have no names
+        return f"signal {number}"
