@@ -12,7 +12,6 @@ class Screen:
     def __init__(self) -> None:
         """Start at the beginning of a line."""
         self._bar: RankStream | None = None
-        self._bar_text = ""
 
     def line(self, stream: RankStream, text: str) -> None:
         """Write a whole line; it replaces the bar of the same stream and comes below another's."""
@@ -27,9 +26,7 @@ class Screen:
         """Write a line that the stream's next one replaces."""
         if self._bar is not stream:
             self.end_bar()
-        elif self._bar_text == text:
-            return
-        self._bar, self._bar_text = stream, text
+        self._bar = stream
         stream.file.write(f"\r{stream.prefix}{text}")
 
     def end_bar(self) -> None:
@@ -49,25 +46,31 @@ class RankStream:
         self.file = file
         self._screen = screen
         self._pending = b""
-        self._last_end = b"\n"
+        self._drawn: bytes | None = None
+        self._in_bar = False
 
     def feed(self, data: bytes) -> None:
         """Write the lines that are complete with ``data``; with b"", the end, all that is left."""
-        *parts, self._pending = re.split(rb"(\r?\n|\r)", self._pending + data)
-        for raw, end in zip(parts[::2], parts[1::2], strict=True):
-            text = raw.decode(errors="replace")
-            if end == b"\r":
-                if text:
-                    self._screen.bar(self, text)
-            elif text or self._last_end != b"\r":
-                self._screen.line(self, text)
+        # A carriage return at the end of the data may be half of a line end.
+        *parts, self._pending = re.split(rb"(\r?\n|\r(?=[^\n]))", self._pending + data)
+        for text, end in zip(parts[::2], parts[1::2], strict=True):
+            self._in_bar = end == b"\r"
+            if self._in_bar:
+                self._draw(text)
             else:
-                self._screen.end_bar()
-            self._last_end = end
-        if self._pending and not data:
-            self._screen.line(self, self._pending.decode(errors="replace"))
-            self._pending = b""
-        elif self._pending and self._last_end == b"\r":
-            # A bar gets its line end only when it is redrawn: show it now.
-            self._screen.bar(self, self._pending.decode(errors="replace"))
+                self._end_line(text)
+        text = self._pending.removesuffix(b"\r")
+        if not data and text:
+            self._end_line(text)
+        elif self._in_bar or text != self._pending:
+            self._draw(text)  # its line end comes only with the next state of the bar
         self.file.flush()
+
+    def _end_line(self, text: bytes) -> None:
+        self._screen.line(self, text.decode(errors="replace"))
+        self._drawn = None
+
+    def _draw(self, text: bytes) -> None:
+        if text and text != self._drawn:
+            self._screen.bar(self, text.decode(errors="replace"))
+            self._drawn = text
