@@ -66,6 +66,9 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("tagi-ddp: interrupted; all ranks were ended", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # of `tagi-ddp run ... | head`; keeps Python from flushing it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return 0
 
 

@@ -1,0 +1,151 @@
+"""The command tagi-ddp, run as a user runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "tagi_ddp"]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
+    )
+
+
+def script(tmp_path, *lines):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, signal, sys, time\nfrom tagi_ddp.config import DDPConfig\n"
+        "rank = DDPConfig.from_env().rank\n" + "\n".join(lines) + "\n"
+    )
+    return path
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_script_runs_on_each_rank_as_python_runs_it(tmp_path):
+    (tmp_path / "beside.py").write_text("value = 7")
+    path = script(
+        tmp_path,
+        "import beside",
+        "config = DDPConfig.from_env()",
+        "print(config.rank, config.world_size, __name__, __file__, sys.argv[1:], beside.value)",
+    )
+    done = run("run", "-n", 3, path, "-n", "5", "--timeout", "x", "--", "y")
+    assert done.returncode == 0, done.stderr
+    rest = f"3 __main__ {path} ['-n', '5', '--timeout', 'x', '--', 'y'] 7"
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {rest}" for r in range(3)]
+
+
+def test_a_module_runs_on_two_ranks_by_default(tmp_path):
+    (tmp_path / "job.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run("run", "-m", "job", "--flag", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] __main__ ['--flag']" for r in range(2)]
+
+
+def test_a_failing_rank_ends_all_with_its_traceback(tmp_path):
+    path = script(tmp_path, "if rank == 1: raise ValueError('boom')", "time.sleep(60)")
+    done = run("run", path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "[1] Traceback (most recent call last):"
+    assert lines[1].startswith(f'[1]   File "{path}", line 4')
+    assert "[1] ValueError: boom" in lines
+    assert lines[-1] == "tagi-ddp: rank 1 failed first; all ranks were ended"
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 of 2 was killed by SIGKILL"),
+        ("sys.exit(7)", 7, "rank 1 of 2 ended with exit status 7"),
+        ("sys.exit('no data')", 1, "[1] no data"),
+        ("raise SyntaxError('bad')", 1, "[1] SyntaxError: bad"),
+    ],
+)
+def test_the_exit_status_is_the_first_failing_ranks(tmp_path, line, status, text):
+    done = run("run", script(tmp_path, f"if rank == 1: {line}", "time.sleep(60)"))
+    assert done.returncode == status
+    assert text in done.stderr
+
+
+def test_a_clean_exit_is_no_failure(tmp_path):
+    assert run("run", script(tmp_path, "if rank == 1: sys.exit()")).returncode == 0
+
+
+def test_the_timeout_ends_all(tmp_path):
+    done = run("run", "--timeout", 2, script(tmp_path, "if rank == 1: time.sleep(60)"))
+    assert done.returncode == 124
+    assert "tagi-ddp: ranks [1] of 2 were still running after 2.0 seconds" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all(tmp_path, number, status):
+    path = script(
+        tmp_path,
+        "import subprocess",
+        "child = subprocess.Popen(['sleep', '60'])",
+        "print(os.getpid(), child.pid)",
+        "time.sleep(60)",
+    )
+    with subprocess.Popen(
+        [*COMMAND, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        pids = [pid for _ in range(2) for pid in process.stdout.readline().split()[1:]]
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert "Traceback" not in errors
+    assert len(pids) == 4
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_closed_pipe_ends_all_quietly(tmp_path):
+    path = script(tmp_path, "for _ in range(6000): print(os.getpid()); time.sleep(0.01)")
+    with subprocess.Popen(
+        [*COMMAND, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        pid = process.stdout.readline().split()[1]
+        process.stdout.close()
+        assert process.wait(30) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+    assert not is_running(pid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run", "missing.py"], "there is no script 'missing.py'"),
+        (["run", "-n", "0", "x.py"], "must be an integer from 1 up, got '0'"),
+        (["run", "-n", "two", "x.py"], "must be an integer from 1 up, got 'two'"),
+        (["run", "--timeout", "-1", "x.py"], "must be a positive number of seconds, got '-1'"),
+        (["run"], "SCRIPT"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_usage_is_explained(arguments, text):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_version():
+    done = run("--version")
+    assert done.stdout.startswith("tagi-ddp 0."), done.stderr
