@@ -23,7 +23,6 @@ namespace tagi_ddp {
 namespace {
 
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatsView = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
 
 EngineLayer* layer_at(uintptr_t address) { return reinterpret_cast<EngineLayer*>(address); }
 
@@ -39,10 +38,14 @@ std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
     throw nb::value_error(("a layer has no vector " + name).c_str());
 }
 
-// The engine's vector in place; valid until the engine replaces it.
-FloatsView view(std::vector<float>& values) {
-    return FloatsView(values.data(), {values.size()}, nb::handle());
+// The engine's memory in place; valid until the engine replaces it.
+template <typename T>
+nb::object view(T* data, size_t size) {
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, nb::handle()),
+                    nb::rv_policy::reference);
 }
+
+nb::object view(std::vector<float>& values) { return view(values.data(), values.size()); }
 
 void translate_error(const std::exception_ptr& pointer, void*) {
     try {
@@ -87,9 +90,14 @@ void bind_engine(nb::module_& module) {
         "batch_norm_statistics",
         [](uintptr_t address) {
             auto* norm = reinterpret_cast<EngineBatchNorm*>(address);
-            return nb::make_tuple(view(norm->mu_ra), view(norm->var_ra));
+            // The flag says that the next batch replaces the statistics.
+            auto* flag = reinterpret_cast<uint8_t*>(&norm->first_batch);
+            return nb::make_tuple(view(norm->mu_ra), view(norm->var_ra), norm->epsilon,
+                                  norm->momentum, view(flag, 1));
         },
-        "address"_a, "Views of the running means and variances of a batch normalization layer.");
+        "address"_a,
+        "A batch normalization layer: views of its running means and variances, epsilon, momentum, "
+        "and a view of its flag for the first batch.");
     nb::class_<RunningStatistics>(module, "RunningStatistics",
                                   "The running statistics of all batch normalization layers.")
         .def(nb::init<>())
@@ -169,6 +177,8 @@ void bind_update(nb::module_& module) {
         .def("first_not_finite", &Parameters::first_not_finite,
              nb::call_guard<nb::gil_scoped_release>(),
              "The name of the first layer with a delta that is NaN or infinite, or \"\".")
+        .def_prop_ro("negative_variances", &Parameters::negative_variances,
+                     "How many variances of each layer's weights the last step found not positive.")
         .def("hashes", &Parameters::hashes, nb::call_guard<nb::gil_scoped_release>(),
              "A 64-bit hash of the means and variances of each layer.")
         .def(
@@ -202,7 +212,10 @@ void bind_update(nb::module_& module) {
                 nb::gil_scoped_release unlocked;
                 apply(self, data, divisor, cap);
             },
-            "bucket"_a, "divisor"_a, "cap"_a, "Cap and apply the bucket's deltas.");
+            "bucket"_a, "divisor"_a, "cap"_a, "Cap and apply the bucket's deltas.")
+        .def(
+            "apply_own", [](const Parameters& self, float cap) { apply_own(self, cap); }, "cap"_a,
+            nb::call_guard<nb::gil_scoped_release>(), "Cap and apply the deltas where they are.");
 
     nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
         .def(

@@ -118,6 +118,15 @@ std::vector<uint64_t> Parameters::hashes() const {
     return result;
 }
 
+std::vector<int32_t> Parameters::negative_variances() const {
+    std::vector<int32_t> result;
+    for (size_t i = 0; i < names_.size(); ++i) {
+        const int32_t* counter = blocks_[2 * i].neg_var_counter;
+        result.push_back(counter == nullptr ? 0 : *counter);
+    }
+    return result;
+}
+
 void Parameters::add_deltas_to(float* sums, const std::vector<bool>& layers) const {
     for (size_t i = 0; i < blocks_.size(); ++i) {
         if (!layers[i / 2]) continue;

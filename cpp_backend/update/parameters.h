@@ -54,6 +54,8 @@ class Parameters {
     // A 64-bit hash of the means and variances of each layer, in order.
     std::vector<uint64_t> hashes() const;
     const std::vector<std::string>& names() const { return names_; }
+    // The negative variances that the last step met, by layer.
+    std::vector<int32_t> negative_variances() const;
 
     // Adds the deltas to `sums` ([means | variances], 2 * size() floats), or `sums` to the deltas;
     // for the layers whose flag in `layers` is set.

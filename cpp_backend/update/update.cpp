@@ -109,6 +109,14 @@ void apply(const Parameters& parameters, const float* bucket, float divisor, flo
     apply_range(parameters, 0, parameters.size(), &slot, 1, parameters.size(), divisor, cap);
 }
 
+void apply_own(const Parameters& parameters, float cap) {
+    for (const Block& block : parameters.blocks()) {
+        const int32_t negative =
+            apply_capped(block.mu, block.var, block.delta_mu, block.delta_var, block.count, cap);
+        if (block.neg_var_counter != nullptr) *block.neg_var_counter = negative;
+    }
+}
+
 Agreement update(ShmCommunicator& communicator, const Parameters& parameters,
                  const Contribution& contribution, bool average, double timeout) {
     const size_t size = parameters.size();

@@ -39,6 +39,8 @@ struct Agreement {
 void pack(const Parameters& parameters, float* bucket);
 // Caps and applies the bucket's deltas, divided by `divisor`.
 void apply(const Parameters& parameters, const float* bucket, float divisor, float cap);
+// Caps and applies the deltas where they are: the step of one rank alone.
+void apply_own(const Parameters& parameters, float cap);
 
 // The whole step over shared memory, chunk by chunk: no barrier, no pass over all deltas but the
 // one that looks for values that are not finite. Nothing is applied when the agreement forbids it.

@@ -1,0 +1,164 @@
+"""A Sequential's parameters, deltas and running statistics, as the rest of the package uses them.
+
+Two ways to the same thing: `InPlace` reads and writes the engine's own memory, `Copied` goes through
+the public getters and setters, about a thousand times slower, where the layout cannot be verified.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp import _backend
+from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
+from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
+
+FloatArray = NDArray[np.float32]
+
+
+class Replica(Protocol):
+    """The state of one Sequential on the host."""
+
+    layers: list[Layer]
+    parameters: _backend.Parameters
+    statistics: _backend.RunningStatistics
+
+    def pull(self) -> None:
+        """Make ``parameters`` show the engine's present state; call before each use."""
+        ...
+
+    def push(self) -> None:
+        """Make changes of the means and variances known to the engine."""
+        ...
+
+    def state(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return views of all that must be equal on all replicas, with the layers' names.
+
+        Means and variances, running statistics and their flags; valid until the next `pull`.
+        """
+        ...
+
+
+def attach(model: Any) -> Replica:
+    """Return the state of ``model``, a pytagi Sequential on the CPU.
+
+    Falls back to the public interface, with one warning, when the engine's memory is not laid out as
+    expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall back.
+    """
+    access = os.environ.get("TAGI_DDP_ENGINE_ACCESS", "auto")
+    if access not in ("auto", "memory", "public"):
+        raise ValueError(f'TAGI_DDP_ENGINE_ACCESS is {access!r}; use "auto", "memory" or "public"')
+    if str(model.device) != "cpu":
+        raise ValueError(f"model is on {model.device}; wrap it while it is on the CPU")
+    initialise(model)
+    if access == "public":
+        return Copied(model)
+    try:
+        return InPlace(model)
+    except LayoutError as error:
+        if access == "memory":
+            raise
+        warnings.warn(
+            f"the engine's memory is not as expected ({error}); going through its public interface "
+            "is right but a thousand times slower. Use pytagi 0.2.1 or tell us your version.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return Copied(model)
+
+
+class InPlace:
+    """The engine's own memory, verified layer by layer."""
+
+    def __init__(self, model: Any) -> None:
+        """Verify every layer; raise LayoutError if one is not as expected."""
+        verify_layout()
+        self.layers: list[Layer] = []
+        self.parameters = _backend.Parameters()
+        self.statistics = _backend.RunningStatistics()
+        self._addresses: list[int] = []
+        for layer in walk(model):
+            address = address_of(layer.handle)
+            check_layer(layer.handle, address)
+            if not _backend.engine_layer(address).vector("mu_w").size:
+                continue
+            self.layers.append(layer)
+            self._addresses.append(address)
+            self.parameters.add_engine_layer(layer.name, address)
+            if layer.kind == "BatchNorm2d":
+                self.statistics.add_engine_layer(address)
+
+    def pull(self) -> None:
+        """Find the layers' vectors again: the engine may have moved them."""
+        self.parameters.refresh()
+
+    def push(self) -> None:
+        """Do nothing: the engine's memory is what has been changed."""
+
+    def state(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return views of the engine's vectors."""
+        views: list[tuple[str, NDArray[Any]]] = []
+        for layer, address in zip(self.layers, self._addresses, strict=True):
+            memory = _backend.engine_layer(address)
+            views += [(layer.name, memory.vector(name)) for name in PARAMETERS]
+            if layer.kind == "BatchNorm2d":
+                mean, var, _, _, first = _backend.batch_norm_statistics(address)
+                views += [(layer.name, array) for array in (mean, var, first)]
+        return views
+
+
+class Copied:
+    """Copies of the engine's vectors, read and written through its public interface."""
+
+    def __init__(self, model: Any) -> None:
+        """Copy once; raise RuntimeError for what the public interface cannot write."""
+        self.layers: list[Layer] = []
+        self.parameters = _backend.Parameters()
+        self.statistics = _backend.RunningStatistics()
+        self._arrays: list[dict[str, FloatArray]] = []
+        self._counters: list[NDArray[np.int32]] = []
+        for layer in walk(model):
+            arrays = {
+                name: np.asarray(getattr(layer.handle, name), np.float32)
+                for name in PARAMETERS + DELTAS
+            }
+            if not arrays["mu_w"].size:
+                continue
+            if layer.kind == "BatchNorm2d":
+                raise RuntimeError(
+                    f"layer {layer.name}: the engine's public interface cannot write running "
+                    "statistics, so replicas would drift apart. Use pytagi 0.2.1, whose memory "
+                    "layout is known."
+                )
+            counter = np.zeros(1, np.int32)
+            names = PARAMETERS + DELTAS
+            weights = [arrays[name] for name in names if name.endswith("_w")]
+            biases = [arrays[name] for name in names if name.endswith("_b")]
+            self.parameters.add_layer(layer.name, weights, biases, counter)
+            self.layers.append(layer)
+            self._arrays.append(arrays)
+            self._counters.append(counter)
+
+    def pull(self) -> None:
+        """Copy means, variances and deltas from the engine."""
+        for layer, arrays in zip(self.layers, self._arrays, strict=True):
+            for name, array in arrays.items():
+                array[:] = getattr(layer.handle, name)
+
+    def push(self) -> None:
+        """Copy means and variances to the engine."""
+        for layer, arrays in zip(self.layers, self._arrays, strict=True):
+            for name in PARAMETERS:
+                setattr(layer.handle, name, arrays[name].tolist())
+
+    def state(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return the copies."""
+        return [
+            (layer.name, arrays[name])
+            for layer, arrays in zip(self.layers, self._arrays, strict=True)
+            for name in PARAMETERS
+        ]

@@ -1,0 +1,73 @@
+"""The layers of a pytagi Sequential that hold parameters, blocks included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PARAMETERS = ("mu_w", "var_w", "mu_b", "var_b")
+DELTAS = ("delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b")
+_INITIALISED_LATE = ("Conv2d", "ConvTranspose2d", "LSTM", "SLSTM")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: where it stands, and the engine's object, which keeps its memory alive."""
+
+    name: str
+    kind: str
+    handle: Any
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether backward adds to the deltas instead of replacing them, as the engine's does."""
+        return self.kind == "Embedding"
+
+
+def walk(model: Any) -> Iterator[Layer]:
+    """Yield the layers of a Sequential in order, those inside of blocks in place of the blocks.
+
+    A name is the path and the engine's own description, like "3.main_block.1 (Conv2d(4,4,8,8,3))".
+    """
+    for index, handle in enumerate(model._cpp_backend.layers):
+        yield from _walk(str(index), handle)
+
+
+def _walk(path: str, handle: Any) -> Iterator[Layer]:
+    kind = type(handle).__name__
+    if kind == "ResNetBlock":
+        yield from _walk(f"{path}.main_block", handle.main_block)
+        if handle.shortcut is not None:
+            yield from _walk(f"{path}.shortcut", handle.shortcut)
+    elif kind == "LayerBlock":
+        for index, inner in enumerate(handle.layers):
+            yield from _walk(f"{path}.{index}", inner)
+    else:
+        yield Layer(f"{path} ({handle.get_layer_info()})", kind, handle)
+
+
+def initialise(model: Any) -> None:
+    """Give every layer its parameters and deltas now, which the engine does as late as in forward.
+
+    Parameters that are there already keep their values: the engine's own initialisation would draw
+    new ones for some layers.
+    """
+    layers = list(walk(model))
+    late = [layer for layer in layers if layer.kind in _INITIALISED_LATE]
+    if any(layer.handle.num_weights == 0 for layer in late):
+        saved = [
+            {name: getattr(layer.handle, name) for name in PARAMETERS}
+            for layer in late
+            if layer.handle.mu_w
+        ]
+        kept = [layer for layer in late if layer.handle.mu_w]
+        model._cpp_backend.preinit_layer()
+        for layer, values in zip(kept, saved, strict=True):
+            for name, value in values.items():
+                setattr(layer.handle, name, value)
+    for layer in late:
+        for name, delta in zip(PARAMETERS, DELTAS, strict=True):
+            count = len(getattr(layer.handle, name))
+            if len(getattr(layer.handle, delta)) != count:
+                setattr(layer.handle, delta, [0.0] * count)

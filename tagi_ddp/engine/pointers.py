@@ -1,0 +1,131 @@
+"""The addresses of the engine's layers, and the proof that they are laid out as we think.
+
+Engine objects tell their C++ address through pybind11's conduit (`_pybind11_conduit_v1_`). What lies
+there is an assumption about somebody else's binary (cpp_backend/engine/layer_layout.h), so it is
+checked against the public interface before anything is read or written through it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import functools
+import re
+from typing import Any
+
+import numpy as np
+
+from tagi_ddp import _backend
+from tagi_ddp.engine.layers import DELTAS, PARAMETERS
+from tagi_ddp.engine.loader import load_engine
+
+_SCALARS = (
+    *("input_size", "output_size", "num_weights", "num_biases", "in_width", "in_height"),
+    *("in_channels", "out_width", "out_height", "out_channels", "bias", "num_threads", "training"),
+)
+_TYPE_INFO_NAME = b"St9type_info"  # typeid(std::type_info).name(); must outlive the capsule
+
+
+class LayoutError(RuntimeError):
+    """The engine's memory is not laid out as this package knows it."""
+
+
+def address_of(layer: Any) -> int:
+    """Return the address of the C++ ``BaseLayer`` behind an engine object.
+
+    Raises LayoutError when the engine does not tell it.
+    """
+    conduit = getattr(layer, "_pybind11_conduit_v1_", None)
+    if conduit is None:
+        raise LayoutError(f"{type(layer).__name__} has no pybind11 conduit")
+    for abi in _platform_abis():
+        capsule = conduit(abi, _base_layer_type(), b"raw_pointer_ephemeral")
+        if capsule is not None:
+            name = _capsule_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)(
+                capsule
+            )
+            get = _capsule_function(
+                "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
+            )
+            return int(get(capsule, name))
+    raise LayoutError(f"the engine's ABI is none of {_platform_abis()}")
+
+
+def check_layer(layer: Any, address: int) -> None:
+    """Raise LayoutError unless what lies at ``address`` is what the engine says of ``layer``.
+
+    Compares the scalar fields and, as copying them is slow, the contents of short vectors only.
+    """
+    memory = _backend.engine_layer(address)
+    for name in _SCALARS:
+        if hasattr(layer, name) and getattr(layer, name) != getattr(memory, name):
+            raise LayoutError(f"{type(layer).__name__}.{name} is not where it should be")
+    for name in PARAMETERS + DELTAS:
+        view = memory.vector(name)
+        if view.size <= 1024 and not np.array_equal(
+            view, np.asarray(getattr(layer, name), np.float32), equal_nan=True
+        ):
+            raise LayoutError(f"{type(layer).__name__}.{name} is not where it should be")
+
+
+@functools.cache
+def verify_layout() -> None:
+    """Check the layout on small layers of our own, in both directions; once per process.
+
+    Raises LayoutError.
+    """
+    load_engine()
+    import cutagi
+
+    linear = cutagi.Linear(3, 2, True, 1.0, 1.0, "He", 0)
+    address = address_of(linear)
+    memory = _backend.engine_layer(address)
+    for count, name in enumerate(PARAMETERS + DELTAS, start=3):
+        values = (np.arange(count, dtype=np.float32) + 0.5) * count
+        setattr(linear, name, values.tolist())
+        if not np.array_equal(memory.vector(name), values):
+            raise LayoutError(f"a public write to {name} does not show in memory")
+        memory.vector(name)[:] = -values
+        if not np.array_equal(np.asarray(getattr(linear, name), np.float32), -values):
+            raise LayoutError(f"a write to {name} in memory does not show publicly")
+    for position, name in enumerate(name for name in _SCALARS if "_" in name):
+        setattr(linear, name, 1000 + position)
+    check_layer(linear, address)
+
+    norm = cutagi.BatchNorm2d(5, 0.125, 0.75, True, 1.0, 1.0)
+    mean, var, eps, momentum, first = _backend.batch_norm_statistics(address_of(norm))
+    expected = np.zeros(5, np.float32), np.ones(5, np.float32)
+    if not (np.array_equal(mean, expected[0]) and np.array_equal(var, expected[1])):
+        raise LayoutError("BatchNorm2d's running statistics are not where they should be")
+    if (eps, momentum, first[0]) != (0.125, 0.75, 1):
+        raise LayoutError("BatchNorm2d's fields are not where they should be")
+
+
+@functools.cache
+def _base_layer_type() -> Any:
+    """Return a capsule with the address of the ``std::type_info`` of the engine's BaseLayer."""
+    import cutagi
+
+    try:
+        info = ctypes.c_char.in_dll(ctypes.CDLL(cutagi.__file__), "_ZTI9BaseLayer")
+    except ValueError as error:
+        raise LayoutError("the engine does not export BaseLayer's type") from error
+    new = _capsule_function(
+        "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+    )
+    return new(ctypes.addressof(info), _TYPE_INFO_NAME, None)
+
+
+@functools.cache
+def _platform_abis() -> tuple[bytes, ...]:
+    """Return the pybind11 ABIs of the extensions in this process; the engine's is one of them."""
+    pattern = re.compile(r"__pybind11_internals_v\d+(_.+?)__$")
+    found = (pattern.match(name) for name in vars(builtins))
+    return tuple({match[1].encode(): None for match in found if match}) or (
+        b"_gcc_libstdcpp_cxxabi1016",
+    )
+
+
+def _capsule_function(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of Python's C interface; own prototype, as ctypes shares the attribute."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))

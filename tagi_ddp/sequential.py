@@ -1,0 +1,445 @@
+"""DDPSequential: one pytagi network, trained by many processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tagi_ddp._backend import Contribution
+from tagi_ddp.communicators import (
+    Communicator,
+    CommunicatorError,
+    Mismatch,
+    all_gather_object,
+    as_communicator,
+    init,
+)
+from tagi_ddp.config import DDPConfig
+from tagi_ddp.engine.adapter import attach
+from tagi_ddp.exchange import StatisticsExchange, make_exchange
+
+FloatArray = NDArray[np.float32]
+_ENGINE_DEFAULT_THREADS = 4
+
+
+class NotFiniteError(FloatingPointError):
+    """A step was refused on all ranks: deltas of some rank are NaN or infinite.
+
+    No parameter has changed. ``ranks`` are those at fault.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        """Keep the ranks beside the text."""
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class ReplicaMismatch(RuntimeError):
+    """Replicas that should be equal are not; the text names the first layer that differs."""
+
+
+class DDPSequential:
+    """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
+
+    Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
+    ranks (or takes their mean), caps them and applies the same update everywhere. With
+    ``average=False`` the result is that of one process on the union of the shares; with
+    ``average=True``, pytagi's default, it is the mean of the deltas, capped as for one share: steps
+    about ``world_size`` times more cautious.
+
+    An error in any method ends the group: it is raised here at once, and on the other ranks, naming
+    this one, at their next collective operation.
+
+    Args:
+        model: the network, on the CPU. It is trained in place; all ranks must give the same layers.
+            Parameters and running statistics of rank 0 win.
+        config: backend, rank and world size; `DDPConfig.from_env` asks the launcher.
+        average: True: mean of the deltas; False: their sum, which reproduces one process.
+        communicator: takes the place of ``config``: a communicator, or a
+            torch.distributed.ProcessGroup. It stays open when the model is closed.
+
+    Raises:
+        BackendUnavailable, Timeout, PeerLost: the ranks could not be brought together.
+        ReplicaMismatch: the ranks' models differ in their layers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: DDPConfig | None = None,
+        average: bool = True,
+        *,
+        communicator: Communicator | Any | None = None,
+    ) -> None:
+        """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
+        if (config is None) == (communicator is None):
+            raise TypeError("give either config or communicator")
+        self._own_communicator = communicator is None
+        if communicator is None:
+            communicator = init(config.backend, config.rank, config.world_size)
+        self.communicator: Communicator = as_communicator(communicator)
+        self.model = model
+        self.config = config or DDPConfig([], "auto", communicator.rank, communicator.size)
+        self.average = bool(average)
+        self._deltas_behind = 0  # samples behind the engine's deltas; 0: none to apply
+        self._samples = 0  # of the forward pass that backward would follow
+        self._saved: FloatArray | None = None  # deltas of earlier micro-batches
+        self._saved_samples = 0
+        self._accumulating = False
+        self._in_no_sync = False
+        self._closed = False
+        with self._or_abort():
+            self._replica = attach(model)
+            self._check_layers()
+            self._set_threads()
+            self._exchange = make_exchange(self.communicator)
+            self._exchange_statistics = StatisticsExchange(
+                self.communicator, self._replica.statistics
+            )
+            self._copy_from_rank_0()
+
+    # --- the engine's interface ---------------------------------------------------------------
+
+    def __call__(
+        self, mu_x: ArrayLike, var_x: ArrayLike | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Call `forward`."""
+        return self.forward(mu_x, var_x)
+
+    def forward(
+        self, mu_x: ArrayLike, var_x: ArrayLike | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Run the network on this rank's share of a batch.
+
+        Args:
+            mu_x: means of the inputs, flat or not, batch * input size floats.
+            var_x: their variances, of the same size; None: the inputs are exact.
+
+        Returns:
+            means and variances of the outputs, each flat, batch * output size floats.
+        """
+        with self._or_abort():
+            mean = _flat_floats("mu_x", mu_x)
+            variance = None if var_x is None else _flat_floats("var_x", var_x)
+            if variance is not None and variance.size != mean.size:
+                raise ValueError(
+                    f"var_x has {variance.size} elements, mu_x {mean.size}; give one variance for "
+                    "each mean"
+                )
+            self._check_input_size(mean.size)
+            try:
+                outputs = self.model.forward(mean, variance)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the network refused mu_x with {mean.size} elements: {error}"
+                ) from error
+            self._samples = int(self.model._cpp_backend.z_buffer_block_size)
+            return outputs
+
+    def backward(self) -> None:
+        """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
+
+        Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a call
+        replaces them.
+        """
+        with self._or_abort():
+            if self._samples == 0:
+                raise RuntimeError("backward() needs a forward() before it")
+            if self._accumulating and self._deltas_behind:
+                self._save_deltas()
+            self.model.backward()
+            self._deltas_behind, self._samples = self._samples, 0
+
+    def step(self) -> None:
+        """Exchange the deltas of all ranks and apply the same update to every replica.
+
+        Raises NotFiniteError, on all ranks and with every parameter as it was, when a delta of any
+        rank is NaN or infinite.
+        """
+        with self._or_abort():
+            if self._in_no_sync:
+                raise RuntimeError(
+                    "step() inside no_sync() would let replicas differ; end the block"
+                )
+            if not self._deltas_behind:
+                raise RuntimeError("step() needs a backward() before it")
+            self._replica.pull()
+            if self._saved_samples:
+                self._replica.parameters.add_to_deltas(self._saved, self._replaced_layers())
+        samples = self._deltas_behind + self._saved_samples
+        self._forget_deltas()
+        self._update(samples)
+
+    def train(self) -> None:
+        """Set the network to training mode."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """Set the network to evaluation mode."""
+        self.model.eval()
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.communicator.barrier()
+
+    def get_outputs(self) -> tuple[FloatArray, FloatArray]:
+        """Return means and variances of the last forward pass's outputs, each flat."""
+        return self.model.get_outputs()
+
+    def output_to_host(self) -> None:
+        """Copy the outputs from the device to the host; nothing to do on the CPU."""
+        self.model.output_to_host()
+
+    def get_device_with_index(self) -> str:
+        """Return the replica's device, like "cpu:0" or "cuda:1"."""
+        device = str(self.model.device)
+        return device if ":" in device else f"{device}:0"
+
+    @property
+    def output_z_buffer(self) -> Any:
+        """The output hidden states of the last forward pass."""
+        return self.model.output_z_buffer
+
+    @output_z_buffer.setter
+    def output_z_buffer(self, value: Any) -> None:
+        self.model.output_z_buffer = value
+
+    @property
+    def input_delta_z_buffer(self) -> Any:
+        """The innovation of the outputs, from which backward starts."""
+        return self.model.input_delta_z_buffer
+
+    @input_delta_z_buffer.setter
+    def input_delta_z_buffer(self, value: Any) -> None:
+        self.model.input_delta_z_buffer = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters by layer: (mu_w, var_w, mu_b, var_b)."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load parameters; a collective call. What rank 0 gives is copied to all ranks."""
+        with self._or_abort():
+            if self.communicator.rank == 0:
+                self.model.load_state_dict(state_dict)
+            self._copy_from_rank_0()
+
+    def save(self, filename: str) -> None:
+        """Write the parameters and running statistics to a file, on rank 0; others do nothing."""
+        if self.communicator.rank == 0:
+            self.model.save(filename)
+
+    def load(self, filename: str) -> None:
+        """Load what `save` wrote; a collective call. Rank 0 reads, the others receive."""
+        with self._or_abort():
+            if self.communicator.rank == 0:
+                if not os.path.isfile(filename):
+                    raise FileNotFoundError(f"filename: there is no file {filename!r} on rank 0")
+                self.model.load(filename)
+            self._copy_from_rank_0()
+
+    def get_neg_var_w_counter(self) -> dict[str, int]:
+        """Return how many variances of each layer's weights the last step found not positive.
+
+        By the engine's description of the layer, as pytagi does, those inside of blocks too; layers
+        with one description are added up.
+        """
+        counts: dict[str, int] = {}
+        handles = (layer.handle for layer in self._replica.layers)
+        for handle, count in zip(handles, self._replica.parameters.negative_variances, strict=True):
+            name = handle.get_layer_info()
+            counts[name] = counts.get(name, 0) + count
+        return counts
+
+    # --- beyond the engine's interface --------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let the deltas of several micro-batches add up before one `step` exchanges their sum.
+
+        ``with model.no_sync():`` forward and backward of every micro-batch; then `step`, outside.
+        """
+        self._in_no_sync = self._accumulating = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks run out of batches at different times.
+
+        All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
+        following the others' updates, contributing nothing, until all have left. No other collective
+        operation belongs into the block.
+        """
+        yield
+        while not self._update(0, joined=True):
+            pass
+
+    def check_replicas(self) -> str:
+        """Return a hash of all parameters and running statistics, which is equal on all ranks.
+
+        A collective call. Raises ReplicaMismatch, on all ranks, when replicas differ in a single
+        bit, naming the first layer that differs.
+        """
+        with self._or_abort():
+            self._replica.pull()
+            own: dict[str, Any] = {}
+            for name, array in self._replica.state():
+                own.setdefault(name, hashlib.sha256()).update(array.tobytes())
+            self._require_equal({name: value.hexdigest() for name, value in own.items()})
+            return hashlib.sha256("".join(v.hexdigest() for v in own.values()).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Leave the group; the model stays usable on its own. May be called again."""
+        if not self._closed and self._own_communicator:
+            self.communicator.close()
+        self._closed = True
+
+    def __enter__(self) -> DDPSequential:
+        """Return the model itself."""
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close; when the block ended in an error the other ranks learn it."""
+        if error is not None and not isinstance(error, CommunicatorError):
+            self.communicator.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # --- attaching ----------------------------------------------------------------------------
+
+    def _check_layers(self) -> None:
+        parameters = self._replica.parameters
+        own = {layer.name: str(layer.kind) for layer in self._replica.layers}
+        own |= {f"{name} size": str(a.size) for name, a in self._replica.state()}
+        own["number of parameters"] = str(parameters.size)
+        own["average"] = str(self.average)
+        self._require_equal(own)
+
+    def _require_equal(self, own: dict[str, str]) -> None:
+        """Raise ReplicaMismatch unless all ranks have equal entries in equal order."""
+        digest = hashlib.sha256(repr(list(own.items())).encode()).digest()[:8]
+        digests = np.empty(self.communicator.size, np.uint64)
+        self.communicator.all_gather(np.frombuffer(digest, np.uint64), digests)
+        if (digests == digests[0]).all():
+            return
+        everyone = all_gather_object(self.communicator, list(own.items()))
+        for rank, entries in enumerate(everyone):
+            for mine, theirs in zip(everyone[0], entries, strict=False):
+                if mine != theirs:
+                    raise ReplicaMismatch(
+                        f"replicas differ first at layer {theirs[0]} of rank {rank}: {theirs[1]}, "
+                        f"rank 0 has {mine[0]}: {mine[1]}"
+                    )
+            if len(entries) != len(everyone[0]):
+                longer = max(entries, everyone[0], key=len)
+                shorter = min(len(entries), len(everyone[0]))
+                raise ReplicaMismatch(
+                    f"replicas differ first at layer {longer[shorter][0]}: only one of rank 0 and "
+                    f"rank {rank} has it"
+                )
+
+    def _copy_from_rank_0(self) -> None:
+        self._replica.pull()
+        for _, array in self._replica.state():
+            if array.size:
+                self.communicator.broadcast(array)
+        self._replica.push()
+
+    def _set_threads(self) -> None:
+        """Give the engine this rank's share of the cores, unless the user has set its threads."""
+        engine = self.model._cpp_backend
+        chosen = [layer.handle.num_threads for layer in self._replica.layers]
+        if engine.num_threads != 1 or any(n != _ENGINE_DEFAULT_THREADS for n in chosen):
+            return
+        cores = sorted(os.sched_getaffinity(0))
+        everyone = all_gather_object(self.communicator, (socket.gethostname(), cores))
+        here = [other for host, other in everyone if host == socket.gethostname()]
+        # A core that several ranks may use counts for each in part.
+        share = sum(1 / sum(core in other for other in here) for core in cores)
+        self.model.set_threads(max(1, int(share + 1e-9)))
+
+    # --- stepping -----------------------------------------------------------------------------
+
+    def _update(self, samples: int, joined: bool = False) -> bool:
+        """Take part in one update of all ranks; return whether all ranks have joined."""
+        with self._or_abort():
+            self._replica.pull()
+            culprit = self._replica.parameters.first_not_finite() if samples else ""
+            agreement = self._exchange(
+                self._replica.parameters, Contribution(samples, not culprit, joined), self.average
+            )
+            if agreement.applies:
+                self._replica.push()
+                self._exchange_statistics(samples, agreement.batch)
+        if agreement.not_finite:
+            where = f" (here: layer {culprit})" if culprit else ""
+            raise NotFiniteError(
+                f"step refused on all ranks: deltas of ranks {agreement.not_finite} are NaN or "
+                f"infinite{where}. No parameter has changed. Look at the inputs, the targets and "
+                "the observation variance of those ranks.",
+                agreement.not_finite,
+            )
+        return agreement.all_joined
+
+    def _save_deltas(self) -> None:
+        self._replica.pull()
+        size = 2 * self._replica.parameters.size
+        if self._saved is None:
+            self._saved = np.zeros(size, np.float32)
+        self._replica.parameters.add_deltas_to(self._saved, self._replaced_layers())
+        self._saved_samples += self._deltas_behind
+
+    def _replaced_layers(self) -> list[bool]:
+        """Tell for each layer whether backward replaces its deltas (else they add up by themselves)."""
+        return [not layer.accumulates for layer in self._replica.layers]
+
+    def _forget_deltas(self) -> None:
+        self._deltas_behind = 0
+        self._accumulating = False
+        if self._saved_samples:
+            self._saved_samples = 0
+            self._saved.fill(0)
+
+    def _check_input_size(self, size: int) -> None:
+        first = self.model._cpp_backend.layers[0]
+        # A recurrent layer's input is a sequence whose length the engine checks itself.
+        width = int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
+        if size == 0 or (width and size % width):
+            raise ValueError(
+                f"mu_x has {size} elements, which is no multiple of the network's input size {width}"
+            )
+
+    @contextlib.contextmanager
+    def _or_abort(self) -> Iterator[None]:
+        """Let the other ranks know when this one fails, so that none waits for it."""
+        if self._closed:
+            raise CommunicatorError("the model is closed; wrap it again to go on")
+        try:
+            yield
+        except (CommunicatorError, ReplicaMismatch):
+            raise
+        except BaseException as error:
+            self.communicator.abort(f"{type(error).__name__}: {error}")
+            raise
+
+
+def _flat_floats(name: str, value: ArrayLike) -> FloatArray:
+    try:
+        array = np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {type(value).__name__}"
+        ) from error
+    return array
+
+
+__all__ = ["DDPSequential", "Mismatch", "NotFiniteError", "ReplicaMismatch"]
