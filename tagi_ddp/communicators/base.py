@@ -157,7 +157,7 @@ class BaseCommunicator(ABC):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Send ``send_counts[r]`` elements to each rank r and receive ``recv_counts[r]`` from it."""
+        """Send ``send_counts[r]`` elements to each r and receive ``recv_counts[r]`` from it."""
         source = elements(buffer, "buffer")
         target = elements(out, "out", writable=True)
         sent = buffers.check_counts(send_counts, "send_counts", self.size, source.count, "buffer")

@@ -1,0 +1,52 @@
+"""Where the contract's modules are found, and the pools of processes that its tests share."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from rank_pool import Nursery, RankPool  # noqa: E402
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test of a contract at the numbers of ranks that its class names."""
+    if "size" in metafunc.fixturenames and metafunc.cls is not None:
+        metafunc.parametrize("size", metafunc.cls.sizes)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
+    """The running pools; at the end no process and no shared memory is left."""
+    before = shared_memory()
+    running: dict[tuple[str, int], RankPool] = {}
+    yield running
+    for pool in running.values():
+        pool.close()
+    Nursery.close_shared()
+    deadline = time.monotonic() + 10
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "tagi" in name}
+
+
+@pytest.fixture
+def pool(
+    request: pytest.FixtureRequest, pools: dict[tuple[str, int], RankPool], size: int
+) -> RankPool:
+    """The processes of the test's backend: MPI's worlds are of one size, the others' of any."""
+    backend = request.cls.backend
+    key = (backend, size if backend == "mpi" else max(request.cls.sizes))
+    if key not in pools:
+        pools[key] = RankPool(*key)
+    return pools[key]

@@ -1,0 +1,13 @@
+"""The contract over shared memory."""
+
+from contract.arguments import ArgumentsContract
+from contract.operations import OperationsContract
+from contract.order import GroupContract, OrderContract
+from contract.programs import ProgramsContract
+
+
+class TestShm(
+    OperationsContract, ArgumentsContract, OrderContract, GroupContract, ProgramsContract
+):
+    backend = "shm"
+    sizes = (2, 3, 4)

@@ -1,0 +1,116 @@
+"""The other side of `rank_pool`: a process that runs the functions that the pool sends it.
+
+``python rank_worker.py <address>`` is one rank under mpirun. ``python rank_worker.py --nursery
+<address>`` imports what is slow to import and then forks a rank at every request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import cloudpickle
+
+from tagi_ddp.communicators import Communicator, init
+
+PR_SET_PDEATHSIG = 1
+
+
+class Uncaught(Exception):
+    """Raised by a task to end its process as an error that nobody catches does."""
+
+
+def connect(address: str) -> Connection:
+    return Client("\0" + address, authkey=bytes.fromhex(os.environ["RANK_POOL_KEY"]))
+
+
+class Worker:
+    """One rank: keeps the communicator of the last task for the next one of the same key."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.key = ""
+        self.comm: Communicator | None = None
+
+    def serve(self) -> None:
+        while True:
+            try:
+                request = self.connection.recv()
+            except (EOFError, ConnectionError):
+                self.leave()
+                return
+            self.connection.send_bytes(self.answer(*request))
+
+    def answer(self, key: str, settings: dict[str, Any], task: bytes) -> bytes:
+        try:
+            if key != self.key:
+                self.leave()
+                self.comm = init(**settings)
+                self.key = key
+            function, args = cloudpickle.loads(task)
+            return cloudpickle.dumps((True, function(self.comm, *args)))
+        except Uncaught:
+            raise
+        except BaseException as error:
+            text = traceback.format_exc()
+            if self.comm is not None:
+                try:
+                    self.comm.abort(f"{type(error).__name__}: {error}")
+                except Exception as second:
+                    text += f"and abort() raised {second!r}\n"
+            return cloudpickle.dumps((False, text))
+
+    def leave(self) -> None:
+        if self.comm is not None:
+            self.comm.close()
+            self.comm = None
+
+
+def start_worker(address: str, rank: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1)
+    connection = connect(address)
+    connection.send((rank, os.getpid()))
+    Worker(connection).serve()
+
+
+def nursery(address: str) -> None:
+    import torch  # noqa: F401
+
+    connection = connect(address)
+    connection.send((-1, os.getpid()))
+    while True:
+        if not connection.poll(0.05):
+            reap()
+            continue
+        try:
+            address_of_pool, rank, environment = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        if os.fork() == 0:
+            connection.close()
+            os.environ.update(environment)
+            start_worker(address_of_pool, rank)
+            return
+
+
+def reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.modules["rank_worker"] = sys.modules["__main__"]  # one Uncaught, however it is imported
+    if sys.argv[1] == "--nursery":
+        nursery(sys.argv[2])
+    else:
+        start_worker(sys.argv[1], int(os.environ["OMPI_COMM_WORLD_RANK"]))
