@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tagi_ddp.communicators import init
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
+from tagi_ddp.launch import launch
 
 LENGTHS = st.integers(0, 60)
 RANKS = st.integers(1, 6)
@@ -108,6 +110,27 @@ def test_metrics_of_one_rank():
         reduce_metrics(comm, 0.0, 0)
     with pytest.raises(ValueError, match="count must be at least 0, got -1"):
         reduce_metrics(comm, 0.0, -1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_metrics_of_ranks_with_uneven_shares_are_those_of_one_process(ranks):
+    errors = np.random.default_rng(0).integers(0, 2, (50, 2))
+    shares = [[0, 50], [7, 43], [50, 0]] if ranks == 2 else [[0, 0, 50], [1, 40, 9]]
+
+    def fn():
+        with init("shm", timeout=20) as comm:
+            means = []
+            for counts in shares:
+                start = sum(counts[: comm.rank])
+                mine = errors[start : start + counts[comm.rank]]
+                means.append(reduce_metrics(comm, mine.sum(axis=0), len(mine)))
+            with pytest.raises(ValueError, match="count is 0 on all ranks"):
+                reduce_metrics(comm, 0.0, 0)
+            return means
+
+    for means in launch(fn, ranks, timeout=60):
+        for mean in means:
+            np.testing.assert_array_equal(mean, errors.sum(axis=0) / 50)
 
 
 def test_progress_is_shown_on_rank_0_only(capsys, monkeypatch):

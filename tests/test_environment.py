@@ -143,6 +143,18 @@ for launcher, size, backend in {cases}:
 """
 
 
+def run_mpi_world_of_one(code, **variables):
+    # Without mpirun, Open MPI's shared-memory transport leaves a file in /dev/shm at exit.
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMPI_MCA_btl": "self", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+
 def test_a_loaded_mpi_that_sees_another_world_warns():
     pytest.importorskip("mpi4py", exc_type=ImportError)
     expected = {
@@ -155,24 +167,14 @@ def test_a_loaded_mpi_that_sees_another_world_warns():
         ("torchrun", 2, "gloo"): 0,
         ("none", 1, "mpi"): 0,
     }
-    code = MPI_WORLD_OF_ONE.format(cases=list(expected))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_mpi_world_of_one(MPI_WORLD_OF_ONE.format(cases=list(expected)))
     assert dict(zip(expected, map(int, done.stdout.split()), strict=True)) == expected
 
 
 def test_from_env_checks_the_loaded_mpi():
     pytest.importorskip("mpi4py", exc_type=ImportError)
     code = "from mpi4py import MPI; from tagi_ddp.config import DDPConfig; DDPConfig.from_env()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **HYDRA},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_mpi_world_of_one(code, **HYDRA)
     assert "mpich) made this process rank 1 of 2, but MPI says rank 0 of 1" in done.stderr
 
 

@@ -36,6 +36,24 @@ def wait_until(condition, seconds=20.0):
     return condition()
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import tagi_ddp",
+        "import tagi_ddp.launch",
+        "import tagi_ddp, tagi_ddp.cli, tagi_ddp.launch",
+        "from tagi_ddp.launch import launch; import tagi_ddp",
+        "from tagi_ddp import launch; import tagi_ddp.launch",
+        "import tagi_ddp.launch as launch, tagi_ddp",
+        "import importlib, tagi_ddp; importlib.import_module('tagi_ddp.launch')",
+    ],
+)
+def test_the_packages_launch_is_the_function_in_every_order_of_imports(imports):
+    check = "import sys; assert tagi_ddp.launch is sys.modules['tagi_ddp.launch'].launch"
+    check += "; assert globals().get('launch', tagi_ddp.launch) is tagi_ddp.launch"
+    subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True, timeout=60)
+
+
 # Results
 
 
