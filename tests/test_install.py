@@ -152,11 +152,11 @@ def test_uninstalled_or_half_uninstalled_it_leaves_python_alone(
     assert set(venv.site.rglob("*")) == before
 
     venv.pip("install", "--no-deps", wheel)
-    lookup = "import importlib.util; print(importlib.util.find_spec('cutagi'))"
-    for gone in ("tagi_ddp/engine/loader.py", "tagi_ddp", "_tagi_ddp_import_hook.py"):
+    lookup = "try: import pytagi\nexcept ImportError: print('no engine')"
+    for gone in ("tagi_ddp", "_tagi_ddp_engine/loader.py", "_tagi_ddp_engine"):
         path = venv.site / gone
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         # Errors in a .pth file show on stderr and nowhere else.
         command = [venv.bin / "python", "-c", lookup]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "no engine\n", "")

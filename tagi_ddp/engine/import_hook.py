@@ -1,7 +1,8 @@
 """Prepares ``import pytagi`` in every interpreter of an environment that has tagi_ddp.
 
-Installed a second time, as ``_tagi_ddp_import_hook`` beside the package, where a .pth file imports
-it at each start of Python: so it must stand alone, cost next to nothing, and never fail.
+Installed a second time, with the loader, as the folder ``_tagi_ddp_engine``, from where a .pth file
+imports it at each start of Python: so it must do without tagi_ddp, cost next to nothing, and never
+fail.
 """
 
 import sys
@@ -15,8 +16,8 @@ class TagiDdpEngineFinder:
         """Find nothing: leave the search to Python's own finders, with the libraries in place."""
         if name == "cutagi":
             try:
-                from tagi_ddp.engine.loader import preload
-            except ImportError:  # tagi_ddp is gone, or half uninstalled: not ours to report
+                from .loader import preload
+            except ImportError:  # half uninstalled: not ours to report
                 return
             preload()
 

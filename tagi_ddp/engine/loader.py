@@ -17,7 +17,6 @@ import os
 import platform
 import site
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 
@@ -28,31 +27,22 @@ STUB = "stub"
 
 _STUB_FOLDER = os.path.join("tagi_ddp", "engine", "shims")
 
-_loaded: dict[str, str] = {}
-_lock = threading.Lock()
-
 
 def preload() -> None:
-    """Load the libraries that the engine needs, once per process.
+    """Load the libraries that the engine needs; what the process holds already stays.
 
     Raises ImportError when a library that an environment variable names cannot be loaded, or when a
     stand-in is needed and tagi_ddp was not built.
     """
-    with _lock:
-        if _loaded:
-            return
-        paths = {LIBMPI: _load(LIBMPI, _mpi_candidates())}
-        paths[LIBMPI_CXX] = _load(LIBMPI_CXX, _siblings(LIBMPI_CXX, paths[LIBMPI]))
-        paths[LIBNCCL] = _load(LIBNCCL, _nccl_candidates())
-        _loaded.update(paths)
+    libmpi = _load(LIBMPI, _mpi_candidates())
+    _load(LIBMPI_CXX, _siblings(LIBMPI_CXX, libmpi))
+    _load(LIBNCCL, _nccl_candidates())
 
 
 def loaded_libraries() -> dict[str, str]:
-    """Tell what `preload` took: the path of each library by its name, "stub" for a stand-in.
-
-    Empty before `preload`.
-    """
-    return {name: STUB if _is_stub(path) else path for name, path in _loaded.items()}
+    """Tell which of the libraries the process holds: path by name, "stub" for a stand-in."""
+    paths = {name: _path_in_process(name) for name in (LIBMPI, LIBMPI_CXX, LIBNCCL)}
+    return {name: STUB if _is_stub(path) else path for name, path in paths.items() if path}
 
 
 def load_engine() -> ModuleType:

@@ -220,7 +220,7 @@ def test_both_copies_of_the_hook_install_one_finder(tmp_path: Path) -> None:
     code = f"""
 import importlib.util, sys
 from tagi_ddp.engine import import_hook, loader
-spec = importlib.util.spec_from_file_location("copy", import_hook.__file__)
+spec = importlib.util.spec_from_file_location("tagi_ddp.engine.copy", import_hook.__file__)
 copy = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(copy)
 for hook in (copy, import_hook, copy):
