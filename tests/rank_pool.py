@@ -50,7 +50,7 @@ class RankPool:
         self._nursery = nursery
         self._connections: dict[int, Connection] = {}
         self._mpirun: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115: close() closes it
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
         self._job = ""
         self._generation = 0
         self._kept: tuple[int, float] | None = None
@@ -65,8 +65,12 @@ class RankPool:
         timeout: float = 20.0,
         fresh: bool = False,
         dying: Iterable[int] = (),
+        silent: Iterable[int] = (),
     ) -> list[Any]:
-        """Return ``function(comm, *args)`` of every rank; ranks in ``dying`` return `Died`.
+        """Return ``function(comm, *args)`` of every rank.
+
+        Ranks in ``dying`` return `Died`; those in ``silent`` are not waited for and return None.
+        After either, all are killed.
 
         ``limit`` in seconds is this task's, ``timeout`` that of the communicator. Raises RankError
         with the traceback of every rank that failed, after which all start anew.
@@ -84,13 +88,13 @@ class RankPool:
             if self.backend != "mpi":
                 settings.update(rank=rank, world_size=size)
             self._connections[rank].send((key, settings, task))
-        results, errors = self._collect(size, time.monotonic() + limit, set(dying))
-        if dying or self._broken:
+        results, errors = self._collect(set(range(size)) - set(silent), limit, set(dying))
+        if dying or silent or self._broken:
             self.kill()
         if errors:
             self._kept = None
             raise RankError("\n".join(errors))
-        return results
+        return results[:size]
 
     def settings(self, job: str) -> dict[str, Any]:
         """Return arguments of init() for a group of this backend, but for its ranks."""
@@ -98,30 +102,31 @@ class RankPool:
             return {"backend": "mpi"}
         return {"backend": "auto" if self.backend == "single" else self.backend, "job": job}
 
-    def _collect(self, size: int, deadline: float, dying: set[int]) -> tuple[list[Any], list[str]]:
-        waiting = {self._connections[rank]: rank for rank in range(size)}
-        results: list[Any] = [None] * size
+    def _collect(
+        self, ranks: set[int], limit: float, dying: set[int]
+    ) -> tuple[list[Any], list[str]]:
+        deadline = time.monotonic() + limit
+        waiting = {self._connections[rank]: rank for rank in ranks}
+        results: list[Any] = [None] * self.size
         errors: list[str] = []
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._broken = True
-                errors.append(
-                    f"ranks {sorted(waiting.values())} were not done in time\n{self._stacks()}"
-                )
+                late = sorted(waiting.values())
+                errors.append(f"ranks {late} were not done in {limit:g} s\n{self._stacks()}")
                 break
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
                     well, result = cloudpickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    well, result = rank in dying, Died()
                     self._broken = True
+                    well, result = rank in dying, Died()
                 results[rank] = result
-                if isinstance(result, Died) and not well:
-                    errors.append(f"rank {rank} of {size} died:\n{self.output()}")
-                elif not well:
-                    errors.append(f"rank {rank} of {size} ({self.backend}): {result}")
+                if not well:
+                    text = f"died\n{self.output()}" if isinstance(result, Died) else result
+                    errors.append(f"rank {rank} ({self.backend}): {text}")
         return results, errors
 
     def _start(self) -> None:
@@ -205,7 +210,7 @@ class Nursery:
     def __init__(self) -> None:
         key = secrets.token_bytes(16)
         address = f"rank-nursery-{secrets.token_hex(8)}"
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115: close() closes it
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
         with Listener("\0" + address, "AF_UNIX", authkey=key) as listener:
             command = [sys.executable, str(TESTS / "rank_worker.py"), "--nursery", address]
             environment = worker_environment({"RANK_POOL_KEY": key.hex()})

@@ -81,6 +81,7 @@ def start_worker(address: str, rank: int) -> None:
 
 
 def nursery(address: str) -> None:
+    import _pytest.assertion.rewrite  # noqa: F401  (asserts in tasks use it)
     import torch  # noqa: F401
 
     connection = connect(address)

@@ -12,6 +12,8 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+pytest.register_assert_rewrite("contract")
+
 from rank_pool import Nursery, RankPool  # noqa: E402
 
 
@@ -50,3 +52,14 @@ def pool(
     if key not in pools:
         pools[key] = RankPool(*key)
     return pools[key]
+
+
+@pytest.fixture
+def doomed(
+    request: pytest.FixtureRequest, pools: dict[tuple[str, int], RankPool], size: int
+) -> Iterator[RankPool]:
+    """Processes of this test alone, which may die."""
+    pool = RankPool(request.cls.backend, size)
+    yield pool
+    pool.kill()
+    pool.close()

@@ -1,0 +1,271 @@
+"""Ranks that come late, differ, give up or leave: every wait ends in an error that names them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from contract.data import caught
+from rank_pool import RankPool
+
+from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, Timeout
+
+LIMIT = 1.0  # of the communicator, in seconds
+SLACK = 1.5  # of a busy machine
+
+
+def ones(count: int = 8) -> np.ndarray:
+    return np.ones(count, np.float32)
+
+
+# What the others call while the last rank does not come.
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "all_reduce": lambda c: c.all_reduce(ones()),
+    "large all_reduce": lambda c: c.all_reduce(ones(2_000_000)),
+    "broadcast": lambda c: c.broadcast(ones(), c.size - 1),
+    "all_gather": lambda c: c.all_gather(ones(), ones(8 * c.size)),
+    "reduce_scatter": lambda c: c.reduce_scatter(ones(8 * c.size), ones()),
+    "all_to_all": lambda c: c.all_to_all(ones(8 * c.size), ones(8 * c.size)),
+    "recv": lambda c: c.recv(ones(), c.size - 1) if c.rank < c.size - 1 else c.send(ones(), 0),
+    "barrier": lambda c: c.barrier(),
+    "split": lambda c: c.split(0),
+    "asynchronous": lambda c: c.all_reduce(ones(), async_op=True).wait(),
+}
+
+# What the last rank calls, and what the others call meanwhile.
+DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "operation": (
+        lambda c: c.broadcast(ones(), 0),
+        lambda c: c.all_reduce(ones()),
+    ),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_gather(ones(), ones(8 * c.size))),
+    "split": (lambda c: c.split(0), lambda c: c.barrier()),
+    "fewer elements": (lambda c: c.all_reduce(ones(7)), lambda c: c.all_reduce(ones())),
+    "more elements": (lambda c: c.all_reduce(ones(3_000_000)), lambda c: c.all_reduce(ones())),
+    "broadcast count": (lambda c: c.broadcast(ones(9)), lambda c: c.broadcast(ones(8))),
+    "dtype": (
+        lambda c: c.all_reduce(np.ones(8, np.int32)),
+        lambda c: c.all_reduce(np.ones(8, np.float32)),
+    ),
+    "broadcast dtype": (
+        lambda c: c.broadcast(np.ones(8, np.int32)),
+        lambda c: c.broadcast(np.ones(8, np.float32)),
+    ),
+    "op": (lambda c: c.all_reduce(ones(), "max"), lambda c: c.all_reduce(ones(), "min")),
+    "root": (lambda c: c.broadcast(ones(), 1), lambda c: c.broadcast(ones(), 0)),
+    "gather": (
+        lambda c: c.all_gather(ones(4), ones(4 * c.size)),
+        lambda c: c.all_gather(ones(8), ones(8 * c.size)),
+    ),
+    "gather counts": (
+        lambda c: c.all_gather(ones(8), ones(9 * c.size - 1), [9] * (c.size - 1) + [8]),
+        lambda c: c.all_gather(ones(8), ones(8 * c.size)),
+    ),
+    "scatter counts": (
+        lambda c: c.reduce_scatter(ones(8 * c.size), ones(8)),
+        lambda c: c.reduce_scatter(
+            ones(8 * c.size), ones(8 + (c.rank == 0)), [9] + [8] * (c.size - 2) + [7]
+        ),
+    ),
+    "table of counts": (
+        lambda c: c.all_to_all(
+            ones(8 * c.size + 1), ones(8 * c.size), [9] + [8] * (c.size - 1), [8] * c.size
+        ),
+        lambda c: c.all_to_all(ones(8 * c.size), ones(8 * c.size)),
+    ),
+}
+
+# What rank 0 sends to rank 1, and what that expects.
+MESSAGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "fewer": (lambda c: c.send(ones(7), 1), lambda c: c.recv(ones(8), 0)),
+    "more": (lambda c: c.send(ones(900_000), 1), lambda c: c.recv(ones(8), 0)),
+    "dtype": (lambda c: c.send(np.ones(8, int), 1), lambda c: c.recv(np.ones(8), 0)),
+    "tag": (lambda c: c.send(ones(), 1, tag=3), lambda c: c.recv(ones(), 0, tag=4)),
+}
+
+Report = tuple[type, tuple[int, ...], str, float]
+
+
+def report(call: Callable[[], Any]) -> Report:
+    """Return type, ranks and text of the error that ``call`` ends in, and its seconds."""
+    started = time.monotonic()
+    error = caught(call)
+    assert isinstance(error, CommunicatorError), error
+    return type(error), error.ranks, str(error), time.monotonic() - started
+
+
+def come_late(comm: Any, call: Callable[[Any], Any]) -> list[Report]:
+    if comm.rank == comm.size - 1:
+        time.sleep(LIMIT + SLACK + 0.2)
+    # Once broken, on every rank, for good.
+    return [
+        report(lambda: call(comm)),
+        report(lambda: comm.all_reduce(ones())),
+        report(comm.barrier),
+    ]
+
+
+def late_for_one(comm: Any) -> Report | None:
+    if comm.rank == comm.size - 1:
+        time.sleep(0.8)
+        return None
+    return report(lambda: comm.all_reduce(ones(), timeout=0.3))
+
+
+def differ(comm: Any, last: Callable[[Any], Any], others: Callable[[Any], Any]) -> list[Report]:
+    call = last if comm.rank == comm.size - 1 else others
+    return [report(lambda: call(comm)), report(comm.barrier)]
+
+
+def misdirect(comm: Any, send: Callable[[Any], Any], recv: Callable[[Any], Any]) -> Report:
+    def call() -> None:
+        if comm.rank == 0:
+            send(comm)
+        elif comm.rank == 1:
+            recv(comm)
+        comm.barrier()
+
+    return report(call)
+
+
+def give_up(comm: Any, wait: Callable[[Any], Any]) -> list[Report]:
+    if comm.rank == comm.size - 1:
+        time.sleep(0.2)
+        comm.abort("no more batches")
+    elif comm.rank == 1:
+        time.sleep(0.4)  # comes after the fact
+    return [report(lambda: wait(comm)), report(comm.barrier)]
+
+
+def leave_with_error(comm: Any) -> Report | str:
+    if comm.rank == comm.size - 1:
+        try:
+            with comm:
+                raise KeyError("weights")
+        except KeyError:
+            return str(caught(comm.barrier))
+    return report(comm.barrier)
+
+
+def close_early(comm: Any) -> Report | str:
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        comm.close()
+        comm.close()
+        return str(caught(lambda: comm.all_reduce(ones())))
+    return report(lambda: comm.all_reduce(ones()))
+
+
+def close(comm: Any) -> list[str]:
+    with comm as same:
+        assert same is comm
+        comm.barrier()
+    comm.close()
+    errors = [caught(lambda call=call: call(comm)) for call in WAITS.values()]
+    assert all(type(error) is CommunicatorError for error in errors), errors
+    return [str(error) for error in errors]
+
+
+def fail_later(comm: Any) -> Report | None:
+    if comm.rank == comm.size - 1:
+        time.sleep(0.2)
+        comm.abort("never mind")
+        return None
+    works = [comm.all_reduce(ones(), async_op=True) for _ in range(3)]
+    first = report(works[0].wait)
+    for work in works:
+        assert isinstance(caught(work.wait), PeerLost)
+        assert work.done()
+    return first
+
+
+class ClosedContract:
+    """At every number of ranks."""
+
+    def test_closed(self, pool: RankPool, size: int) -> None:
+        for texts in pool.run(close, size=size, fresh=True):
+            assert all("closed" in text for text in texts)
+
+
+class FailuresContract:
+    """At every number of ranks from 2 on; the last rank is the culprit."""
+
+    @pytest.mark.parametrize("wait", WAITS)
+    def test_late(self, pool: RankPool, size: int, wait: str) -> None:
+        options = {"size": size, "fresh": True, "timeout": LIMIT}
+        *waiting, late = pool.run(come_late, WAITS[wait], **options)
+        name = {"large all_reduce": "all_reduce", "asynchronous": "all_reduce"}.get(wait, wait)
+        for rank, (first, *later) in enumerate(waiting):
+            kind, ranks, text, seconds = first
+            assert (kind, ranks) == (Timeout, (size - 1,)), text
+            assert f"{name} #1" in text
+            assert f"rank {rank} of {size} ({pool.backend})" in text
+            assert f"rank {size - 1} did not come within 1 s" in text
+            assert LIMIT * 0.9 < seconds < LIMIT + SLACK
+            for kind, ranks, text, seconds in later:
+                assert (kind, ranks) == (Timeout, (size - 1,)), text
+                assert seconds < SLACK
+        for kind, ranks, text, seconds in late:
+            assert kind is PeerLost, text
+            assert ranks
+            assert set(ranks) <= set(range(size - 1))
+            assert seconds < SLACK
+
+    def test_limit_of_one_call(self, pool: RankPool, size: int) -> None:
+        for answer in pool.run(late_for_one, size=size, fresh=True)[:-1]:
+            kind, ranks, text, seconds = answer
+            assert (kind, ranks) == (Timeout, (size - 1,)), text
+            assert "0.3 s" in text
+            assert 0.25 < seconds < 0.3 + SLACK
+
+    @pytest.mark.parametrize("what", DIFFERENT)
+    def test_mismatch(self, pool: RankPool, size: int, what: str) -> None:
+        for rank, (first, second) in enumerate(
+            pool.run(differ, *DIFFERENT[what], size=size, fresh=True)
+        ):
+            kind, ranks, text, seconds = first
+            assert kind is Mismatch, text
+            assert ranks
+            assert f"rank {rank} of {size} ({pool.backend})" in text
+            assert seconds < 5
+            assert second[0] is Mismatch, "the communicator must be broken"
+
+    @pytest.mark.parametrize("what", MESSAGES)
+    def test_mismatch_of_a_message(self, pool: RankPool, size: int, what: str) -> None:
+        answers = pool.run(misdirect, *MESSAGES[what], size=size, fresh=True)
+        assert answers[1][:2] == (Mismatch, (0,)), answers[1]
+        assert "recv #1 from rank 0" in answers[1][2]
+        for kind, _, text, seconds in answers:
+            assert issubclass(kind, Mismatch | PeerLost), text
+            assert seconds < 5
+
+    @pytest.mark.parametrize("wait", ["all_reduce", "large all_reduce", "barrier", "asynchronous"])
+    def test_abort(self, pool: RankPool, size: int, wait: str) -> None:
+        for answers in pool.run(give_up, WAITS[wait], size=size, fresh=True):
+            for kind, ranks, text, seconds in answers:
+                assert (kind, ranks) == (PeerLost, (size - 1,)), text
+                assert "no more batches" in text
+                assert seconds < 5
+
+    def test_error_in_a_with_block(self, pool: RankPool, size: int) -> None:
+        *others, culprit = pool.run(leave_with_error, size=size, fresh=True)
+        assert "closed" in culprit
+        for kind, ranks, text, _ in others:
+            assert (kind, ranks) == (PeerLost, (size - 1,)), text
+            assert "KeyError: 'weights'" in text
+
+    def test_closed_early(self, pool: RankPool, size: int) -> None:
+        *others, culprit = pool.run(close_early, size=size, fresh=True)
+        assert "closed" in culprit
+        for kind, ranks, text, seconds in others:
+            assert (kind, ranks) == (PeerLost, (size - 1,)), text
+            assert "closed" in text
+            assert seconds < 5
+
+    def test_error_of_an_asynchronous_operation(self, pool: RankPool, size: int) -> None:
+        for kind, ranks, text, seconds in pool.run(fail_later, size=size, fresh=True)[:-1]:
+            assert (kind, ranks) == (PeerLost, (size - 1,)), text
+            assert seconds < 5
