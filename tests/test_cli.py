@@ -1,6 +1,5 @@
 """The command tagi-ddp, run as a user runs it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "tagi_ddp"]
+COMMAND = [Path(sys.executable).with_name("tagi-ddp")]
 
 
 def run(*arguments, **options):
@@ -54,8 +53,7 @@ def test_a_script_runs_on_each_rank_as_python_runs_it(tmp_path):
 
 def test_a_module_runs_on_two_ranks_by_default(tmp_path):
     (tmp_path / "job.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = run("run", "-m", "job", "--flag", cwd=tmp_path, env=environment)
+    done = run("run", "-m", "job", "--flag", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{r}] __main__ ['--flag']" for r in range(2)]
 
@@ -149,3 +147,5 @@ def test_wrong_usage_is_explained(arguments, text):
 def test_version():
     done = run("--version")
     assert done.stdout.startswith("tagi-ddp 0."), done.stderr
+    module = [sys.executable, "-m", "tagi_ddp", "--version"]
+    assert subprocess.check_output(module, text=True, timeout=60) == done.stdout

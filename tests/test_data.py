@@ -103,9 +103,7 @@ def test_wrong_arguments_are_named(arguments, error, text):
 def test_metrics_of_one_rank():
     comm = SingleCommunicator()
     assert reduce_metrics(comm, 3, 4) == 0.75
-    totals = np.array([1.0, 2.0])
-    np.testing.assert_array_equal(reduce_metrics(comm, totals, 4), [0.25, 0.5])
-    np.testing.assert_array_equal(totals, [1.0, 2.0])
+    np.testing.assert_array_equal(reduce_metrics(comm, [1.0, 2.0], 4), [0.25, 0.5])
     with pytest.raises(ValueError, match="count is 0 on all ranks"):
         reduce_metrics(comm, 0.0, 0)
     with pytest.raises(ValueError, match="count must be at least 0, got -1"):
@@ -123,7 +121,9 @@ def test_metrics_of_ranks_with_uneven_shares_are_those_of_one_process(ranks):
             for counts in shares:
                 start = sum(counts[: comm.rank])
                 mine = errors[start : start + counts[comm.rank]]
-                means.append(reduce_metrics(comm, mine.sum(axis=0), len(mine)))
+                total = mine.sum(axis=0, dtype=float)
+                means.append(reduce_metrics(comm, total, len(mine)))
+                np.testing.assert_array_equal(total, mine.sum(axis=0))
             with pytest.raises(ValueError, match="count is 0 on all ranks"):
                 reduce_metrics(comm, 0.0, 0)
             return means

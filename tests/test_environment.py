@@ -131,7 +131,7 @@ def test_two_launchers_that_contradict_each_other_warn(variables, name):
         detect(variables)
 
 
-MPI_WORLD_OF_ONE = """
+CHECK_MPI = """
 import warnings
 from mpi4py import MPI
 from tagi_ddp.environment import LaunchEnvironment, warn_if_imported_mpi_disagrees
@@ -167,8 +167,18 @@ def test_a_loaded_mpi_that_sees_another_world_warns():
         ("torchrun", 2, "gloo"): 0,
         ("none", 1, "mpi"): 0,
     }
-    done = run_mpi_world_of_one(MPI_WORLD_OF_ONE.format(cases=list(expected)))
+    done = run_mpi_world_of_one(CHECK_MPI.format(cases=list(expected)))
     assert dict(zip(expected, map(int, done.stdout.split()), strict=True)) == expected
+
+
+def test_an_mpi_world_that_the_launcher_does_not_know_of_warns(tmp_path):
+    pytest.importorskip("mpi4py", exc_type=ImportError)
+    script = tmp_path / "check.py"
+    script.write_text(CHECK_MPI.format(cases=[("none", 1, "shm"), ("torchrun", 2, "shm")]))
+    done = subprocess.run(
+        [*openmpi(), str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert sorted(done.stdout.split()) == ["0", "1", "1", "1"]  # rank 0 and torchrun agree
 
 
 def test_from_env_checks_the_loaded_mpi():

@@ -3,6 +3,7 @@
 import linecache
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -217,6 +218,23 @@ def test_timeout_names_who_still_runs_and_ends_even_who_ignores_sigterm(tmp_path
     assert not is_running((tmp_path / "pid").read_text())
 
 
+def test_a_rank_may_clean_up_before_it_is_ended(tmp_path):
+    def fn():
+        if detect().rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+            try:
+                (tmp_path / "ready").touch()
+                time.sleep(LIMIT)
+            finally:
+                (tmp_path / "cleaned up").touch()
+        assert wait_until((tmp_path / "ready").exists)
+        raise ValueError
+
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed"):
+        launch(fn, 2, timeout=LIMIT)
+    assert (tmp_path / "cleaned up").exists()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_the_ranks_started_is_gone_too(fails):
     def fn():
@@ -286,7 +304,7 @@ from tagi_ddp.launch import launch
 def fn():
     if {stubborn}:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("pid", os.getpid(), flush=True)
+    print("pid", os.getpid())
     time.sleep(60)
 
 launch(fn, 2)
@@ -300,8 +318,11 @@ def start_script(tmp_path, stubborn=False):
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    pids = [process.stdout.readline().split()[-1] for _ in range(2)]
-    return process, pids
+    text = ""
+    while text.count("\n") < 2:  # the ranks sleep now: a line must come before its rank ends
+        assert select.select([process.stdout], [], [], 20)[0]
+        text += os.read(process.stdout.fileno(), 1000).decode()
+    return process, re.findall(r"pid (\d+)\n", text)
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -317,7 +338,7 @@ def test_one_keyboard_interrupt_ends_all(tmp_path, stubborn):
 def test_no_rank_outlives_a_killed_parent(tmp_path):
     process, pids = start_script(tmp_path, stubborn=True)
     with process:
-        assert all(is_running(pid) for pid in pids)
+        assert [is_running(pid) for pid in pids] == [True, True]
         process.kill()
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))
 
@@ -342,13 +363,6 @@ def test_output_lines_are_whole_and_carry_the_rank(capsys):
         assert mine == [f"[{rank}] err {i} {'y' * 50}" for i in range(300)]
     assert len(captured.out.splitlines()) == 602
     assert len(captured.err.splitlines()) == 600
-
-
-def test_lines_come_while_the_ranks_run(tmp_path):
-    process, _ = start_script(tmp_path)  # has read a line that no exit has flushed
-    with process:
-        assert process.poll() is None
-        process.kill()
 
 
 def test_a_progress_bar_stays_on_its_line(capsys):

@@ -55,3 +55,11 @@ def test_another_ranks_line_comes_below_the_bar():
     other.feed(b"hello\n")
     bar.feed(b"\r 20%\n")
     assert file.getvalue() == "\r[0]  10%\n[1] hello\n[0]  20%\n"
+
+
+def test_bars_of_two_ranks_take_a_line_each():
+    file, screen = io.StringIO(newline=""), Screen()
+    for rank in range(2):
+        RankStream(screen, rank, file).feed(b"\r 10%")
+    screen.end_bar()
+    assert file.getvalue() == "\r[0]  10%\n\r[1]  10%\n"
