@@ -243,7 +243,7 @@ void bind_update(nb::module_& module) {
            const Contribution& contribution, bool average) {
             Agreement agreement{{}};
             const double timeout = communicator.seconds(std::nullopt);
-            communicator.run([&] {
+            communicator.run_collective([&] {
                 agreement = update(communicator.get(), parameters, contribution, average, timeout);
             });
             return agreement;

@@ -102,6 +102,15 @@ void require(const Array& array, const char* argument, size_t count, DType dtype
     }
 }
 
+void require_apart(const Array& buffer, const Array& out) {
+    const std::byte* a = buffer.buffer.byte_data();
+    const std::byte* b = out.buffer.byte_data();
+    const bool same = a == b && buffer.buffer.bytes() == out.buffer.bytes();
+    if (!same && a < b + out.buffer.bytes() && b < a + buffer.buffer.bytes()) {
+        throw nb::value_error("out and buffer overlap; pass memory of its own, or the same array");
+    }
+}
+
 std::vector<size_t> as_counts(nb::handle object, const char* argument, int size, size_t total) {
     const std::string name = argument;
     const size_t n = static_cast<size_t>(size);

@@ -26,6 +26,9 @@ Array as_array(nanobind::handle object, const char* argument, bool writable);
 // Throws ValueError naming `argument` unless the array has `count` elements of `dtype`.
 void require(const Array& array, const char* argument, size_t count, DType dtype);
 
+// Throws ValueError when `out` shares memory with `buffer`, unless both are the same.
+void require_apart(const Array& buffer, const Array& out);
+
 // The counts of every rank: as given, or `total` split evenly when None. Throws ValueError.
 std::vector<size_t> as_counts(nanobind::handle object, const char* argument, int size,
                               size_t total);

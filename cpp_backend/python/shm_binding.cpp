@@ -10,6 +10,8 @@
 #include <numeric>
 #include <vector>
 
+#include "../shm/texts.h"
+
 namespace nb = nanobind;
 
 namespace tagi_ddp {
@@ -45,13 +47,13 @@ bool wait_for(Work& work, double limit) {
 
 struct PyWork {
     std::shared_ptr<Work> work;
+    std::string where;
 
     void wait(std::optional<double> timeout) const {
         if (wait_for(*work, timeout.value_or(3e9))) return;
-        throw CommunicatorError(ErrorKind::timeout,
-                                "wait: the operation is not done within " +
-                                    std::to_string(*timeout) +
-                                    " s and goes on. Wait again, or raise timeout=.");
+        throw CommunicatorError(
+            ErrorKind::timeout,
+            where + "not done within " + name_number(*timeout) + " s, it goes on. Wait again.");
     }
     bool done() const { return work->done(); }
 };
@@ -71,17 +73,22 @@ PyShmCommunicator::~PyShmCommunicator() { close(); }
 
 double PyShmCommunicator::seconds(std::optional<double> timeout) const {
     const double value = timeout.value_or(timeout_);
-    if (!(value > 0) || std::isnan(value)) {
+    if (!(value > 0) || !std::isfinite(value)) {
+        const std::string text = "timeout is " + name_number(value);
         throw nb::value_error(
-            ("timeout is " + std::to_string(value) + ", but must be a positive number of seconds")
-                .c_str());
+            (text + ", but must be a positive, finite number of seconds").c_str());
     }
     return value;
 }
 
+void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
+    ++collectives_;
+    run(operation);
+}
+
 void PyShmCommunicator::run(const std::function<void()>& operation) {
     if (queue_ && queue_->busy()) {
-        const auto work = queue_->submit([&] { operation(); });
+        const auto work = queue_->submit(operation);
         wait_for(*work, 3e9);  // the operation has its own timeout
         return;
     }
@@ -90,8 +97,8 @@ void PyShmCommunicator::run(const std::function<void()>& operation) {
     operation();
 }
 
-nb::object PyShmCommunicator::start(std::function<void()> operation, bool async_op,
-                                    std::initializer_list<nb::handle> arrays) {
+nb::object PyShmCommunicator::start(const std::string& name, std::function<void()> operation,
+                                    bool async_op, std::initializer_list<nb::handle> arrays) {
     if (!async_op || !queue_) {
         run(operation);
         return nb::none();
@@ -102,7 +109,15 @@ nb::object PyShmCommunicator::start(std::function<void()> operation, bool async_
         std::lock_guard<std::mutex> lock(mutex_);
         operation();
     });
-    return nb::cast(PyWork{std::move(work)});
+    return nb::cast(PyWork{std::move(work), name + " on rank " + std::to_string(rank()) + " of " +
+                                                std::to_string(size()) + " (shm): "});
+}
+
+nb::object PyShmCommunicator::start_collective(const char* name, std::function<void()> operation,
+                                               bool async_op,
+                                               std::initializer_list<nb::handle> arrays) {
+    const std::string number = std::to_string(++collectives_);
+    return start(std::string(name) + " #" + number, std::move(operation), async_op, arrays);
 }
 
 nb::object PyShmCommunicator::all_reduce(nb::handle buffer, const std::string& op, nb::handle out,
@@ -111,11 +126,14 @@ nb::object PyShmCommunicator::all_reduce(nb::handle buffer, const std::string& o
     const Array in = as_array(buffer, "buffer", in_place);
     const Array result = in_place ? in : as_array(out, "out", true);
     require(result, "out", in.buffer.count, in.buffer.dtype);
+    require_apart(in, result);
     const ReduceOp reduce_op = as_reduce_op(op, in.buffer.dtype);
     const double limit = seconds(timeout);
-    return start([this, a = in.buffer, b = result.buffer, reduce_op,
-                  limit] { communicator_->all_reduce(a, b, reduce_op, limit); },
-                 async_op, {buffer, out});
+    return start_collective("all_reduce",
+                            [this, a = in.buffer, b = result.buffer, reduce_op, limit] {
+                                communicator_->all_reduce(a, b, reduce_op, limit);
+                            },
+                            async_op, {buffer, out});
 }
 
 nb::object PyShmCommunicator::broadcast(nb::handle buffer, int root, bool async_op,
@@ -123,7 +141,8 @@ nb::object PyShmCommunicator::broadcast(nb::handle buffer, int root, bool async_
     require_rank(root, "root", size());
     const Array array = as_array(buffer, "buffer", rank() != root);
     const double limit = seconds(timeout);
-    return start(
+    return start_collective(
+        "broadcast",
         [this, a = array.buffer, root, limit] { communicator_->broadcast(a, root, limit); },
         async_op, {buffer});
 }
@@ -136,10 +155,13 @@ nb::object PyShmCommunicator::all_gather(nb::handle buffer, nb::handle out, nb::
     const auto each = as_counts(counts, "counts", size(), in.buffer.count * n);
     require(in, "buffer", each[static_cast<size_t>(rank())], in.buffer.dtype);
     require(result, "out", total(each), in.buffer.dtype);
+    require_apart(in, result);
     const double limit = seconds(timeout);
-    return start([this, a = in.buffer, b = result.buffer, each,
-                  limit] { communicator_->all_gather(a, b, each, limit); },
-                 async_op, {buffer, out});
+    return start_collective("all_gather",
+                            [this, a = in.buffer, b = result.buffer, each, limit] {
+                                communicator_->all_gather(a, b, each, limit);
+                            },
+                            async_op, {buffer, out});
 }
 
 nb::object PyShmCommunicator::reduce_scatter(nb::handle buffer, nb::handle out, nb::handle counts,
@@ -150,11 +172,14 @@ nb::object PyShmCommunicator::reduce_scatter(nb::handle buffer, nb::handle out, 
     const auto each = as_counts(counts, "counts", size(), in.buffer.count);
     require(in, "buffer", total(each), in.buffer.dtype);
     require(result, "out", each[static_cast<size_t>(rank())], in.buffer.dtype);
+    require_apart(in, result);
     const ReduceOp reduce_op = as_reduce_op(op, in.buffer.dtype);
     const double limit = seconds(timeout);
-    return start([this, a = in.buffer, b = result.buffer, each, reduce_op,
-                  limit] { communicator_->reduce_scatter(a, b, each, reduce_op, limit); },
-                 async_op, {buffer, out});
+    return start_collective("reduce_scatter",
+                            [this, a = in.buffer, b = result.buffer, each, reduce_op, limit] {
+                                communicator_->reduce_scatter(a, b, each, reduce_op, limit);
+                            },
+                            async_op, {buffer, out});
 }
 
 nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::handle send_counts,
@@ -166,10 +191,13 @@ nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::
     const auto received = as_counts(recv_counts, "recv_counts", size(), result.buffer.count);
     require(in, "buffer", total(sent), in.buffer.dtype);
     require(result, "out", total(received), in.buffer.dtype);
+    require_apart(in, result);
     const double limit = seconds(timeout);
-    return start([this, a = in.buffer, b = result.buffer, sent, received,
-                  limit] { communicator_->all_to_all(a, b, sent, received, limit); },
-                 async_op, {buffer, out});
+    return start_collective("all_to_all",
+                            [this, a = in.buffer, b = result.buffer, sent, received, limit] {
+                                communicator_->all_to_all(a, b, sent, received, limit);
+                            },
+                            async_op, {buffer, out});
 }
 
 nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool async_op,
@@ -179,6 +207,7 @@ nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool asy
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
     return start(
+        "send to rank " + std::to_string(dst),
         [this, a = array.buffer, dst, tag, limit] { communicator_->send(a, dst, tag, limit); },
         async_op, {buffer});
 }
@@ -190,13 +219,14 @@ nb::object PyShmCommunicator::recv(nb::handle buffer, int src, int tag, bool asy
     const Array array = as_array(buffer, "buffer", true);
     const double limit = seconds(timeout);
     return start(
+        "recv from rank " + std::to_string(src),
         [this, a = array.buffer, src, tag, limit] { communicator_->recv(a, src, tag, limit); },
         async_op, {buffer});
 }
 
 void PyShmCommunicator::barrier(std::optional<double> timeout) {
     const double limit = seconds(timeout);
-    run([this, limit] { communicator_->barrier(limit); });
+    run_collective([this, limit] { communicator_->barrier(limit); });
 }
 
 std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> color, int key) {
@@ -206,7 +236,7 @@ std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> c
                                   .c_str());
     }
     std::unique_ptr<Communicator> part;
-    run([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
+    run_collective([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
     if (!part) return nullptr;
     std::shared_ptr<ShmCommunicator> shm(static_cast<ShmCommunicator*>(part.release()));
     return std::make_unique<PyShmCommunicator>(std::move(shm), timeout_);
@@ -220,7 +250,7 @@ nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
     const size_t bytes =
         nb::cast<size_t>(extent.attr("size")) * nb::cast<size_t>(type.attr("itemsize"));
     auto memory = std::make_unique<std::shared_ptr<std::byte>>();
-    run([&] { *memory = communicator_->allocate(bytes, timeout_); });
+    run_collective([&] { *memory = communicator_->allocate(bytes, timeout_); });
     std::byte* data = memory->get();
     nb::capsule owner(memory.release(), [](void* pointer) noexcept {
         delete static_cast<std::shared_ptr<std::byte>*>(pointer);
@@ -255,7 +285,9 @@ void bind_shm(nb::module_& module) {
                double timeout) {
                 if (size < 1) throw nb::value_error("size must be at least 1");
                 require_rank(rank, "rank", size);
-                if (!(timeout > 0)) throw nb::value_error("timeout must be positive");
+                if (!(timeout > 0) || !std::isfinite(timeout)) {
+                    throw nb::value_error("timeout must be a positive, finite number of seconds");
+                }
                 std::shared_ptr<ShmCommunicator> communicator;
                 {
                     nb::gil_scoped_release unlocked;
@@ -297,7 +329,10 @@ void bind_shm(nb::module_& module) {
         .def(
             "__exit__",
             [](PyShmCommunicator& self, nb::handle, nb::handle error, nb::handle) {
-                if (!error.is_none()) self.abort(nb::cast<std::string>(nb::repr(error)));
+                if (!error.is_none()) {
+                    self.abort(nb::cast<std::string>(error.type().attr("__name__")) + ": " +
+                               nb::cast<std::string>(nb::str(error)));
+                }
                 self.close();
             },
             "kind"_a.none(), "error"_a.none(), "trace"_a.none());

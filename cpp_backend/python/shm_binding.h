@@ -48,17 +48,22 @@ class PyShmCommunicator {
     void abort(const std::string& reason);
     void close();
 
-    // Runs a blocking operation behind the asynchronous ones, without the interpreter lock.
-    void run(const std::function<void()>& operation);
+    // Runs a blocking collective behind the asynchronous operations, without the interpreter lock.
+    void run_collective(const std::function<void()>& operation);
     double seconds(std::optional<double> timeout) const;
 
  private:
-    nanobind::object start(std::function<void()> operation, bool async_op,
+    void run(const std::function<void()>& operation);
+    nanobind::object start(const std::string& name, std::function<void()> operation, bool async_op,
                            std::initializer_list<nanobind::handle> arrays);
+    nanobind::object start_collective(const char* name, std::function<void()> operation,
+                                      bool async_op,
+                                      std::initializer_list<nanobind::handle> arrays);
 
     std::shared_ptr<ShmCommunicator> communicator_;
     double timeout_;
-    std::mutex mutex_;  // one operation at a time, whatever the thread
+    uint64_t collectives_ = 0;  // called so far, for errors of Work
+    std::mutex mutex_;          // one operation at a time, whatever the thread
     std::optional<WorkQueue> queue_;
 };
 

@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,25 +62,25 @@ class ShmCommunicator final : public Communicator {
     void exchange(const Exchange& plan, double timeout);
 
  private:
-    // The operation under way: what an error says of it, and when it ends.
+    // The operation under way: what errors say of it, and when it ends.
     struct Operation {
-        const char* name;
-        uint32_t number;
+        std::string name;  // "all_reduce #17"
         double timeout;
         Clock::time_point deadline;
     };
 
-    Operation begin(const char* name, uint32_t number, double timeout) const;
-    std::string describe(const Operation& operation) const;
+    Operation begin_collective(const char* name, double timeout);
+    Operation begin(const std::string& name, double timeout);
+    std::string where(const Operation& operation) const;
     // Runs `body`; any error of it breaks the communicator on all ranks.
-    template <typename Body>
-    void guarded(const Operation& operation, Body&& body);
+    void guarded(const Operation& operation, const std::function<void()>& body);
     std::vector<Signature> enter(const Operation& operation, const Signature& own);
     void wait(const Operation& operation, Counter& counter, uint32_t target, int peer);
     void wait_finished(const Operation& operation, uint32_t round);
-    void check_peers(const Operation& operation, int peer);
-    [[noreturn]] void time_out(const Operation& operation, int peer);
-    [[noreturn]] void throw_failure(const Operation& operation);
+    void exchange(const Operation& operation, const Exchange& plan);
+    void check_peers(const Operation& operation, int peer) const;
+    [[noreturn]] void time_out(const Operation& operation, int peer) const;
+    [[noreturn]] void throw_failure(const Operation& operation) const;
     void record_failure(const CommunicatorError& error);
     void reduce_own_memory(const Operation& operation, const Buffer& buffer, ReduceOp op,
                            const Segment::Place& place);
@@ -92,11 +93,12 @@ class ShmCommunicator final : public Communicator {
     std::shared_ptr<Segment> segment_;  // null once closed
     int process_;                       // a forked child must not speak for its parent
     int spins_;
-    uint32_t number_ = 0;  // of the last collective
-    uint32_t round_ = 0;   // rounds of chunks so far, equal on all ranks between operations
+    uint32_t number_ = 0;   // of the last collective, for errors
+    uint32_t entries_ = 0;  // how often `enter` was called
+    uint32_t round_ = 0;    // rounds of chunks so far, equal on all ranks between operations
     uint32_t splits_ = 0;
     std::vector<uint32_t> packets_sent_, packets_received_, messages_sent_, messages_received_;
-    std::string broken_;  // why no further operation can run
+    std::optional<CommunicatorError> broken_;  // why no further operation can run
 };
 
 }  // namespace tagi_ddp

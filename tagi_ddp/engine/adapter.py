@@ -1,7 +1,8 @@
 """A Sequential's parameters, deltas and running statistics, as the rest of the package uses them.
 
-Two ways to the same thing: `InPlace` reads and writes the engine's own memory, `Copied` goes through
-the public getters and setters, about a thousand times slower, where the layout cannot be verified.
+Two ways to the same thing: `InPlace` reads and writes the engine's own memory; `Copied` goes
+through the public getters and setters, about a thousand times slower, where the layout of the
+memory cannot be verified.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Replica(Protocol):
 def attach(model: Any) -> Replica:
     """Return the state of ``model``, a pytagi Sequential on the CPU.
 
-    Falls back to the public interface, with one warning, when the engine's memory is not laid out as
-    expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall back.
+    Falls back to the public interface, with one warning, when the engine's memory is not laid out
+    as expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall back.
     """
     access = os.environ.get("TAGI_DDP_ENGINE_ACCESS", "auto")
     if access not in ("auto", "memory", "public"):

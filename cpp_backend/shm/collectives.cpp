@@ -1,0 +1,335 @@
+// What the operations of ShmCommunicator do with chunks.
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "reduce.h"
+#include "shm_communicator.h"
+
+namespace tagi_ddp {
+namespace {
+
+uint64_t hash(const std::vector<size_t>& counts) {
+    uint64_t value = 1469598103934665603ull;
+    for (size_t count : counts) value = (value ^ count) * 1099511628211ull;
+    return value;
+}
+
+size_t total(const std::vector<size_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), size_t{0});
+}
+
+uint32_t chunks_for(size_t bytes) {
+    return static_cast<uint32_t>((bytes + slot_bytes - 1) / slot_bytes);
+}
+
+// memcpy must not be given null, not even for nothing.
+void copy_bytes(void* to, const void* from, size_t bytes) {
+    if (bytes != 0) std::memcpy(to, from, bytes);
+}
+
+// Bytes [begin, end) of a rank's stream of chunks belong at `to`.
+struct Range {
+    size_t begin;
+    size_t end;
+    std::byte* to;
+
+    void take(uint32_t chunk, const std::byte* slot) const {
+        const size_t chunk_begin = static_cast<size_t>(chunk) * slot_bytes;
+        const size_t from = std::max(begin, chunk_begin);
+        const size_t until = std::min(end, chunk_begin + slot_bytes);
+        if (from < until)
+            std::memcpy(to + (from - begin), slot + (from - chunk_begin), until - from);
+    }
+};
+
+std::string name_message(DType dtype, size_t bytes, int tag) {
+    return std::string(name_of(dtype)) + "[" + std::to_string(bytes / size_of(dtype)) +
+           "] with tag " + std::to_string(tag);
+}
+
+// Publishes [data, data + bytes) chunk by chunk.
+std::function<void(uint32_t, std::byte*)> stream(const std::byte* data, size_t bytes) {
+    return [data, bytes](uint32_t chunk, std::byte* slot) {
+        const size_t begin = static_cast<size_t>(chunk) * slot_bytes;
+        std::memcpy(slot, data + begin, std::min(slot_bytes, bytes - begin));
+    };
+}
+
+}  // namespace
+
+// --- collectives --------------------------------------------------------------------------------
+
+void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout) {
+    Signature signature{Kind::all_reduce, static_cast<uint32_t>(in.dtype),
+                        static_cast<uint32_t>(op)};
+    signature.count = in.count;
+    const auto place =
+        in.data == out.data && segment_ ? segment_->find(in.byte_data(), in.bytes()) : std::nullopt;
+    if (place) {
+        signature.detail = place->offset;
+        const Operation operation = begin_collective("all_reduce", timeout);
+        guarded(operation, [&] {
+            enter(operation, signature);
+            reduce_own_memory(operation, in, op, *place);
+        });
+        return;
+    }
+    const size_t element = size_of(in.dtype);
+    Exchange plan{
+        "all_reduce", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
+        nullptr,      nullptr};
+    plan.agree = [&](const std::vector<Signature>&) {
+        return std::vector<uint32_t>(static_cast<size_t>(size_), plan.own_chunks);
+    };
+    plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
+        const size_t begin = static_cast<size_t>(chunk) * slot_bytes;
+        reduce(in.dtype, op, slots, size_, out.byte_data() + begin,
+               std::min(slot_bytes, in.bytes() - begin) / element);
+    };
+    exchange(plan, timeout);
+}
+
+void ShmCommunicator::reduce_own_memory(const Operation& operation, const Buffer& buffer,
+                                        ReduceOp op, const Segment::Place& place) {
+    // Shares begin on cache lines, so that no two ranks write to one.
+    const size_t element = size_of(buffer.dtype);
+    const size_t unit = 64 / element;
+    const size_t n = static_cast<size_t>(size_);
+    const size_t units = (buffer.count + unit - 1) / unit;
+    const size_t me = static_cast<size_t>(rank_);
+    const size_t begin = std::min(buffer.count, units * me / n * unit);
+    const size_t end = std::min(buffer.count, units * (me + 1) / n * unit);
+    const size_t block = 32 * 1024 / element;
+    std::vector<std::byte*> parts(n);
+    std::vector<const std::byte*> sources(n);
+    for (size_t at = begin; at < end; at += block) {
+        const size_t count = std::min(block, end - at);
+        for (int r = 0; r < size_; ++r) {
+            const size_t i = static_cast<size_t>(r);
+            parts[i] = buffer.byte_data() + at * element + place.stride * (r - rank_);
+            sources[i] = parts[i];
+        }
+        reduce(buffer.dtype, op, sources.data(), size_, parts[me], count);
+        for (size_t i = 0; i < n; ++i) {
+            if (i != me) std::memcpy(parts[i], parts[me], count * element);
+        }
+    }
+    ++round_;
+    segment_->rank(rank_).published.advance(round_);
+    segment_->rank(rank_).finished.advance(round_);
+    wait_finished(operation, round_);
+}
+
+void ShmCommunicator::broadcast(const Buffer& buffer, int root, double timeout) {
+    Signature signature{Kind::broadcast, static_cast<uint32_t>(buffer.dtype), 0,
+                        static_cast<uint32_t>(root)};
+    signature.count = buffer.count;
+    const uint32_t chunks = chunks_for(buffer.bytes());
+    Exchange plan{"broadcast",
+                  signature,
+                  rank_ == root ? chunks : 0,
+                  stream(buffer.byte_data(), buffer.bytes()),
+                  nullptr,
+                  nullptr};
+    plan.agree = [&](const std::vector<Signature>&) {
+        std::vector<uint32_t> all(static_cast<size_t>(size_));
+        all[static_cast<size_t>(root)] = chunks;
+        return all;
+    };
+    const Range range{0, buffer.bytes(), buffer.byte_data()};
+    plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
+        if (rank_ != root) range.take(chunk, slots[root]);
+    };
+    exchange(plan, timeout);
+}
+
+void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
+                                 const std::vector<size_t>& counts, double timeout) {
+    Signature signature{Kind::all_gather, static_cast<uint32_t>(in.dtype)};
+    signature.count = total(counts);
+    signature.detail = hash(counts);
+    const size_t element = size_of(in.dtype);
+    std::vector<Range> ranges;
+    std::vector<uint32_t> chunks;
+    size_t offset = 0;
+    for (size_t count : counts) {
+        ranges.push_back({0, count * element, out.byte_data() + offset});
+        chunks.push_back(chunks_for(count * element));
+        offset += count * element;
+    }
+    Exchange plan{"all_gather",
+                  signature,
+                  chunks[static_cast<size_t>(rank_)],
+                  stream(in.byte_data(), in.bytes()),
+                  nullptr,
+                  nullptr};
+    plan.agree = [&](const std::vector<Signature>&) { return chunks; };
+    plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
+        for (size_t r = 0; r < ranges.size(); ++r) {
+            if (slots[r] != nullptr) ranges[r].take(chunk, slots[r]);
+        }
+    };
+    exchange(plan, timeout);
+}
+
+void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
+                                     const std::vector<size_t>& counts, ReduceOp op,
+                                     double timeout) {
+    Signature signature{Kind::reduce_scatter, static_cast<uint32_t>(in.dtype),
+                        static_cast<uint32_t>(op)};
+    signature.count = in.count;
+    signature.detail = hash(counts);
+    const size_t element = size_of(in.dtype);
+    const auto own = counts.begin() + rank_;
+    const size_t begin = std::accumulate(counts.begin(), own, size_t{0}) * element;
+    const size_t end = begin + *own * element;
+    Exchange plan{
+        "reduce_scatter", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
+        nullptr,          nullptr};
+    plan.agree = [&](const std::vector<Signature>&) {
+        return std::vector<uint32_t>(static_cast<size_t>(size_), plan.own_chunks);
+    };
+    std::vector<const std::byte*> sources(static_cast<size_t>(size_));
+    plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
+        const size_t chunk_begin = static_cast<size_t>(chunk) * slot_bytes;
+        const size_t from = std::max(begin, chunk_begin);
+        const size_t until = std::min(end, chunk_begin + slot_bytes);
+        if (from >= until) return;
+        for (size_t r = 0; r < sources.size(); ++r) sources[r] = slots[r] + (from - chunk_begin);
+        reduce(in.dtype, op, sources.data(), size_, out.byte_data() + (from - begin),
+               (until - from) / element);
+    };
+    exchange(plan, timeout);
+}
+
+void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
+                                 const std::vector<size_t>& send_counts,
+                                 const std::vector<size_t>& recv_counts, double timeout) {
+    const Operation operation = begin_collective("all_to_all", timeout);
+    const size_t n = static_cast<size_t>(size_);
+    const size_t me = static_cast<size_t>(rank_);
+    const Signature signature{Kind::all_to_all, static_cast<uint32_t>(in.dtype)};
+
+    // The counts travel first: a rank must know where its part lies in every other's buffer.
+    std::vector<uint64_t> own(send_counts.begin(), send_counts.end());
+    own.insert(own.end(), recv_counts.begin(), recv_counts.end());
+    const size_t own_bytes = own.size() * sizeof(uint64_t);
+    std::vector<std::vector<uint64_t>> counts(n, own);
+    Exchange first{"all_to_all",
+                   signature,
+                   chunks_for(own_bytes),
+                   stream(reinterpret_cast<const std::byte*>(own.data()), own_bytes),
+                   nullptr,
+                   nullptr};
+    first.agree = [&](const std::vector<Signature>&) {
+        return std::vector<uint32_t>(n, first.own_chunks);
+    };
+    first.consume = [&](uint32_t chunk, const std::byte* const* slots) {
+        for (size_t r = 0; r < n; ++r) {
+            Range{0, own_bytes, reinterpret_cast<std::byte*>(counts[r].data())}.take(chunk,
+                                                                                     slots[r]);
+        }
+    };
+    exchange(operation, first);
+    for (size_t a = 0; a < n; ++a) {
+        for (size_t b = 0; b < n; ++b) {
+            const uint64_t sent = counts[a][b];
+            const uint64_t expected = counts[b][n + a];
+            if (sent == expected) continue;
+            guarded(operation, [&] {
+                throw CommunicatorError(
+                    ErrorKind::mismatch,
+                    where(operation) + "rank " + std::to_string(a) + " sends " +
+                        std::to_string(sent) + " elements to rank " + std::to_string(b) +
+                        ", which expects " + std::to_string(expected) +
+                        ". Give rank a in send_counts[b] what rank b gives in recv_counts[a].",
+                    {static_cast<int>(a == me ? b : a)});
+            });
+        }
+    }
+
+    const size_t element = size_of(in.dtype);
+    std::vector<Range> ranges;
+    std::vector<uint32_t> chunks;
+    std::byte* to = out.byte_data();
+    for (const auto& row : counts) {
+        const auto sent = row.begin();
+        const size_t begin = std::accumulate(sent, sent + rank_, size_t{0}) * element;
+        const size_t bytes = row[me] * element;
+        ranges.push_back({begin, begin + bytes, to});
+        chunks.push_back(chunks_for(std::accumulate(sent, sent + size_, size_t{0}) * element));
+        to += bytes;
+    }
+    Exchange second{"all_to_all", signature, chunks[me], stream(in.byte_data(), in.bytes()),
+                    nullptr,      nullptr};
+    second.agree = [&](const std::vector<Signature>&) { return chunks; };
+    second.consume = [&](uint32_t chunk, const std::byte* const* slots) {
+        for (size_t r = 0; r < n; ++r) {
+            if (slots[r] != nullptr) ranges[r].take(chunk, slots[r]);
+        }
+    };
+    exchange(operation, second);
+}
+
+void ShmCommunicator::barrier(double timeout) {
+    const Operation operation = begin_collective("barrier", timeout);
+    guarded(operation, [&] { enter(operation, Signature{Kind::barrier}); });
+}
+
+// --- messages -----------------------------------------------------------------------------------
+
+void ShmCommunicator::send(const Buffer& buffer, int dst, int tag, double timeout) {
+    const size_t peer = static_cast<size_t>(dst);
+    const Operation operation =
+        begin("send #" + std::to_string(++messages_sent_[peer]) + " to rank " + std::to_string(dst),
+              timeout);
+    guarded(operation, [&] {
+        Channel& channel = segment_->channel(rank_, dst);
+        size_t at = 0;
+        do {  // an empty message is one packet too
+            const uint32_t number = packets_sent_[peer];
+            wait(operation, channel.received, number + 1 - num_packets, dst);
+            const size_t bytes = std::min(packet_bytes, buffer.bytes() - at);
+            channel.headers[number % num_packets] = {buffer.bytes(),
+                                                     static_cast<uint32_t>(buffer.dtype), tag};
+            copy_bytes(segment_->packet(rank_, dst, number), buffer.byte_data() + at, bytes);
+            at += bytes;
+            channel.sent.advance(++packets_sent_[peer]);
+        } while (at < buffer.bytes());
+    });
+}
+
+void ShmCommunicator::recv(const Buffer& buffer, int src, int tag, double timeout) {
+    const size_t peer = static_cast<size_t>(src);
+    const Operation operation = begin(
+        "recv #" + std::to_string(++messages_received_[peer]) + " from rank " + std::to_string(src),
+        timeout);
+    guarded(operation, [&] {
+        Channel& channel = segment_->channel(src, rank_);
+        size_t at = 0;
+        do {
+            const uint32_t number = packets_received_[peer];
+            wait(operation, channel.sent, number + 1, src);
+            const PacketHeader& header = channel.headers[number % num_packets];
+            if (header.total_bytes != buffer.bytes() || header.tag != tag ||
+                header.dtype != static_cast<uint32_t>(buffer.dtype)) {
+                throw CommunicatorError(
+                    ErrorKind::mismatch,
+                    where(operation) + "rank " + std::to_string(src) + " sent " +
+                        name_message(static_cast<DType>(header.dtype), header.total_bytes,
+                                     header.tag) +
+                        ", this rank expects " + name_message(buffer.dtype, buffer.bytes(), tag) +
+                        ". Receive messages as they are sent.",
+                    {src});
+            }
+            const size_t bytes = std::min(packet_bytes, buffer.bytes() - at);
+            copy_bytes(buffer.byte_data() + at, segment_->packet(src, rank_, number), bytes);
+            at += bytes;
+            channel.received.advance(++packets_received_[peer]);
+        } while (at < buffer.bytes());
+    });
+}
+
+}  // namespace tagi_ddp

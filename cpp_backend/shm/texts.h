@@ -1,0 +1,27 @@
+// The texts of errors; their form is described in tagi_ddp/communicators/errors.py.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "segment.h"
+
+namespace tagi_ddp {
+
+// "rank 2", "ranks 2 and 3", "ranks 1, 2 and 3".
+std::string name_ranks(const std::vector<int>& ranks);
+
+// "all_reduce(float32[8], op=sum)".
+std::string name_call(const Signature& signature);
+
+// "5", "0.25".
+std::string name_number(double value);
+
+std::string timeout_text(const std::vector<int>& ranks, double seconds);
+std::string died_text(const std::vector<int>& ranks);
+std::string closed_text(int rank);
+// What `others` (rank and call) did instead of `own`.
+std::string mismatch_text(const std::vector<std::pair<int, std::string>>& others,
+                          const std::string& own);
+
+}  // namespace tagi_ddp
