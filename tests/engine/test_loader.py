@@ -75,7 +75,9 @@ print([before, pytagi.__name__, loaded_libraries(), mean.size, bool((variance > 
 
 def test_nobody_takes_the_stand_in_for_an_mpi(tmp_path: Path) -> None:
     code = """
-import ctypes, pytagi
+import ctypes
+from tagi_ddp.engine import loader
+loader.preload()
 held, visible = ctypes.CDLL("libmpi.so.40"), ctypes.CDLL(None)
 print([hasattr(held, "MPI_Get_version"), hasattr(held, "MPI_Bcast"), hasattr(visible, "MPI_Bcast")])
 """
@@ -157,10 +159,26 @@ def test_passes_over_an_mpi_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("soname", STUBS)
-def test_what_the_process_holds_comes_first(soname: str, tmp_path: Path) -> None:
+def test_what_the_process_holds_stays(soname: str, tmp_path: Path) -> None:
     held = library(tmp_path / soname)
-    found = preloaded(tmp_path, before=f"import ctypes; ctypes.CDLL({str(held)!r})", **ALL_STUBS)
-    assert found == STUBS | {soname: str(held)}
+    code = f"""
+import ctypes
+ctypes.CDLL({str(held)!r})
+from tagi_ddp.engine import loader
+loader.preload()
+maps = open("/proc/self/maps").read()
+print([loader.loaded_libraries(), "shims/{soname}" in maps])
+"""
+    found = ast.literal_eval(python(code, tmp_path, **ALL_STUBS))
+    assert found == [STUBS | {soname: str(held)}, False]
+
+
+def test_takes_what_the_dynamic_loader_finds_unless_told_not_to(tmp_path: Path) -> None:
+    mpi = library(tmp_path / LIBMPI)
+    library(tmp_path / LIBNCCL)
+    search = {"LD_LIBRARY_PATH": str(tmp_path), "MPI4PY_LIBMPI": ""}
+    assert preloaded(tmp_path, **search)[LIBMPI] == str(mpi)
+    assert preloaded(tmp_path, **search, **ALL_STUBS) == STUBS
 
 
 @pytest.mark.parametrize("folder", ["nvidia/nccl/lib", "torch/lib"])
@@ -179,9 +197,10 @@ def test_a_variable_overrules_the_search(soname: str, tmp_path: Path) -> None:
 
 
 def test_a_variable_that_is_wrong_is_an_error(tmp_path: Path) -> None:
+    code = "from tagi_ddp.engine.loader import preload; preload()"
     other = str(library(tmp_path / "libother.so"))
     for wrong, reason in (("/nowhere.so", "cannot be loaded"), (other, f"is not {LIBNCCL}")):
-        text = error_of("import pytagi", tmp_path, TAGI_DDP_LIBNCCL=wrong)
+        text = error_of(code, tmp_path, TAGI_DDP_LIBNCCL=wrong)
         assert text.startswith(f"TAGI_DDP_LIBNCCL={wrong} {reason}")
 
 
