@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import NoReturn
 
+from tagi_ddp import __version__
 from tagi_ddp.supervisor import LaunchError, supervise
 
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tagi-ddp", description="Train pytagi networks on many processes."
     )
-    parser.add_argument("--version", action="version", version=f"tagi-ddp {version('tagi-ddp')}")
+    parser.add_argument("--version", action="version", version=f"tagi-ddp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     options = parser.parse_args(argv)

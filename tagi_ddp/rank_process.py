@@ -64,6 +64,7 @@ def _call(report_fd: int, payload_fd: int) -> None:
     try:
         with mmap.mmap(payload_fd, 0, access=mmap.ACCESS_READ) as payload:
             sources, call = pickle.loads(payload)
+        os.close(payload_fd)
         linecache.cache.update(sources)
         function, args, kwargs = pickle.loads(call)
         result = _pickled(function(*args, **kwargs))

@@ -316,7 +316,11 @@ def start_script(tmp_path, stubborn=False):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(stubborn=stubborn))
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     text = ""
     while text.count("\n") < 2:  # the ranks sleep now: a line must come before its rank ends
