@@ -104,9 +104,7 @@ void bind_engine(nb::module_& module) {
         .def(
             "add_engine_layer",
             [](RunningStatistics& self, uintptr_t address) {
-                auto* norm = reinterpret_cast<EngineBatchNorm*>(address);
-                self.add(&norm->mu_ra);
-                self.add(&norm->var_ra);
+                self.add(reinterpret_cast<EngineBatchNorm*>(address));
             },
             "address"_a)
         .def_prop_ro("size", &RunningStatistics::size)

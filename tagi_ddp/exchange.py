@@ -16,8 +16,8 @@ from tagi_ddp._backend import (
 )
 from tagi_ddp.communicators import Communicator
 
-# Over shared memory every rank reads every other's deltas; with more ranks than this it is less work
-# to let each reduce its share of a bucket for all.
+# Over shared memory every rank reads every other's deltas; with more ranks than this it is less
+# work to let each reduce its share of a bucket for all.
 _MOST_FUSED_RANKS = 4
 
 

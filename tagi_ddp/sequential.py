@@ -16,7 +16,6 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import (
     Communicator,
     CommunicatorError,
-    Mismatch,
     all_gather_object,
     as_communicator,
     init,
@@ -90,6 +89,7 @@ class DDPSequential:
         self.average = bool(average)
         self._deltas_behind = 0  # samples behind the engine's deltas; 0: none to apply
         self._samples = 0  # of the forward pass that backward would follow
+        self._room = 0  # input elements for which the engine has buffers
         self._saved: FloatArray | None = None  # deltas of earlier micro-batches
         self._saved_samples = 0
         self._accumulating = False
@@ -134,6 +134,7 @@ class DDPSequential:
                     "each mean"
                 )
             self._check_input_size(mean.size)
+            self._make_room(mean.size)
             try:
                 outputs = self.model.forward(mean, variance)
             except RuntimeError as error:
@@ -141,13 +142,14 @@ class DDPSequential:
                     f"the network refused mu_x with {mean.size} elements: {error}"
                 ) from error
             self._samples = int(self.model._cpp_backend.z_buffer_block_size)
+            self._room = max(self._room, mean.size)
             return outputs
 
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
 
-        Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a call
-        replaces them.
+        Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a
+        call replaces them.
         """
         with self._or_abort():
             if self._samples == 0:
@@ -277,12 +279,14 @@ class DDPSequential:
         """Let ranks run out of batches at different times.
 
         All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
-        following the others' updates, contributing nothing, until all have left. No other collective
-        operation belongs into the block.
+        following the others' updates, contributing nothing, until all have left. No other
+        collective operation belongs into the block.
         """
         yield
-        while not self._update(0, joined=True):
-            pass
+        all_joined = False
+        while not all_joined:
+            self._replica.pull()
+            all_joined = self._update(0, joined=True)
 
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.
@@ -370,9 +374,8 @@ class DDPSequential:
     # --- stepping -----------------------------------------------------------------------------
 
     def _update(self, samples: int, joined: bool = False) -> bool:
-        """Take part in one update of all ranks; return whether all ranks have joined."""
+        """Take part in one update of all ranks; return whether all have joined. Pull before."""
         with self._or_abort():
-            self._replica.pull()
             culprit = self._replica.parameters.first_not_finite() if samples else ""
             agreement = self._exchange(
                 self._replica.parameters, Contribution(samples, not culprit, joined), self.average
@@ -399,7 +402,7 @@ class DDPSequential:
         self._saved_samples += self._deltas_behind
 
     def _replaced_layers(self) -> list[bool]:
-        """Tell for each layer whether backward replaces its deltas (else they add up by themselves)."""
+        """Tell for each layer whether backward replaces its deltas; else they add up there."""
         return [not layer.accumulates for layer in self._replica.layers]
 
     def _forget_deltas(self) -> None:
@@ -415,8 +418,18 @@ class DDPSequential:
         width = int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
         if size == 0 or (width and size % width):
             raise ValueError(
-                f"mu_x has {size} elements, which is no multiple of the network's input size {width}"
+                f"mu_x has {size} elements, no multiple of the network's input size, {width}"
             )
+
+    def _make_room(self, size: int) -> None:
+        """Have the engine make new buffers for a batch greater than any before.
+
+        By itself it keeps some of the old ones, and writes beyond their ends.
+        """
+        engine = self.model._cpp_backend
+        if size > self._room and engine.z_buffer_block_size:
+            engine.z_buffer_size //= engine.z_buffer_block_size
+            engine.z_buffer_block_size = 0
 
     @contextlib.contextmanager
     def _or_abort(self) -> Iterator[None]:
@@ -434,12 +447,7 @@ class DDPSequential:
 
 def _flat_floats(name: str, value: ArrayLike) -> FloatArray:
     try:
-        array = np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
+        return np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must be an array of numbers, got {type(value).__name__}"
-        ) from error
-    return array
-
-
-__all__ = ["DDPSequential", "Mismatch", "NotFiniteError", "ReplicaMismatch"]
+        got = type(value).__name__
+        raise TypeError(f"{name} must be an array of numbers, got a {got}") from error

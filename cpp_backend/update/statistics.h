@@ -4,33 +4,38 @@
 #include <cstddef>
 #include <vector>
 
+#include "../engine/layer_layout.h"
+
 namespace tagi_ddp {
 
 class RunningStatistics {
  public:
-    // `values` is in the engine's memory and must outlive this.
-    void add(std::vector<float>* values) { vectors_.push_back(values); }
+    // `norm` is in the engine's memory, verified, and must outlive this.
+    void add(EngineBatchNorm* norm) { norms_.push_back(norm); }
 
     size_t size() const {
         size_t count = 0;
-        for (const auto* values : vectors_) count += values->size();
+        for (const auto* norm : norms_) count += norm->mu_ra.size() + norm->var_ra.size();
         return count;
     }
     // out[i] = weight * value[i]
     void pack(float* out, float weight) const {
-        for (const auto* values : vectors_) {
-            for (float value : *values) *out++ = weight * value;
+        for (const auto* norm : norms_) {
+            for (float value : norm->mu_ra) *out++ = weight * value;
+            for (float value : norm->var_ra) *out++ = weight * value;
         }
     }
     // value[i] = in[i] / total
     void unpack(const float* in, float total) const {
-        for (auto* values : vectors_) {
-            for (float& value : *values) value = *in++ / total;
+        for (auto* norm : norms_) {
+            for (float& value : norm->mu_ra) value = *in++ / total;
+            for (float& value : norm->var_ra) value = *in++ / total;
+            norm->first_batch = false;  // on a rank that has had no batch of its own, too
         }
     }
 
  private:
-    std::vector<std::vector<float>*> vectors_;
+    std::vector<EngineBatchNorm*> norms_;
 };
 
 }  // namespace tagi_ddp

@@ -1,8 +1,8 @@
 """The addresses of the engine's layers, and the proof that they are laid out as we think.
 
-Engine objects tell their C++ address through pybind11's conduit (`_pybind11_conduit_v1_`). What lies
-there is an assumption about somebody else's binary (cpp_backend/engine/layer_layout.h), so it is
-checked against the public interface before anything is read or written through it.
+Engine objects tell their C++ address through pybind11's conduit (`_pybind11_conduit_v1_`). What
+lies there is an assumption about somebody else's binary (cpp_backend/engine/layer_layout.h), so it
+is checked against the public interface before anything is read or written through it.
 """
 
 from __future__ import annotations

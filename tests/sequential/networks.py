@@ -1,0 +1,202 @@
+"""Small networks of every kind of layer, and their data, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SIGMA_V = 0.5
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to build a network, and the sizes of one sample."""
+
+    build: Callable[[], Any]
+    inputs: int
+    outputs: int
+    categories: int = 0  # inputs are indices below this, if it is not 0
+
+    def batch(self, seed: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs [size, inputs] and targets [size, outputs], float32."""
+        rng = np.random.default_rng(seed)
+        if self.categories:
+            x = rng.integers(0, self.categories, (size, self.inputs)).astype(np.float32)
+        else:
+            x = rng.normal(size=(size, self.inputs)).astype(np.float32)
+        return x, rng.normal(size=(size, self.outputs)).astype(np.float32)
+
+
+def mlp() -> Any:
+    from pytagi.nn import Linear, ReLU, Sequential, Tanh
+
+    return Sequential(Linear(12, 32), ReLU(), Linear(32, 24), Tanh(), Linear(24, 5))
+
+
+def cnn() -> Any:
+    from pytagi.nn import AvgPool2d, Conv2d, Linear, MaxPool2d, ReLU, Sequential
+
+    return Sequential(
+        Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8),
+        ReLU(),
+        AvgPool2d(2, 2),
+        Conv2d(4, 6, 3, padding=1),
+        ReLU(),
+        MaxPool2d(2, 2),
+        Linear(6 * 2 * 2, 5),
+    )
+
+
+def resnet() -> Any:
+    from pytagi.nn import (
+        AvgPool2d,
+        Conv2d,
+        LayerBlock,
+        Linear,
+        MixtureReLU,
+        ResNetBlock,
+        Sequential,
+    )
+
+    # The engine gives a block of a single layer no deltas, so every block here has two or more.
+    # ReLU is not used, because a mean that rounds to the other side of 0 makes results jump.
+    def two_convolutions(ins: int, outs: int) -> LayerBlock:
+        return LayerBlock(
+            Conv2d(ins, outs, 3, padding=1),
+            MixtureReLU(),
+            Conv2d(outs, outs, 3, padding=1),
+            MixtureReLU(),
+        )
+
+    return Sequential(
+        Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8),
+        MixtureReLU(),
+        ResNetBlock(
+            LayerBlock(
+                Conv2d(4, 6, 3, padding=1), MixtureReLU(), Conv2d(6, 6, 3, padding=1), MixtureReLU()
+            ),
+            LayerBlock(Conv2d(4, 6, 1), MixtureReLU()),
+        ),
+        MixtureReLU(),
+        ResNetBlock(
+            LayerBlock(
+                Conv2d(6, 6, 3, padding=1), MixtureReLU(), Conv2d(6, 6, 3, padding=1), MixtureReLU()
+            )
+        ),
+        MixtureReLU(),
+        AvgPool2d(2, 2),
+        Linear(6 * 4 * 4, 5),
+    )
+
+
+def batch_norm() -> Any:
+    from pytagi.nn import (
+        AvgPool2d,
+        BatchNorm2d,
+        Conv2d,
+        LayerBlock,
+        Linear,
+        ReLU,
+        ResNetBlock,
+        Sequential,
+    )
+
+    return Sequential(
+        Conv2d(1, 4, 3, padding=1, in_width=8, in_height=8, bias=False),
+        BatchNorm2d(4),
+        ReLU(),
+        ResNetBlock(
+            LayerBlock(Conv2d(4, 4, 3, padding=1, bias=False), BatchNorm2d(4), ReLU()),
+            LayerBlock(Conv2d(4, 4, 1, bias=False), BatchNorm2d(4)),
+        ),
+        AvgPool2d(2, 2),
+        Linear(4 * 4 * 4, 5),
+    )
+
+
+def lstm() -> Any:
+    from pytagi.nn import LSTM, Linear, Sequential
+
+    return Sequential(LSTM(2, 6, 4), LSTM(6, 6, 4), Linear(6 * 4, 3))
+
+
+def embedding() -> Any:
+    from pytagi.nn import Embedding, Linear, ReLU, Sequential
+
+    return Sequential(Embedding(20, 4, 3), Linear(3 * 4, 16), ReLU(), Linear(16, 5))
+
+
+def layer_norm() -> Any:
+    from pytagi.nn import LayerNorm, Linear, ReLU, Sequential
+
+    return Sequential(Linear(12, 16), LayerNorm([16]), ReLU(), Linear(16, 5))
+
+
+def autoencoder() -> Any:
+    from pytagi.nn import Conv2d, ConvTranspose2d, ReLU, Sequential
+
+    return Sequential(
+        Conv2d(1, 4, 4, stride=2, padding=1, in_width=8, in_height=8),
+        ReLU(),
+        ConvTranspose2d(4, 1, 3, stride=2, padding=1, padding_type=2),
+    )
+
+
+NETWORKS = {
+    "mlp": Network(mlp, 12, 5),
+    "cnn": Network(cnn, 64, 5),
+    "resnet": Network(resnet, 64, 5),
+    "batch_norm": Network(batch_norm, 64, 5),
+    "lstm": Network(lstm, 8, 3),
+    "embedding": Network(embedding, 3, 5, categories=20),
+    "layer_norm": Network(layer_norm, 12, 5),
+    "autoencoder": Network(autoencoder, 64, 64),
+}
+# Batch normalization uses the statistics of a rank's own share: no union to compare with.
+EQUAL_TO_ONE_PROCESS = [name for name in NETWORKS if name != "batch_norm"]
+
+
+def fresh(name: str) -> Any:
+    """Build a network whose parameters are the same every time."""
+    import pytagi
+
+    pytagi.manual_seed(7)
+    return NETWORKS[name].build()
+
+
+def learn(model: Any, x: np.ndarray, y: np.ndarray) -> None:
+    """Run forward, output update and backward on a batch."""
+    from pytagi.nn import OutputUpdater
+
+    model.forward(x.ravel())
+    OutputUpdater("cpu").update(
+        model.output_z_buffer,
+        y.ravel(),
+        np.full(y.size, SIGMA_V**2, np.float32),
+        model.input_delta_z_buffer,
+    )
+    model.backward()
+
+
+def parameters(model: Any) -> dict[str, list[np.ndarray]]:
+    """Return the state_dict of a Sequential as arrays: (mu_w, var_w, mu_b, var_b) by layer."""
+    return {k: [np.asarray(v, np.float32) for v in t] for k, t in model.state_dict().items()}
+
+
+def distance(a: dict[str, list[np.ndarray]], b: dict[str, list[np.ndarray]]) -> float:
+    """Return the greater of the relative distances (2-norm) of all means and of all variances."""
+    assert a.keys() == b.keys()
+
+    def joined(state: dict[str, list[np.ndarray]], kind: int) -> np.ndarray:
+        return np.concatenate([state[key][i] for key in sorted(state) for i in (kind, kind + 2)])
+
+    return max(
+        float(
+            np.linalg.norm(joined(a, kind).astype(np.float64) - joined(b, kind))
+            / np.linalg.norm(joined(b, kind).astype(np.float64))
+        )
+        for kind in (0, 1)
+    )
