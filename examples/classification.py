@@ -1,0 +1,97 @@
+"""Classify images on several processes; the result is that of one process.
+
+tagi-ddp run -n 2 examples/classification.py --model cnn
+mpirun -n 2 python examples/classification.py --data fashion-mnist --batch-size 256
+torchrun --nproc-per-node 2 examples/classification.py
+python examples/classification.py
+"""
+
+import argparse
+import time
+
+import numpy as np
+import pytagi
+from networks import NETWORKS
+from pytagi import HRCSoftmaxMetric, Utils
+from pytagi.nn import OutputUpdater
+
+from tagi_ddp import DDPConfig, DDPSequential
+from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
+from tagi_ddp.datasets import DATASETS, load_images
+
+CLASSES = 10
+SIGMA_V = 0.5  # standard deviation of the observations, which are -1 and 1
+
+
+def train(options):
+    """Train on this rank's shares; return what a comparison of runs needs."""
+    data = load_images(
+        options.data, options.data_dir, download=options.download, limit=options.limit
+    )
+    metric = HRCSoftmaxMetric(CLASSES)
+    pytagi.manual_seed(0)
+    net = NETWORKS[options.model](data.side, metric.hrc_softmax.len)
+    if options.threads:
+        net.set_threads(options.threads)
+    # average=False: the sum of the ranks' deltas, which is the delta of the whole batch.
+    with DDPSequential(net, DDPConfig.from_env(), average=False) as model:
+        seconds = fit(model, metric, data.x_train, data.y_train, options)
+        error = test(model, metric, data.x_test, data.y_test, options.batch_size)
+        replicas = model.check_replicas()
+        if model.communicator.rank == 0:
+            print(f"test error {error:.2%}; the replicas are equal: {replicas[:16]}", flush=True)
+        parameters = np.concatenate([*map(np.concatenate, model.state_dict().values())])
+    return {"error": error, "seconds": seconds, "replicas": replicas, "parameters": parameters}
+
+
+def fit(model, metric, x, y, options):
+    targets, nodes, depth = Utils().label_to_obs(y, CLASSES)
+    targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
+    updater = OutputUpdater("cpu")
+    sampler = DistributedSampler(x)
+    seconds = 0.0
+    for epoch in (bar := progress(range(options.epochs), unit="epoch")):
+        sampler.set_epoch(epoch)
+        start, wrong, seen = time.perf_counter(), 0, 0
+        with model.join():  # a small last batch may have no share for this rank
+            for share in filter(len, sampler.batches(options.batch_size)):
+                mean, variance = model(x[share])
+                updater.update_using_indices(
+                    model.output_z_buffer,
+                    targets[share].ravel(),
+                    np.full(targets[share].size, SIGMA_V**2, np.float32),
+                    nodes[share].ravel(),
+                    model.input_delta_z_buffer,
+                )
+                model.backward()
+                model.step()
+                wrong += np.sum(metric.get_predicted_labels(mean, variance) != y[share])
+                seen += len(share)
+        seconds += time.perf_counter() - start
+        error = reduce_metrics(model.communicator, wrong, seen)
+        bar.set_postfix_str(f"training error {error:.2%}")
+    return seconds
+
+
+def test(model, metric, x, y, batch_size):
+    model.eval()
+    shares = list(filter(len, DistributedSampler(x, shuffle=False).batches(batch_size)))
+    wrong = sum(np.sum(metric.get_predicted_labels(*model(x[i])) != y[i]) for i in shares)
+    return reduce_metrics(model.communicator, wrong, sum(map(len, shares)))
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", choices=DATASETS, default="digits")
+    parser.add_argument("--data-dir", help="folder of Fashion-MNIST's files, or MNIST's")
+    parser.add_argument("--download", action="store_true", help="fetch Fashion-MNIST if needed")
+    parser.add_argument("--model", choices=NETWORKS, default="mlp")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--limit", type=int, help="take only so many images")
+    parser.add_argument("--threads", type=int, help="of each process; default: its share of cores")
+    return parser
+
+
+if __name__ == "__main__":
+    train(arguments().parse_args())

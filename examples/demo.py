@@ -1,0 +1,60 @@
+"""Train one network with one process and with two, and compare: time, test error, parameters.
+
+All runs see the same images in the same global batches.
+"""
+
+import argparse
+import os
+
+import numpy as np
+from classification import arguments, train
+
+import tagi_ddp
+
+RUNS = {
+    "1 process, 1 thread": (1, 1),
+    "1 process, 2 threads": (1, 2),
+    "2 processes, 1 thread each": (2, 1),
+}
+
+
+def run(title, options, **changes):
+    processes, threads = RUNS[title]
+    options = argparse.Namespace(**{**vars(options), "threads": threads, **changes})
+    return tagi_ddp.launch(train, processes, (options,), timeout=900)
+
+
+def main():
+    parser = arguments()
+    parser.set_defaults(model="cnn", epochs=12)
+    options = parser.parse_args()
+    one, threaded, two = RUNS
+
+    print(f"One batch of {options.batch_size} images")
+    first = {"limit": options.batch_size, "epochs": 1}
+    alone, shared = (run(title, options, **first)[0]["parameters"] for title in (one, two))
+    difference = np.linalg.norm(shared - alone) / np.linalg.norm(alone)
+
+    results = {}
+    for title in RUNS:
+        print(f"\n{title}: {options.model}, {options.data}, {options.epochs} epochs")
+        results[title] = run(title, options)
+
+    print(f"\n{'':28}training    speed-up    test error")
+    seconds = {title: max(rank["seconds"] for rank in ranks) for title, ranks in results.items()}
+    for title, ranks in results.items():
+        speedup = seconds[one] / seconds[title]
+        print(f"{title:28}{seconds[title]:6.1f} s{speedup:11.2f}{ranks[0]['error']:14.2%}")
+
+    hashes = [rank["replicas"][:16] for rank in results[two]]
+    print(f"\n2 processes are {seconds[threaded] / seconds[two]:.2f} times as fast as 2 threads.")
+    print(f"The 2 replicas are equal bit for bit: {' = '.join(hashes)}")
+    print(f"After one batch, 2 processes and 1 differ by {difference:.0e} of the parameters' norm,")
+    print("the rounding of sums. Training amplifies it: the test errors may differ by an image or")
+    print("a few, as those of one process do when the images within a batch change places.")
+    if len(os.sched_getaffinity(0)) < 2:
+        print("There is only one core here: no speed-up can be expected.")
+
+
+if __name__ == "__main__":
+    main()

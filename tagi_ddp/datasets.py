@@ -1,0 +1,207 @@
+"""The examples' images: scikit-learn's digits, Fashion-MNIST, and files of the same format."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import math
+import os
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tagi_ddp.checks import integer
+
+DATASETS = ("digits", "fashion-mnist")
+
+# Where Debian's package dataset-fashion-mnist puts the files.
+_DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+_URL = (
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/"
+    "b2617bb6d3ffa2e429640350f613e3291e10b141/data/fashion/"
+)
+_SHA256 = {
+    "train-images-idx3-ubyte": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "train-labels-idx1-ubyte": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "t10k-images-idx3-ubyte": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "t10k-labels-idx1-ubyte": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+}
+_DIGITS_TEST_IMAGES = 360
+_SILENCE_LIMIT_S = 30.0  # a server that sends nothing for so long is given up
+_DOWNLOAD_LIMIT_S = 600.0  # for another process that downloads the same files
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Square images of ten classes for training and testing.
+
+    ``x_train`` and ``x_test`` are float32 of shape (images, side * side), standardised by the mean
+    and the standard deviation of all training pixels; ``y_train`` and ``y_test`` are the labels 0
+    to 9, int32 of shape (images,).
+    """
+
+    x_train: npt.NDArray[np.float32]
+    y_train: npt.NDArray[np.int32]
+    x_test: npt.NDArray[np.float32]
+    y_test: npt.NDArray[np.int32]
+
+    @property
+    def side(self) -> int:
+        """Width and height of an image in pixels."""
+        return math.isqrt(self.x_train.shape[1])
+
+
+def load_images(
+    name: str,
+    folder: str | Path | None = None,
+    *,
+    download: bool = False,
+    limit: int | None = None,
+) -> ImageData:
+    """Load a dataset's images.
+
+    Args:
+        name: "digits", scikit-learn's handwritten digits of 8 x 8 pixels (1437 to train, the last
+            360 to test), or "fashion-mnist", clothes of 28 x 28 pixels (60000 and 10000).
+        folder: where Fashion-MNIST's four files lie, or others of the same names and format, such
+            as MNIST's, with or without ``.gz``. None: Debian's folder of Fashion-MNIST, else the
+            user's cache.
+        download: fetch Fashion-MNIST into ``folder``, or the cache, if it is not there; the files
+            are checked against their SHA-256. May be called by several processes at once.
+        limit: take only so many images of each of the two sets, the first ones.
+
+    Raises:
+        FileNotFoundError: the files are not there; the text says where to get them.
+        ValueError: an argument, a file's format or a downloaded file's SHA-256 is wrong.
+        OSError: the download failed.
+    """
+    if name not in DATASETS:
+        raise ValueError(f"name must be one of {', '.join(DATASETS)}, got {name!r}")
+    if limit is not None:
+        integer("limit", limit, 1)
+    if name == "fashion-mnist":
+        arrays = _fashion_mnist(folder, download)
+    elif folder is None and not download:
+        arrays = _digits()
+    else:
+        raise ValueError("digits come with scikit-learn: leave out folder and download")
+    x_train, y_train, x_test, y_test = (array[:limit] for array in arrays)
+    train = x_train.reshape(len(x_train), -1).astype(np.float32)
+    test = x_test.reshape(len(x_test), -1).astype(np.float32)
+    mean, deviation = train.mean(dtype=np.float64), train.std(dtype=np.float64)
+    for pixels in (train, test):
+        pixels -= np.float32(mean)
+        pixels /= np.float32(deviation)
+    return ImageData(train, y_train.astype(np.int32), test, y_test.astype(np.int32))
+
+
+def read_idx(path: str | Path) -> npt.NDArray[np.uint8]:
+    """Read an array of bytes from a file in MNIST's format, gzipped if the name ends in ``.gz``.
+
+    Raises ValueError when the file is something else or incomplete.
+    """
+    path = Path(path)
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is no idx file of bytes: it begins with {data[:4].hex() or '-'}")
+    start = 4 + 4 * data[3]
+    if len(data) >= start:
+        shape = tuple(np.frombuffer(data[4:start], dtype=">u4").tolist())
+        if len(data) == start + math.prod(shape):
+            return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+    raise ValueError(f"{path} has {len(data)} bytes, not as many as its header tells")
+
+
+def _digits() -> list[npt.NDArray[np.uint8]]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn: pip install 'tagi-ddp[examples]'"
+        ) from error
+    x, y = load_digits(return_X_y=True)
+    split = len(x) - _DIGITS_TEST_IMAGES
+    return [x[:split], y[:split], x[split:], y[split:]]
+
+
+def _fashion_mnist(folder: str | Path | None, download: bool) -> list[npt.NDArray[np.uint8]]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tagi_ddp/fashion-mnist")
+    places = [Path(folder)] if folder is not None else [_DEBIAN_FOLDER, cache.expanduser()]
+    paths = next(filter(None, map(_files_in, places)), [])
+    if not paths and download:
+        _download(places[-1])
+        paths = _files_in(places[-1])
+    if not paths:
+        raise FileNotFoundError(
+            f"Fashion-MNIST's four files are not in {' nor in '.join(map(str, places))}: install "
+            "Debian's package dataset-fashion-mnist, give the folder that holds them "
+            "(--data-dir), or have them downloaded, 30 MB (--download)"
+        )
+    arrays = [read_idx(path) for path in paths]
+    for images, labels in (arrays[:2], arrays[2:]):
+        ok = images.ndim == 3 and images.shape[1] == images.shape[2] and labels.ndim == 1
+        if not ok or len(images) != len(labels) or len(labels) == 0 or labels.max() > 9:
+            raise ValueError(
+                f"{paths[0].parent} must hold square images with a label of 0 to 9 each, got "
+                f"images of shape {images.shape} and labels of shape {labels.shape}"
+            )
+    return arrays
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the paths of the four files, or none if one is missing."""
+    zipped = ((folder / f"{stem}.gz", folder / stem) for stem in _SHA256)
+    paths = [gz if gz.is_file() else plain for gz, plain in zipped]
+    return paths if all(path.is_file() for path in paths) else []
+
+
+def _download(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        for stem, digest in _SHA256.items():
+            target = folder / f"{stem}.gz"
+            if target.is_file():  # whole and checked: another process was first
+                continue
+            with urllib.request.urlopen(_URL + target.name, timeout=_SILENCE_LIMIT_S) as response:
+                data = response.read()
+            got = hashlib.sha256(data).hexdigest()
+            if got != digest:
+                raise ValueError(
+                    f"{_URL}{target.name} is not the file it should be: SHA-256 {got}, not "
+                    f"{digest}. Get the files elsewhere and give their folder"
+                )
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                part = Path(scratch, target.name)
+                part.write_bytes(data)
+                part.replace(target)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time, of all that name this folder, run the block."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + _DOWNLOAD_LIMIT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process downloads into {folder}") from None
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)  # which unlocks it
