@@ -14,9 +14,11 @@ from tagi_ddp.communicators import (  # noqa: E402  (the hook comes before anyth
     init,
 )
 from tagi_ddp.config import DDPConfig  # noqa: E402
+from tagi_ddp.data import DistributedSampler, progress, reduce_metrics  # noqa: E402
 from tagi_ddp.engine.loader import cuda_available  # noqa: E402
 from tagi_ddp.launch import launch  # noqa: E402
 from tagi_ddp.sequential import DDPSequential, NotFiniteError, ReplicaMismatch  # noqa: E402
+from tagi_ddp.supervisor import LaunchError  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,8 @@ __all__ = [
     "CommunicatorError",
     "DDPConfig",
     "DDPSequential",
+    "DistributedSampler",
+    "LaunchError",
     "Mismatch",
     "NotFiniteError",
     "PeerLost",
@@ -34,4 +38,6 @@ __all__ = [
     "cuda_available",
     "init",
     "launch",
+    "progress",
+    "reduce_metrics",
 ]

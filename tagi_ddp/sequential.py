@@ -87,8 +87,8 @@ class DDPSequential:
         self.model = model
         self.config = config or DDPConfig([], "auto", communicator.rank, communicator.size)
         self.average = bool(average)
-        self._deltas_behind = 0  # samples behind the engine's deltas; 0: none to apply
-        self._samples = 0  # of the forward pass that backward would follow
+        self._forward_samples: int | None = None  # of the forward pass that backward would follow
+        self._delta_samples: int | None = None  # behind the engine's deltas that step would apply
         self._room = 0  # input elements for which the engine has buffers
         self._saved: FloatArray | None = None  # deltas of earlier micro-batches
         self._saved_samples = 0
@@ -119,7 +119,8 @@ class DDPSequential:
         """Run the network on this rank's share of a batch.
 
         Args:
-            mu_x: means of the inputs, flat or not, batch * input size floats.
+            mu_x: means of the inputs, flat or not, batch * input size floats; a rank without a
+                share of this batch passes none, and contributes nothing at `step`.
             var_x: their variances, of the same size; None: the inputs are exact.
 
         Returns:
@@ -133,6 +134,9 @@ class DDPSequential:
                     f"var_x has {variance.size} elements, mu_x {mean.size}; give one variance for "
                     "each mean"
                 )
+            if mean.size == 0:
+                self._forward_samples = 0
+                return mean, mean.copy()
             self._check_input_size(mean.size)
             self._make_room(mean.size)
             try:
@@ -141,7 +145,7 @@ class DDPSequential:
                 raise ValueError(
                     f"the network refused mu_x with {mean.size} elements: {error}"
                 ) from error
-            self._samples = int(self.model._cpp_backend.z_buffer_block_size)
+            self._forward_samples = int(self.model._cpp_backend.z_buffer_block_size)
             self._room = max(self._room, mean.size)
             return outputs
 
@@ -152,12 +156,16 @@ class DDPSequential:
         call replaces them.
         """
         with self._or_abort():
-            if self._samples == 0:
+            if self._forward_samples is None:
                 raise RuntimeError("backward() needs a forward() before it")
-            if self._accumulating and self._deltas_behind:
+            if self._forward_samples and self._accumulating and self._delta_samples:
                 self._save_deltas()
-            self.model.backward()
-            self._deltas_behind, self._samples = self._samples, 0
+            if self._forward_samples:
+                self.model.backward()
+                self._delta_samples = self._forward_samples
+            elif not (self._accumulating and self._delta_samples):
+                self._delta_samples = 0
+            self._forward_samples = None
 
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
@@ -170,12 +178,12 @@ class DDPSequential:
                 raise RuntimeError(
                     "step() inside no_sync() would let replicas differ; end the block"
                 )
-            if not self._deltas_behind:
+            if self._delta_samples is None:
                 raise RuntimeError("step() needs a backward() before it")
             self._replica.pull()
             if self._saved_samples:
                 self._replica.parameters.add_to_deltas(self._saved, self._replaced_layers())
-        samples = self._deltas_behind + self._saved_samples
+            samples = self._delta_samples + self._saved_samples
         self._forget_deltas()
         self._update(samples)
 
@@ -399,14 +407,14 @@ class DDPSequential:
         if self._saved is None:
             self._saved = np.zeros(size, np.float32)
         self._replica.parameters.add_deltas_to(self._saved, self._replaced_layers())
-        self._saved_samples += self._deltas_behind
+        self._saved_samples += self._delta_samples
 
     def _replaced_layers(self) -> list[bool]:
         """Tell for each layer whether backward replaces its deltas; else they add up there."""
         return [not layer.accumulates for layer in self._replica.layers]
 
     def _forget_deltas(self) -> None:
-        self._deltas_behind = 0
+        self._delta_samples = None
         self._accumulating = False
         if self._saved_samples:
             self._saved_samples = 0
@@ -416,7 +424,7 @@ class DDPSequential:
         first = self.model._cpp_backend.layers[0]
         # A recurrent layer's input is a sequence whose length the engine checks itself.
         width = int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
-        if size == 0 or (width and size % width):
+        if width and size % width:
             raise ValueError(
                 f"mu_x has {size} elements, no multiple of the network's input size, {width}"
             )

@@ -83,10 +83,6 @@ def wrong_size(model: DDPSequential) -> None:
     model.forward(np.zeros(13, np.float32))
 
 
-def nothing(model: DDPSequential) -> None:
-    model(np.zeros(0, np.float32))
-
-
 def text_input(model: DDPSequential) -> None:
     model.forward(["a", "b"])
 
@@ -109,7 +105,6 @@ WRONG = {
     early_step: ("RuntimeError", "step() needs a backward()"),
     early_backward: ("RuntimeError", "backward() needs a forward()"),
     wrong_size: ("ValueError", "mu_x has 13 elements, no multiple of the network's input size, 12"),
-    nothing: ("ValueError", "mu_x has 0 elements"),
     text_input: ("TypeError", "mu_x must be an array of numbers, got a list"),
     wrong_variance: ("ValueError", "var_x has 11 elements, mu_x 12"),
     step_in_no_sync: ("RuntimeError", "inside no_sync()"),
@@ -340,6 +335,47 @@ def test_joined_ranks_contribute_nothing(shm: RankPool) -> None:
     assert max(shm.run(join_alone, size=3)) < 1e-6
 
 
+def empty_shares(comm: Any, shares: list[list[int]]) -> tuple[str, bool]:
+    """Each step's batches are given per rank; compare with all samples on one process."""
+    model = wrap(comm, average=False)
+    start = model.state_dict()
+    alone = fresh("mlp")
+    alone.load_state_dict(start)
+    for step, counts in enumerate(shares):
+        x, y = NETWORKS["mlp"].batch(step, sum(counts))
+        begin = sum(counts[: comm.rank])
+        part = slice(begin, begin + counts[comm.rank])
+        learn(model, x[part], y[part])
+        model.step()
+        learn(alone, x, y)
+        alone.step()
+    return model.check_replicas(), distance(parameters(model), parameters(alone)) < 1e-5
+
+
+def test_empty_shares(shm: RankPool) -> None:
+    shares = [[9, 8, 7], [5, 0, 4], [0, 3, 0], [0, 0, 6], [2, 2, 2]]
+    answers = shm.run(empty_shares, shares, size=3)
+    assert len(set(answers)) == 1
+    assert answers[0][1]
+
+
+def empty_micro_batches(comm: Any) -> bool:
+    states = []
+    for empty in (True, False):
+        model = wrap(comm, average=False)
+        with model.no_sync():
+            for seed, size in ((0, 4), (1, 0), (2, 5), (3, 0)):
+                if size or empty:
+                    learn(model, *NETWORKS["mlp"].batch(seed, size))
+        model.step()
+        states.append(model.check_replicas())
+    return states[0] == states[1]
+
+
+def test_empty_micro_batches(shm: RankPool) -> None:
+    assert shm.run(empty_micro_batches, size=2) == [True, True]
+
+
 def grow(comm: Any) -> bool:
     """A batch greater than the first: the engine by itself writes beyond its buffers."""
     model = wrap(comm, "cnn")
@@ -415,7 +451,7 @@ def collapse(comm: Any) -> dict[str, int]:
     inner = model.model._cpp_backend.layers[2].main_block.layers[0]
     inner.delta_var_w = [-1e9] * 7 + [0.0] * (inner.num_weights - 7)
     inner.var_w = [1e-8] * inner.num_weights
-    model._deltas_behind = 1  # a cap factor of 0.1 lets the variance fall below 0
+    model._delta_samples = 1  # a cap factor of 0.1 lets the variance fall below 0
     model.step()
     return model.get_neg_var_w_counter()
 
