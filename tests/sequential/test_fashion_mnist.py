@@ -1,0 +1,91 @@
+"""Why deltas are summed and capped for the global batch, on real images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+
+from sequential.tasks import own_part
+from tagi_ddp import DDPSequential, _backend, reduce_metrics
+from tagi_ddp.datasets import load_images
+
+STEPS = 40
+BATCH = 256
+# With a small one, training amplifies rounding: one process that only sums each batch in another
+# order then ends up to 3 points away from itself.
+SIGMA_V = 2.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def images() -> None:
+    try:
+        load_images("fashion-mnist", limit=1)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def network() -> Any:
+    import pytagi
+    from pytagi.nn import Linear, ReLU, Sequential
+
+    pytagi.manual_seed(3)
+    return Sequential(Linear(784, 128), ReLU(), Linear(128, 128), ReLU(), Linear(128, 11))
+
+
+def error_after_training(comm: Any, way: str) -> float:
+    """Return the test error in percent after 40 global batches, the same for every ``way``."""
+    from pytagi import HRCSoftmaxMetric, Utils
+    from pytagi.nn import OutputUpdater
+
+    data = load_images("fashion-mnist")
+    targets, nodes = (a.reshape(60000, -1) for a in Utils().label_to_obs(data.y_train, 10)[:2])
+    metric, updater = HRCSoftmaxMetric(10), OutputUpdater("cpu")
+    model = (
+        network() if way == "engine" else DDPSequential(network(), None, False, communicator=comm)
+    )
+    part = own_part([BATCH // comm.size] * comm.size, comm.rank)
+    order = np.random.default_rng(5).permutation(60000)
+    for step in range(STEPS):
+        share = order[step * BATCH : (step + 1) * BATCH][part]
+        model.forward(data.x_train[share].ravel())
+        updater.update_using_indices(
+            model.output_z_buffer,
+            targets[share].ravel(),
+            np.full(targets[share].size, SIGMA_V**2, np.float32),
+            nodes[share].ravel(),
+            model.input_delta_z_buffer,
+        )
+        model.backward()
+        if way == "local cap":
+            step_with_local_cap(model)
+        else:
+            model.step()
+    wrong = seen = 0
+    for images in np.array_split(np.arange(10000), 100)[comm.rank :: comm.size]:
+        predicted = metric.get_predicted_labels(*model.forward(data.x_test[images].ravel()))
+        wrong += np.sum(predicted != data.y_test[images])
+        seen += len(images)
+    return 100 * reduce_metrics(comm, wrong, seen)
+
+
+def step_with_local_cap(model: DDPSequential) -> None:
+    """What a step must not be: the sum of the deltas, capped as for one rank's share."""
+    parameters = model._replica.parameters
+    parameters.refresh()
+    bucket = np.empty(2 * parameters.size, np.float32)
+    parameters.pack(bucket)
+    model.communicator.all_reduce(bucket)
+    parameters.apply(bucket, 1.0, _backend.cap_factor(BATCH // model.communicator.size))
+
+
+def test_two_ranks_learn_what_one_process_learns(shm: RankPool) -> None:
+    (alone,) = shm.run(error_after_training, "engine", size=1, limit=120)
+    together = shm.run(error_after_training, "sum", size=2, limit=120)
+    assert together[0] == together[1]
+    assert abs(together[0] - alone) <= 0.2, (together, alone)
+    assert alone < 40
+    local, _ = shm.run(error_after_training, "local cap", size=2, limit=120)
+    assert abs(local - alone) > 0.5, "this test cannot tell the cap factors apart"
