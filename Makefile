@@ -1,15 +1,52 @@
 # The interpreter that .venv is made with: Python 3.10, 3.11 or 3.12.
 PYTHON ?= python3
+CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo
+.PHONY: demo test lint format sanitize bench
 
 # Two processes train on handwritten digits; compared with one process.
 demo: .venv/.installed-examples
 	.venv/bin/python examples/demo.py
 
+# Everything: style, then all tests.
+test: lint
+	.venv/bin/python -m pytest
+
+lint: .venv/.installed-dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/clang-format --dry-run -Werror $(CPP)
+
+format: .venv/.installed-dev
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+	.venv/bin/clang-format -i $(CPP)
+
+# The backend's tests under the address and undefined-behaviour sanitizers: a virtual environment
+# with an instrumented build of the package, and all else from .venv.
+sanitize: .venv/.installed-dev
+	$(PYTHON) -m venv --clear build/sanitize
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    $$(build/sanitize/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	build/sanitize/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    -C cmake.define.TAGI_DDP_SANITIZE=ON .
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
+	    UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONSAFEPATH=1 \
+	    build/sanitize/bin/python -m pytest -p no:cacheprovider \
+	    tests/update tests/sequential tests/communicators/test_shm.py
+
+# Side by side with what a user would pick instead; writes build/bench.json.
+bench: .venv/.installed-test
+	.venv/bin/python -m benchmarks
+
 # .venv with the package, editable, and one of its extras. Python files are used as they are; the
-# C++ backend is built again when a file of it changes.
-.venv/.installed-%: pyproject.toml CMakeLists.txt $(shell find cpp_backend -type f)
+# C++ backend is built again when a file of it changes, the engine's loader is copied at each build.
+.venv/.installed-%: pyproject.toml CMakeLists.txt $(shell find cpp_backend tagi_ddp/engine -type f \
+    -not -name '*.pyc')
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	touch $@
+
+# Developers mend warnings; users' compilers may be newer and have others.
+.venv/.installed-dev: export SKBUILD_CMAKE_DEFINE = TAGI_DDP_WERROR=ON
