@@ -29,21 +29,29 @@ C = TypeVar("C", bound="BaseCommunicator")
 class Call:
     """One operation of one rank.
 
-    Ranks whose ``signature`` of the same operation differs made calls that do not fit. ``deadline``
-    is on the monotonic clock, counted from when the operation's turn came.
+    Ranks whose ``name`` or ``arguments`` of the same operation differ made calls that do not fit.
+    ``deadline`` is on the monotonic clock, counted from when the operation's turn came.
+    ``waits_for`` returns the ranks that it waits for now.
     """
 
     name: str
-    signature: str
+    arguments: str
     limit: float
     peer: str = ""  # "to rank 1" for a message
     number: int = 0
     deadline: float = 0.0
+    waits_for: Callable[[], list[int]] = list
 
     @property
     def title(self) -> str:
         """For example "all_reduce #17" or "send #3 to rank 1"."""
+        if self.number == 0:
+            return self.name
         return f"{self.name} #{self.number} {self.peer}".rstrip()
+
+    def left(self) -> float:
+        """Return the seconds before the deadline, at least a few."""
+        return max(0.01, self.deadline - time.monotonic())
 
 
 class BaseCommunicator(ABC):
@@ -283,10 +291,6 @@ class BaseCommunicator(ABC):
     def _split(self: C, call: Call, color: int | None, key: int) -> C | None: ...
 
     @abstractmethod
-    def _missing(self, call: Call) -> list[int]:
-        """Return the ranks that ``call`` waits for now."""
-
-    @abstractmethod
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         """Tell the other ranks that this one failed with ``error``, and wake those that wait."""
 
@@ -298,7 +302,7 @@ class BaseCommunicator(ABC):
 
     def _call(self, name: str, arguments: str, timeout: float | None) -> Call:
         limit = self.timeout if timeout is None else buffers.check_timeout(timeout)
-        return Call(name, f"{name}({arguments})", limit)
+        return Call(name, arguments, limit)
 
     def _message(
         self,
@@ -352,7 +356,7 @@ class BaseCommunicator(ABC):
 
     def _overdue(self, call: Call) -> Callable[[float], Timeout]:
         def make(seconds: float) -> Timeout:
-            missing = self._missing(call)
+            missing = call.waits_for()
             what = timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
             return Timeout(f"{self._where(call.title)}: {what}", missing)
 

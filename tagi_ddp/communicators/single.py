@@ -50,9 +50,6 @@ class SingleCommunicator(BaseCommunicator):
     def _split(self, call: Call, color: int | None, key: int) -> SingleCommunicator | None:
         return None if color is None else SingleCommunicator(self.timeout)
 
-    def _missing(self, call: Call) -> list[int]:
-        return []
-
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         pass
 

@@ -17,10 +17,15 @@ pytest.register_assert_rewrite("contract")
 from rank_pool import Nursery, RankPool  # noqa: E402
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: runs at the largest number of ranks only")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test of a contract at the numbers of ranks that its class names."""
     if "size" in metafunc.fixturenames and metafunc.cls is not None:
-        metafunc.parametrize("size", metafunc.cls.sizes)
+        slow = metafunc.definition.get_closest_marker("slow") is not None
+        metafunc.parametrize("size", metafunc.cls.sizes[-1:] if slow else metafunc.cls.sizes)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,265 @@
+"""Ranks on any hosts over TCP, by torch.distributed's gloo; the default process group stays alone.
+
+GLOO_SOCKET_IFNAME, a list of network interfaces, overrules the choice among this host's addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
+from tagi_ddp.communicators.meeting import Transfer
+from tagi_ddp.communicators.peers import PeerCommunicator, connect
+from tagi_ddp.communicators.watch import Channel, Watch
+
+if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
+    raise ImportError("this torch was built without gloo")
+
+_STORE_SLICE = 0.01  # seconds between two looks at the store
+
+
+class GlooCommunicator(PeerCommunicator):
+    """A rank of a gloo context of its own."""
+
+    backend = "gloo"
+
+    def __init__(self, rank: int, size: int, timeout: float, watch: Watch) -> None:
+        """Make rank ``rank`` of ``size``; `open_engine` comes next."""
+        super().__init__(rank, size, timeout, watch)
+        self._group: Any = None
+
+    def open_engine(self, call: Call) -> None:
+        """Connect the contexts of all ranks; ``call`` is what their errors name."""
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = _devices(self._watch.own_address())
+        options._timeout = timedelta(seconds=call.left())
+        options._threads = 2
+        meeting = self._meeting(call, channels=(Channel.SETUP, Channel.SETUP))
+        try:
+            store = _NoteStore(self._watch, call.deadline)
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            meeting.explain(error)
+        meeting.gather(None)
+        meeting.leave()
+
+    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Transfer:
+        return _Collective([] if array.size == 0 else [self._broadcast_async(array, root, limit)])
+
+    def _broadcast_async(self, array: np.ndarray, root: int, limit: float) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=limit)
+        return self._group.broadcast([_bytes(array)], options)
+
+    def _engine_all_gather(
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+    ) -> Transfer:
+        # A broadcast from each rank: gloo's own all_gather takes equal counts only.
+        ends = np.cumsum(counts)
+        slices = [out[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        slices[self.rank][...] = array
+        return _Collective(
+            [
+                self._broadcast_async(part, root, limit)
+                for root, part in enumerate(slices)
+                if part.size
+            ]
+        )
+
+    def _engine_all_to_all(
+        self,
+        array: np.ndarray,
+        out: np.ndarray,
+        sent: list[int],
+        received: list[int],
+        limit: float,
+    ) -> Transfer:
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=limit)
+        width = array.itemsize
+        work = self._group.alltoall_base(
+            _bytes(out),
+            _bytes(array),
+            [width * count for count in received],
+            [width * count for count in sent],
+            options,
+        )
+        return _Collective([work])
+
+    def _engine_send(self, array: np.ndarray, dst: int, limit: float) -> Transfer:
+        return _Message(self._group.send([_bytes(array)], dst, 0), limit)
+
+    def _engine_recv(self, array: np.ndarray, src: int, limit: float) -> Transfer:
+        return _Message(self._group.recv([_bytes(array)], src, 0), limit)
+
+    def _engine_split(
+        self, call: Call, color: int | None, key: int, part: GlooCommunicator | None
+    ) -> None:
+        if part is not None:
+            part.open_engine(Call("init", "", call.left(), deadline=call.deadline))
+
+    def _engine_close(self, clean: bool) -> None:
+        if not clean and self._group is not None:
+            # Its destructor waits for operations that are stuck: leave it to the process's end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
+
+
+class _NoteStore(dist.Store):
+    """What gloo asks of a store while it connects, by notes."""
+
+    def __init__(self, watch: Watch, deadline: float) -> None:
+        super().__init__()
+        self._watch = watch
+        self._deadline = deadline
+
+    def set(self, key: str, value: bytes) -> None:
+        self._watch.tell_value(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._watch.kept[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        watch = self._watch
+        watch.until(
+            lambda: (
+                all(key in watch.kept for key in keys)
+                or bool(watch.failures or watch.died or watch.closed)
+            ),
+            self._deadline,
+        )
+        if missing := [key for key in keys if key not in watch.kept]:
+            raise RuntimeError(f"no address came for {missing}")
+
+
+class _Collective:
+    """Operations that gloo runs on its threads."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def ready(self, seconds: float) -> bool:
+        while self._works:
+            work = self._works[0]
+            try:
+                work.wait(timedelta(seconds=seconds))
+            except RuntimeError:
+                if not work.is_completed():
+                    return False  # the wait timed out, not the operation
+                work.wait(timedelta(seconds=seconds))  # raises the operation's own error
+            self._works.pop(0)
+        return True
+
+
+class _Message:
+    """A message; its wait must not end early, as gloo then closes the connection."""
+
+    def __init__(self, work: Any, limit: float) -> None:
+        self._work = work
+        self._limit = timedelta(seconds=limit)
+
+    def ready(self, seconds: float) -> bool:
+        self._work.wait(self._limit)
+        return True
+
+
+def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooCommunicator:
+    """Return this rank's communicator; ranks meet at MASTER_ADDR and MASTER_PORT.
+
+    torchrun's agent listens there, or else rank 0 does, beside a default process group if there is
+    one. Raises BackendUnavailable when the variables are not set.
+    """
+    deadline = time.monotonic() + timeout
+    store = _environment_store(rank, deadline)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _create(rank, world_size, dist.PrefixStore(f"{job}/{attempt}", store), timeout, deadline)
+
+
+def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
+    """Return a communicator of the ranks of ``group``, with connections of its own."""
+    deadline = time.monotonic() + timeout
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return _create(group.rank(), group.size(), store, timeout, deadline)
+
+
+def _create(
+    rank: int, size: int, store: dist.Store, timeout: float, deadline: float
+) -> GlooCommunicator:
+    def exchange(record: bytes) -> Sequence[bytes]:
+        # Each rank counts its own communicators, which come in the same order on all ranks.
+        order = store.add(f"tagi_ddp/{rank}", 1)
+        names = [f"tagi_ddp/{order}/{r}" for r in range(size)]
+        store.set(names[rank], record)
+        while missing := [r for r in range(size) if not store.check([names[r]])]:
+            if time.monotonic() > deadline:
+                where = f"init on rank {rank} of {size} (gloo)"
+                raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
+            time.sleep(_STORE_SLICE)
+        return [store.get(name) for name in names]
+
+    comm = connect(GlooCommunicator, rank, size, timeout, deadline, exchange)
+    try:
+        comm.open_engine(Call("init", "", timeout, deadline=deadline))
+    except BaseException as error:
+        comm.abort(f"init ended in {error!r}")
+        comm.close()
+        raise
+    return comm
+
+
+def _environment_store(rank: int, deadline: float) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT, the same for every call of this process."""
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise BackendUnavailable(
+            "gloo's ranks meet at rank 0's host: start them with torchrun or tagi-ddp run, or set "
+            f"MASTER_ADDR to its name and MASTER_PORT to a free port on all ranks ({error})"
+        ) from error
+    if (address, port) not in _stores:
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+        try:
+            _stores[address, port] = dist.TCPStore(
+                address, port, None, hosts, limit, wait_for_workers=False, multi_tenant=True
+            )
+        except RuntimeError as error:
+            raise Timeout(
+                f"init on rank {rank} (gloo): no store at MASTER_ADDR={address}, "
+                f"MASTER_PORT={port}, where rank 0 should listen: {error}",
+                [0] if rank else [],
+            ) from error
+    return _stores[address, port]
+
+
+_stores: dict[tuple[str, int], dist.Store] = {}
+
+
+def _devices(address: str) -> list[Any]:
+    chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    create_device = dist.ProcessGroupGloo.create_device
+    if chosen:
+        return [create_device(interface=name) for name in chosen]
+    return [create_device(hostname=address)]
+
+
+def _bytes(array: np.ndarray) -> torch.Tensor:
+    """Return the array's memory as a tensor; a read-only one is only read from."""
+    flat = array.view(np.uint8)
+    if not flat.flags.writeable:
+        memory = (ctypes.c_uint8 * flat.size).from_address(flat.ctypes.data)
+        flat = np.frombuffer(memory, np.uint8)
+    return torch.from_numpy(flat)

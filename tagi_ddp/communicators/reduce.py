@@ -1,0 +1,46 @@
+"""Reduction of rows in the order of the ranks: the same bits wherever it is done."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tagi_ddp.communicators.communicator import ReduceOp
+
+
+def reduce_rows(rows: np.ndarray, dtype: str, op: ReduceOp, out: np.ndarray) -> None:
+    """Reduce ``rows`` of shape [ranks, count] into ``out`` of shape [count], both of ``dtype``.
+
+    16-bit floats accumulate in float32 and are rounded once; bfloat16 comes and goes as uint16.
+    """
+    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+        wide = _widen(rows[0], dtype)
+        total = wide.copy() if wide.base is not None or wide is rows[0] else wide
+        for row in rows[1:]:
+            if op in ("sum", "mean"):
+                np.add(total, _widen(row, dtype), out=total)
+            elif op == "min":
+                np.minimum(total, _widen(row, dtype), out=total)
+            else:
+                np.maximum(total, _widen(row, dtype), out=total)
+        if op == "mean":
+            np.divide(total, len(rows), out=total)
+        out[...] = _narrow(total, dtype)
+
+
+def _widen(row: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float16":
+        return row.astype(np.float32)
+    if dtype == "bfloat16":
+        return (row.astype(np.uint32) << 16).view(np.float32)
+    return row
+
+
+def _narrow(total: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float16":
+        return total.astype(np.float16)
+    if dtype != "bfloat16":
+        return total
+    bits = total.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
+    quiet = (bits >> 16) | 0x40  # rounding could turn a NaN into an infinity
+    return np.where(np.isnan(total), quiet, rounded).astype(np.uint16)
