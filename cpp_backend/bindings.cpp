@@ -76,8 +76,9 @@ void bind_engine(nb::module_& module) {
         .def_prop_ro("bias", [](const EngineLayer& l) { return l.bias; })
         .def_prop_ro("num_threads", [](const EngineLayer& l) { return l.num_threads; })
         .def_prop_ro("training", [](const EngineLayer& l) { return l.training; })
-        .def_prop_ro("neg_var_w_counter", [](const EngineLayer& l) { return l.neg_var_w_counter; })
-        .def_prop_ro("cap_factor_update", [](const EngineLayer& l) { return l.cap_factor_update; })
+        .def_prop_ro(
+            "neg_var_w_counter", [](EngineLayer& l) { return view(&l.neg_var_w_counter, 1); },
+            "A view of the counter of negative variances, int32.")
         .def(
             "vector",
             [](EngineLayer& l, const std::string& name) { return view(vector_of(l, name)); },
@@ -171,14 +172,11 @@ void bind_update(nb::module_& module) {
         .def("refresh", &Parameters::refresh,
              "Find the layers' memory again; call before each use.")
         .def_prop_ro("size", &Parameters::size)
-        .def_prop_ro("names", &Parameters::names)
         .def("first_not_finite", &Parameters::first_not_finite,
              nb::call_guard<nb::gil_scoped_release>(),
              "The name of the first layer with a delta that is NaN or infinite, or \"\".")
         .def_prop_ro("negative_variances", &Parameters::negative_variances,
                      "How many variances of each layer's weights the last step found not positive.")
-        .def("hashes", &Parameters::hashes, nb::call_guard<nb::gil_scoped_release>(),
-             "A 64-bit hash of the means and variances of each layer.")
         .def(
             "add_deltas_to",
             [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {

@@ -17,7 +17,8 @@ from tagi_ddp.config import DDPConfig  # noqa: E402
 from tagi_ddp.data import DistributedSampler, progress, reduce_metrics  # noqa: E402
 from tagi_ddp.engine.loader import cuda_available  # noqa: E402
 from tagi_ddp.launch import launch  # noqa: E402
-from tagi_ddp.sequential import DDPSequential, NotFiniteError, ReplicaMismatch  # noqa: E402
+from tagi_ddp.replicas import ReplicaMismatch  # noqa: E402
+from tagi_ddp.sequential import DDPSequential, NotFiniteError  # noqa: E402
 from tagi_ddp.supervisor import LaunchError  # noqa: E402
 
 __version__ = "0.1.0"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,19 +11,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tagi_ddp._backend import Contribution
-from tagi_ddp.communicators import (
-    Communicator,
-    CommunicatorError,
-    all_gather_object,
-    as_communicator,
-    init,
-)
+from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
 from tagi_ddp.config import DDPConfig
 from tagi_ddp.engine.adapter import attach
 from tagi_ddp.exchange import StatisticsExchange, make_exchange
+from tagi_ddp.replicas import (
+    ReplicaMismatch,
+    check_state,
+    check_structure,
+    copy_from_rank_0,
+    share_of_cores,
+)
 
 FloatArray = NDArray[np.float32]
-_ENGINE_DEFAULT_THREADS = 4
+# What a Sequential and its layers have before anybody calls set_threads.
+_ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 
 
 class NotFiniteError(FloatingPointError):
@@ -38,10 +38,6 @@ class NotFiniteError(FloatingPointError):
         """Keep the ranks beside the text."""
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-
-class ReplicaMismatch(RuntimeError):
-    """Replicas that should be equal are not; the text names the first layer that differs."""
 
 
 class DDPSequential:
@@ -95,15 +91,28 @@ class DDPSequential:
         self._accumulating = False
         self._in_no_sync = False
         self._closed = False
-        with self._or_abort():
-            self._replica = attach(model)
-            self._check_layers()
-            self._set_threads()
-            self._exchange = make_exchange(self.communicator)
-            self._exchange_statistics = StatisticsExchange(
-                self.communicator, self._replica.statistics
-            )
-            self._copy_from_rank_0()
+        try:
+            with self._or_abort():
+                self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        self._replica = attach(self.model)
+        check_structure(self.communicator, self._replica, self.average)
+        self._set_threads()
+        copy_from_rank_0(self.communicator, self._replica)
+        self._exchange = make_exchange(self.communicator)
+        self._exchange_statistics = StatisticsExchange(self.communicator, self._replica.statistics)
+
+    def _set_threads(self) -> None:
+        """Give the engine this rank's share of the cores, unless the user has set its threads."""
+        engine = self.model._cpp_backend
+        layers = {layer.handle.num_threads for layer in self._replica.layers}
+        share = share_of_cores(self.communicator)
+        if (engine.num_threads, layers) == (_ENGINE_DEFAULT_THREADS, {_LAYER_DEFAULT_THREADS}):
+            self.model.set_threads(share)
 
     # --- the engine's interface ---------------------------------------------------------------
 
@@ -239,7 +248,7 @@ class DDPSequential:
         with self._or_abort():
             if self.communicator.rank == 0:
                 self.model.load_state_dict(state_dict)
-            self._copy_from_rank_0()
+            copy_from_rank_0(self.communicator, self._replica)
 
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing."""
@@ -253,7 +262,7 @@ class DDPSequential:
                 if not os.path.isfile(filename):
                     raise FileNotFoundError(f"filename: there is no file {filename!r} on rank 0")
                 self.model.load(filename)
-            self._copy_from_rank_0()
+            copy_from_rank_0(self.communicator, self._replica)
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many variances of each layer's weights the last step found not positive.
@@ -304,11 +313,7 @@ class DDPSequential:
         """
         with self._or_abort():
             self._replica.pull()
-            own: dict[str, Any] = {}
-            for name, array in self._replica.state():
-                own.setdefault(name, hashlib.sha256()).update(array.tobytes())
-            self._require_equal({name: value.hexdigest() for name, value in own.items()})
-            return hashlib.sha256("".join(v.hexdigest() for v in own.values()).encode()).hexdigest()
+            return check_state(self.communicator, self._replica)
 
     def close(self) -> None:
         """Leave the group; the model stays usable on its own. May be called again."""
@@ -325,59 +330,6 @@ class DDPSequential:
         if error is not None and not isinstance(error, CommunicatorError):
             self.communicator.abort(f"{type(error).__name__}: {error}")
         self.close()
-
-    # --- attaching ----------------------------------------------------------------------------
-
-    def _check_layers(self) -> None:
-        parameters = self._replica.parameters
-        own = {layer.name: str(layer.kind) for layer in self._replica.layers}
-        own |= {f"{name} size": str(a.size) for name, a in self._replica.state()}
-        own["number of parameters"] = str(parameters.size)
-        own["average"] = str(self.average)
-        self._require_equal(own)
-
-    def _require_equal(self, own: dict[str, str]) -> None:
-        """Raise ReplicaMismatch unless all ranks have equal entries in equal order."""
-        digest = hashlib.sha256(repr(list(own.items())).encode()).digest()[:8]
-        digests = np.empty(self.communicator.size, np.uint64)
-        self.communicator.all_gather(np.frombuffer(digest, np.uint64), digests)
-        if (digests == digests[0]).all():
-            return
-        everyone = all_gather_object(self.communicator, list(own.items()))
-        for rank, entries in enumerate(everyone):
-            for mine, theirs in zip(everyone[0], entries, strict=False):
-                if mine != theirs:
-                    raise ReplicaMismatch(
-                        f"replicas differ first at layer {theirs[0]} of rank {rank}: {theirs[1]}, "
-                        f"rank 0 has {mine[0]}: {mine[1]}"
-                    )
-            if len(entries) != len(everyone[0]):
-                longer = max(entries, everyone[0], key=len)
-                shorter = min(len(entries), len(everyone[0]))
-                raise ReplicaMismatch(
-                    f"replicas differ first at layer {longer[shorter][0]}: only one of rank 0 and "
-                    f"rank {rank} has it"
-                )
-
-    def _copy_from_rank_0(self) -> None:
-        self._replica.pull()
-        for _, array in self._replica.state():
-            if array.size:
-                self.communicator.broadcast(array)
-        self._replica.push()
-
-    def _set_threads(self) -> None:
-        """Give the engine this rank's share of the cores, unless the user has set its threads."""
-        engine = self.model._cpp_backend
-        chosen = [layer.handle.num_threads for layer in self._replica.layers]
-        if engine.num_threads != 1 or any(n != _ENGINE_DEFAULT_THREADS for n in chosen):
-            return
-        cores = sorted(os.sched_getaffinity(0))
-        everyone = all_gather_object(self.communicator, (socket.gethostname(), cores))
-        here = [other for host, other in everyone if host == socket.gethostname()]
-        # A core that several ranks may use counts for each in part.
-        share = sum(1 / sum(core in other for other in here) for core in cores)
-        self.model.set_threads(max(1, int(share + 1e-9)))
 
     # --- stepping -----------------------------------------------------------------------------
 

@@ -41,23 +41,6 @@ bool all_finite(const float* values, size_t count) {
     return (carry & 0x80000000u) == 0;
 }
 
-// Four independent lanes, so that the multiplications overlap.
-uint64_t hash_floats(uint64_t seed, const float* values, size_t count) {
-    constexpr uint64_t prime = 0x9e3779b97f4a7c15ull;
-    uint64_t lanes[4] = {seed, seed + 1, seed + 2, seed + 3};
-    const auto mix = [&](size_t i) {
-        uint32_t bits;
-        std::memcpy(&bits, values + i, sizeof bits);
-        uint64_t& lane = lanes[i % 4];
-        lane = (lane ^ bits) * prime;
-        lane ^= lane >> 29;
-    };
-    for (size_t i = 0; i < count; ++i) mix(i);
-    uint64_t result = count;
-    for (uint64_t lane : lanes) result = (result ^ lane) * prime;
-    return result ^ (result >> 32);
-}
-
 }  // namespace
 
 void Parameters::add_engine_layer(const std::string& name, EngineLayer* layer) {
@@ -103,19 +86,6 @@ std::string Parameters::first_not_finite() const {
         }
     }
     return {};
-}
-
-std::vector<uint64_t> Parameters::hashes() const {
-    std::vector<uint64_t> result;
-    for (size_t i = 0; i < names_.size(); ++i) {
-        uint64_t value = 0;
-        for (const Block& block : {blocks_[2 * i], blocks_[2 * i + 1]}) {
-            value = hash_floats(value, block.mu, block.count);
-            value = hash_floats(value, block.var, block.count);
-        }
-        result.push_back(value);
-    }
-    return result;
 }
 
 std::vector<int32_t> Parameters::negative_variances() const {

@@ -51,9 +51,6 @@ class Parameters {
 
     // The name of the first layer with a delta that is NaN or infinite; empty when there is none.
     std::string first_not_finite() const;
-    // A 64-bit hash of the means and variances of each layer, in order.
-    std::vector<uint64_t> hashes() const;
-    const std::vector<std::string>& names() const { return names_; }
     // The negative variances that the last step met, by layer.
     std::vector<int32_t> negative_variances() const;
 

@@ -91,6 +91,9 @@ def verify_layout() -> None:
     for position, name in enumerate(name for name in _SCALARS if "_" in name):
         setattr(linear, name, 1000 + position)
     check_layer(linear, address)
+    memory.neg_var_w_counter[0] = 17
+    if list(cutagi.Sequential([linear]).get_neg_var_w_counter().values()) != [17]:
+        raise LayoutError("the counter of negative variances is not where it should be")
 
     norm = cutagi.BatchNorm2d(5, 0.125, 0.75, True, 1.0, 1.0)
     mean, var, eps, momentum, first = _backend.batch_norm_statistics(address_of(norm))

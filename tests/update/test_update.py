@@ -117,26 +117,6 @@ def test_first_not_finite(layers: list[tuple[int, int]], seed: int, data: st.Dat
     assert model.table.first_not_finite() == ""
 
 
-@given(layers=sizes, seed=seeds, data=st.data())
-def test_hashes_see_every_bit(
-    layers: list[tuple[int, int]], seed: int, data: st.DataObject
-) -> None:
-    model = Model(layers, seed)
-    before = model.table.hashes()
-    assert before == Model(layers, seed).table.hashes()
-    occupied = [i for i, block in enumerate(model.blocks) if block[0].size]
-    if not occupied:
-        return
-    block = data.draw(st.sampled_from(occupied))
-    array = model.blocks[block][data.draw(st.sampled_from([0, 1]))]
-    position = data.draw(st.integers(0, array.size - 1))
-    array.view(np.uint32)[position] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
-    after = model.table.hashes()
-    assert [a != b for a, b in zip(before, after, strict=True)] == [
-        i == block // 2 for i in range(len(layers))
-    ]
-
-
 @pytest.mark.parametrize(
     ("batch", "factor"), [(1, 0.1), (2, 2.0), (255, 2.0), (256, 3.0), (10**6, 3.0)]
 )

@@ -1,0 +1,81 @@
+"""Replicas of one model: whether they are equal, making them so, and their share of the cores."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+
+import numpy as np
+
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.engine.adapter import Replica
+
+
+class ReplicaMismatch(RuntimeError):
+    """Replicas that should be equal are not; the text names the first layer that differs."""
+
+
+def check_structure(communicator: Communicator, replica: Replica, average: bool) -> None:
+    """Raise ReplicaMismatch, on all ranks, unless all have the same layers and options."""
+    own = {layer.name: layer.kind for layer in replica.layers}
+    for name, array in replica.state():
+        own[name] += f" {array.size}"
+    own["(none, but the option average)"] = str(average)
+    _require_equal(communicator, own)
+
+
+def check_state(communicator: Communicator, replica: Replica) -> str:
+    """Return a hash of the whole state; raise ReplicaMismatch, on all ranks, where it differs."""
+    layers: dict[str, hashlib._Hash] = {}
+    for name, array in replica.state():
+        layers.setdefault(name, hashlib.sha256()).update(array)
+    own = {name: digest.hexdigest() for name, digest in layers.items()}
+    _require_equal(communicator, own)
+    return hashlib.sha256("".join(own.values()).encode()).hexdigest()
+
+
+def copy_from_rank_0(communicator: Communicator, replica: Replica) -> None:
+    """Give every rank rank 0's means, variances and running statistics."""
+    replica.pull()
+    for _, array in replica.state():
+        if array.size:
+            communicator.broadcast(array)
+    replica.push()
+
+
+def share_of_cores(communicator: Communicator) -> int:
+    """Return how many threads this rank may run: its part of the cores that it may use, at least 1.
+
+    A core that several ranks of this host may use counts for each of them in part, so ranks that
+    the launcher has bound to cores get those, and unbound ones cores / ranks.
+    """
+    host, cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    everyone = all_gather_object(communicator, (host, cores))
+    here = [others for name, others in everyone if name == host]
+    share = sum(1 / sum(core in others for others in here) for core in cores)
+    return max(1, int(share + 1e-9))
+
+
+def _require_equal(communicator: Communicator, own: dict[str, str]) -> None:
+    """Compare what the ranks say of each layer, the layers in order."""
+    entries = list(own.items())
+    digest = np.frombuffer(hashlib.sha256(repr(entries).encode()).digest()[:8], np.uint64)
+    digests = np.empty(communicator.size, np.uint64)
+    communicator.all_gather(digest, digests)
+    if (digests == digests[0]).all():
+        return
+    first, *others = all_gather_object(communicator, entries)
+    for rank, theirs in enumerate(others, start=1):
+        for mine, other in zip(first, theirs, strict=False):
+            if mine != other:
+                raise ReplicaMismatch(
+                    f"replicas differ first at layer {other[0]} of rank {rank}: {other[1]}; rank 0 "
+                    f"has {mine[0]}: {mine[1]}. Build the same model on all ranks."
+                )
+        if len(theirs) != len(first):
+            longer, shorter = sorted((first, theirs), key=len, reverse=True)
+            raise ReplicaMismatch(
+                f"replicas differ first at layer {longer[len(shorter)][0]}, which only one of rank "
+                f"0 and rank {rank} has. Build the same model on all ranks."
+            )

@@ -1,0 +1,24 @@
+"""How tests tell the errors of ranks, and wrap small networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sequential.networks import fresh
+from tagi_ddp import DDPSequential
+
+Report = tuple[str, str, tuple[int, ...]]
+
+
+def report(call: Callable[[], Any]) -> Report:
+    """Return the type, text and ranks of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "ranks", ())
+    raise AssertionError("no error")
+
+
+def wrap(comm: Any, name: str = "mlp", **options: Any) -> DDPSequential:
+    return DDPSequential(fresh(name), communicator=comm, **options)

@@ -1,0 +1,120 @@
+"""What passes through to the engine, and one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+
+from sequential.networks import NETWORKS, distance, fresh, learn, parameters
+from sequential.reports import wrap
+from tagi_ddp import (
+    DDPConfig,
+    DDPSequential,
+)
+
+
+def save_and_load(comm: Any, name: str, folder: str) -> list[str]:
+    path = str(Path(folder) / "model.bin")
+    model = wrap(comm, name)
+    learn(model, *NETWORKS[name].batch(comm.rank, 8))
+    model.step()
+    state = model.state_dict()
+    model.save(path)
+    model.barrier()
+    digests = [model.check_replicas()]
+    learn(model, *NETWORKS[name].batch(comm.rank, 8))
+    model.step()
+    digests.append(model.check_replicas())
+    if comm.rank == 1:
+        path = "only rank 0 reads"
+    model.load(path)
+    digests.append(model.check_replicas())
+    learn(model, *NETWORKS[name].batch(comm.rank, 8))
+    model.step()
+    model.load_state_dict(state if comm.rank == 0 else {})
+    return [*digests, str(state == model.state_dict())]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "autoencoder"])
+def test_save_and_load(shm: RankPool, name: str, tmp_path: Path) -> None:
+    for saved, changed, loaded, same in shm.run(save_and_load, name, str(tmp_path), size=2):
+        assert saved == loaded != changed
+        assert same == "True"
+
+
+def collapse(comm: Any) -> dict[str, int]:
+    model = wrap(comm, "resnet", average=False)
+    x, y = NETWORKS["resnet"].batch(comm.rank, 4)
+    learn(model, x, y)
+    inner = model.model._cpp_backend.layers[2].main_block.layers[0]
+    inner.delta_var_w = [-1e9] * 7 + [0.0] * (inner.num_weights - 7)
+    inner.var_w = [1e-8] * inner.num_weights
+    model._delta_samples = 1  # a cap factor of 0.1 lets the variance fall below 0
+    model.step()
+    return model.get_neg_var_w_counter()
+
+
+def test_negative_variances_are_counted(shm: RankPool) -> None:
+    for counts in shm.run(collapse, size=1):
+        assert counts["Conv2d(4,6,8,8,3)"] == 7
+        assert counts["Linear(96,5)"] == 0
+
+
+def interface(comm: Any) -> None:
+    model = wrap(comm)
+    x, _ = NETWORKS["mlp"].batch(0, 3)
+    mean, variance = model(x)
+    assert mean.shape == variance.shape == (15,)
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_outputs(), model(x), strict=True))
+    noisy = model.forward(x, np.full_like(x, 0.1))[1]
+    assert (noisy > variance).all()
+    model.output_to_host()
+    assert model.get_device_with_index() == "cpu:0"
+    assert model.output_z_buffer.block_size == 3
+    model.output_z_buffer = model.output_z_buffer
+    model.input_delta_z_buffer = model.input_delta_z_buffer
+    model.eval()
+    assert not model.model._cpp_backend.layers[0].training
+    model.train()
+    assert model.model._cpp_backend.layers[0].training
+    model.barrier()
+
+
+def test_interface(shm: RankPool) -> None:
+    shm.run(interface, size=2)
+
+
+def threads(comm: Any, chosen: int | None) -> tuple[int, int]:
+    network = fresh("resnet")
+    if chosen:
+        network.set_threads(chosen)
+    DDPSequential(network, communicator=comm)
+    inner = network._cpp_backend.layers[2].main_block.layers[0]
+    return network._cpp_backend.layers[0].num_threads, inner.num_threads
+
+
+@pytest.mark.parametrize("chosen", [None, 1, 3, 4])
+def test_threads(shm: RankPool, chosen: int | None) -> None:
+    expected = chosen or max(1, len(os.sched_getaffinity(0)) // 2)
+    assert shm.run(threads, chosen, size=2) == [(expected, expected)] * 2
+
+
+@pytest.mark.parametrize("backend", ["auto", "shm", "mpi", "gloo"])
+def test_world_of_one(backend: str) -> None:
+    with DDPSequential(fresh("mlp"), DDPConfig([], backend)) as model:
+        start = parameters(model)
+        learn(model, *NETWORKS["mlp"].batch(0, 8))
+        model.step()
+        assert distance(start, parameters(model)) > 1e-4
+        assert model.communicator.backend == "single"
+        assert len(model.check_replicas()) == 64
+
+
+def test_neither_config_nor_communicator() -> None:
+    with pytest.raises(TypeError, match="config or communicator"):
+        DDPSequential(fresh("mlp"))

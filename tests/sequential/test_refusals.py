@@ -1,0 +1,212 @@
+"""What DDPSequential refuses, and how the other ranks learn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_pool import RankPool
+
+from sequential.networks import NETWORKS, distance, fresh, learn, parameters
+from sequential.reports import Report, report, wrap
+from tagi_ddp import (
+    CommunicatorError,
+    DDPSequential,
+    NotFiniteError,
+    PeerLost,
+    ReplicaMismatch,
+)
+
+
+def refuse(comm: Any, value: float, culprit: int) -> tuple[Report, bool, bool]:
+    model = wrap(comm, average=False)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 8)
+    learn(model, x, y)
+    model.step()
+    before = model.check_replicas()
+    learn(model, x, y)
+    if comm.rank == culprit:
+        layer = model.model._cpp_backend.layers[2]
+        layer.delta_var_w = [value] + [0.0] * (layer.num_weights - 1)
+    error = report(model.step)
+    unchanged = model.check_replicas() == before
+    learn(model, x, y)
+    model.step()
+    return error, unchanged, model.check_replicas() != before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("size", "culprit"), [(1, 0), (2, 1), (3, 0)])
+def test_deltas_that_are_not_finite(shm: RankPool, value: float, size: int, culprit: int) -> None:
+    for rank, (error, unchanged, goes_on) in enumerate(shm.run(refuse, value, culprit, size=size)):
+        kind, text, ranks = error
+        assert (kind, ranks) == (NotFiniteError.__name__, (culprit,))
+        assert ("layer 2 (Linear(32,24))" in text) == (rank == culprit)
+        assert unchanged
+        assert goes_on
+
+
+def early_step(model: DDPSequential) -> None:
+    model.step()
+
+
+def early_backward(model: DDPSequential) -> None:
+    model.backward()
+
+
+def wrong_size(model: DDPSequential) -> None:
+    model.forward(np.zeros(13, np.float32))
+
+
+def text_input(model: DDPSequential) -> None:
+    model.forward(["a", "b"])
+
+
+def wrong_variance(model: DDPSequential) -> None:
+    model.forward(np.zeros(12), np.zeros(11))
+
+
+def step_in_no_sync(model: DDPSequential) -> None:
+    with model.no_sync():
+        learn(model, *NETWORKS["mlp"].batch(0, 4))
+        model.step()
+
+
+def missing_file(model: DDPSequential) -> None:
+    model.load("/nonexistent/weights.bin")
+
+
+WRONG = {
+    early_step: ("RuntimeError", "step() needs a backward()"),
+    early_backward: ("RuntimeError", "backward() needs a forward()"),
+    wrong_size: ("ValueError", "mu_x has 13 elements, no multiple of the network's input size, 12"),
+    text_input: ("TypeError", "mu_x must be an array of numbers, got a list"),
+    wrong_variance: ("ValueError", "var_x has 11 elements, mu_x 12"),
+    step_in_no_sync: ("RuntimeError", "inside no_sync()"),
+    missing_file: ("FileNotFoundError", "/nonexistent/weights.bin"),
+}
+
+
+def fail_alone(comm: Any, wrong: Callable[[DDPSequential], None]) -> Report:
+    model = wrap(comm)
+    if comm.rank == 0:
+        return report(lambda: wrong(model))
+    return report(model.check_replicas)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_error_of_one_rank_reaches_all(
+    shm: RankPool, wrong: Callable[[DDPSequential], None]
+) -> None:
+    kind, text = WRONG[wrong]
+    own, *others = shm.run(fail_alone, wrong, size=3, fresh=True)
+    assert own[0] == kind
+    assert text in own[1]
+    for other in others:
+        assert other[0] == PeerLost.__name__
+        assert other[2] == (0,)
+        assert f"{kind}: " in other[1]
+
+
+def wrong_sequence(comm: Any) -> Report:
+    model = wrap(comm, "lstm")
+    return report(lambda: model.forward(np.zeros(2 * 4 - 2, np.float32)))
+
+
+def test_wrong_length_of_a_sequence(shm: RankPool) -> None:
+    (kind, text, _), *_ = shm.run(wrong_sequence, size=1, fresh=True)
+    assert kind == "ValueError"
+    assert "mu_x with 6 elements" in text
+
+
+def use_after_close(comm: Any) -> list[Report]:
+    model = wrap(comm)
+    with model:
+        pass
+    x = np.zeros(12, np.float32)
+    calls = [lambda: model(x), model.backward, model.step, model.check_replicas]
+    return [report(call) for call in calls]
+
+
+def test_use_after_close(shm: RankPool) -> None:
+    for errors in shm.run(use_after_close, size=2, fresh=True):
+        for kind, text, _ in errors:
+            assert kind == CommunicatorError.__name__
+            assert "closed" in text
+
+
+def error_in_block(comm: Any) -> Report:
+    def block() -> None:
+        with wrap(comm) as model:
+            if comm.rank == 1:
+                raise KeyError("labels")
+            model.barrier()
+
+    return report(block)
+
+
+def test_error_in_a_with_block(shm: RankPool) -> None:
+    first, second = shm.run(error_in_block, size=2, fresh=True)
+    assert second[0] == "KeyError"
+    assert first[0] == PeerLost.__name__
+    assert "KeyError: 'labels'" in first[1]
+
+
+def other_model(comm: Any, name: str, **options: Any) -> Report:
+    model = fresh(name if comm.rank == 1 else "mlp")
+    return report(lambda: DDPSequential(model, communicator=comm, **options))
+
+
+@pytest.mark.parametrize("name", ["cnn", "layer_norm"])
+def test_models_that_differ(shm: RankPool, name: str) -> None:
+    for kind, text, _ in shm.run(other_model, name, size=3, fresh=True):
+        assert kind == ReplicaMismatch.__name__
+        assert "layer 0 (" in text
+        assert "of rank 1" in text
+        assert "Linear(12,32)" in text
+
+
+def other_average(comm: Any) -> Report:
+    return report(lambda: wrap(comm, average=comm.rank == 0))
+
+
+def test_reductions_that_differ(shm: RankPool) -> None:
+    for kind, text, _ in shm.run(other_average, size=2, fresh=True):
+        assert kind == ReplicaMismatch.__name__
+        assert "option average" in text
+
+
+def keeps_its_parameters(comm: Any, name: str) -> bool:
+    import pytagi
+
+    pytagi.manual_seed(100 + comm.rank)
+    network = NETWORKS[name].build()
+    x, _ = NETWORKS[name].batch(0, 3)
+    network.forward(x.ravel())
+    own = parameters(network)
+    model = DDPSequential(network, communicator=comm)
+    model.check_replicas()
+    return distance(own, parameters(model)) == 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "autoencoder", "batch_norm"])
+def test_rank_0_wins(shm: RankPool, name: str) -> None:
+    assert shm.run(keeps_its_parameters, name, size=3) == [True, False, False]
+
+
+def tamper(comm: Any) -> Report:
+    model = wrap(comm, "cnn")
+    assert model.check_replicas() == model.check_replicas()
+    if comm.rank == 1:
+        bias = model.model._cpp_backend.layers[3]
+        bias.mu_b = list(np.nextafter(np.float32(bias.mu_b), np.float32(9)))
+    return report(model.check_replicas)
+
+
+def test_check_replicas_finds_a_single_bit(shm: RankPool) -> None:
+    for kind, text, _ in shm.run(tamper, size=2):
+        assert kind == ReplicaMismatch.__name__
+        assert "layer 3 (Conv2d(" in text
+        assert "of rank 1" in text
