@@ -63,6 +63,8 @@ class BaseCommunicator(ABC):
 
     backend: str
     device = "cpu"
+    concurrent = True
+    """Whether asynchronous operations may run on another thread; else they run within the call."""
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         """Make rank ``rank`` of ``size``; ``timeout`` in seconds limits every wait."""
@@ -344,10 +346,13 @@ class BaseCommunicator(ABC):
             counter = f"{call.name} {call.peer}" if call.peer else "collectives"
             self._numbers[counter] += 1
             call.number = self._numbers[counter]
-            task = (lane or self._main_lane).submit(turn, self._overdue(call), async_op=async_op)
+            lane = lane or self._main_lane
+            elsewhere = async_op and self.concurrent
+            task = lane.submit(turn, self._overdue(call), async_op=elsewhere)
+        if not elsewhere:
+            task.run()
         if async_op:
             return task
-        task.run()
         task.wait()
         return None
 

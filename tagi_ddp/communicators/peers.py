@@ -256,7 +256,8 @@ _open: weakref.WeakSet[PeerCommunicator] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
+def close_all() -> None:
+    """Close every open communicator of this process, which ends."""
     for communicator in list(_open):
         communicator.end_with_process()
 

@@ -1,0 +1,170 @@
+"""Ranks that an MPI launcher started, by mpi4py.
+
+MPI must end the whole job when a rank fails: a process that ends with an error, or with a broken
+communicator, would wait in MPI_Finalize for ranks that do not come. So it aborts the job instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
+from tagi_ddp.communicators.meeting import Transfer
+from tagi_ddp.communicators.peers import PeerCommunicator, close_all, connect
+from tagi_ddp.communicators.watch import Watch
+from tagi_ddp.engine.loader import LIBMPI, STUB, loaded_libraries
+from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
+
+if loaded_libraries().get(LIBMPI) == STUB:
+    raise ImportError("no MPI library was found when the engine was loaded")
+
+from mpi4py import MPI  # loads the library and starts MPI
+
+_SPIN = 0.002  # seconds of polling before the pauses begin
+_PAUSE = 0.0005  # the longest pause between two polls, in seconds
+_RECORD = 4096  # bytes of the padded record that the ranks exchange at first
+
+_TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+
+_broken = False
+_pending: set[_Request] = set()  # MPI may write to their buffers, even if nobody waits any more
+
+
+class MpiCommunicator(PeerCommunicator):
+    """A rank of an MPI communicator of its own."""
+
+    backend = "mpi"
+
+    def __init__(self, rank: int, size: int, timeout: float, watch: Watch) -> None:
+        """Make rank ``rank`` of ``size``; `open_engine` comes next."""
+        super().__init__(rank, size, timeout, watch)
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._mpi: MPI.Comm = MPI.COMM_NULL
+
+    def open_engine(self, mpi: MPI.Comm) -> None:
+        """Use ``mpi``, and free it in the end."""
+        mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
+        self._mpi = mpi
+
+    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Transfer:
+        return _Request(self._mpi.Ibcast([array, _type(array)], root))
+
+    def _engine_all_gather(
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+    ) -> Transfer:
+        kind = _type(array)
+        return _Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind]))
+
+    def _engine_all_to_all(
+        self,
+        array: np.ndarray,
+        out: np.ndarray,
+        sent: list[int],
+        received: list[int],
+        limit: float,
+    ) -> Transfer:
+        kind = _type(array)
+        return _Request(
+            self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
+        )
+
+    def _engine_send(self, array: np.ndarray, dst: int, limit: float) -> Transfer:
+        return _Request(self._mpi.Isend([array, _type(array)], dst))
+
+    def _engine_recv(self, array: np.ndarray, src: int, limit: float) -> Transfer:
+        return _Request(self._mpi.Irecv([array, _type(array)], src))
+
+    def _engine_split(
+        self, call: Call, color: int | None, key: int, part: MpiCommunicator | None
+    ) -> None:
+        wanted = MPI.UNDEFINED if color is None else color
+        made = self._mpi.Split(wanted, key)  # all ranks are here: MPI does not wait for long
+        if part is not None:
+            part.open_engine(made)
+
+    def _engine_close(self, clean: bool) -> None:
+        global _broken
+        if clean and self._mpi != MPI.COMM_NULL:
+            self._mpi.Free()
+        _broken = _broken or not clean
+
+
+class _Request:
+    """A non-blocking operation of MPI, which only advances while it is polled."""
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+        _pending.add(self)
+
+    def ready(self, seconds: float) -> bool:
+        started = time.monotonic()
+        while not self._request.Test():
+            passed = time.monotonic() - started
+            if passed > seconds:
+                return False
+            if passed < _SPIN:
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE)
+        _pending.discard(self)
+        return True
+
+
+def create(
+    rank: int, world_size: int, environment: LaunchEnvironment, timeout: float
+) -> MpiCommunicator:
+    """Return this rank's communicator over a copy of MPI's world.
+
+    Raises BackendUnavailable when MPI's world is another than the one asked for.
+    """
+    world = MPI.COMM_WORLD
+    warn_if_launcher_disagrees(environment, world.rank, world.size)
+    if (rank, world_size) != (world.rank, world.size):
+        raise BackendUnavailable(
+            f"this is rank {rank} of {world_size}, but MPI says rank {world.rank} of {world.size}: "
+            "start the ranks with the mpirun that belongs to mpi4py's MPI "
+            f"({MPI.Get_library_version().splitlines()[0].strip()})"
+        )
+    deadline = time.monotonic() + timeout
+
+    def complete(request: MPI.Request, what: str) -> None:
+        if not _Request(request).ready(deadline - time.monotonic()):
+            where = f"init on rank {rank} of {world_size} (mpi)"
+            raise Timeout(
+                f"{where}: MPI could not {what} within {timeout:g} s. Call init() on all ranks; "
+                "look at their output."
+            )
+
+    def exchange(record: bytes) -> Sequence[bytes]:
+        padded = np.frombuffer(record.ljust(_RECORD), np.uint8)
+        records = np.empty((world_size, _RECORD), np.uint8)
+        complete(copy.Iallgather(padded, records), "exchange addresses")
+        return [row.tobytes().rstrip() for row in records]
+
+    copy, request = world.Idup()
+    complete(request, "copy its world")
+    comm = connect(MpiCommunicator, rank, world_size, timeout, deadline, exchange)
+    comm.open_engine(copy)
+    return comm
+
+
+def _type(array: np.ndarray) -> MPI.Datatype:
+    return _TYPES[array.itemsize]
+
+
+@atexit.register
+def _end_job() -> None:
+    """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
+    close_all()
+    failed = _broken or getattr(sys, "last_value", None) is not None
+    if failed and MPI.COMM_WORLD.size > 1 and not MPI.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
