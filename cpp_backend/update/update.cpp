@@ -132,7 +132,7 @@ Agreement update(ShmCommunicator& communicator, const Parameters& parameters,
     const bool contributes = contribution.batch > 0 && contribution.finite;
 
     Agreement agreement{{}};
-    ShmCommunicator::Exchange plan{"update", signature, contributes ? rounds : 0,
+    ShmCommunicator::Exchange plan{"step", signature, contributes ? rounds : 0,
                                    nullptr,  nullptr,   nullptr};
     plan.fill = [&](uint32_t chunk, std::byte* slot) {
         float* floats = reinterpret_cast<float*>(slot);

@@ -1,0 +1,69 @@
+"""A rank that dies while all train: the others end soon, in an error that names it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+from rank_pool import Died, RankPool
+from rank_worker import Uncaught
+
+from sequential.networks import NETWORKS, learn
+from sequential.reports import wrap
+from tagi_ddp import PeerLost, Timeout
+
+SIZE = 3
+
+
+def train_until(comm: Any, victim: int, way: str, delay: float) -> tuple[Any, Any, str, float]:
+    """Train for ever; rank ``victim`` dies or stops after ``delay`` seconds."""
+    model = wrap(comm)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 64)
+    model.barrier()
+    end = time.monotonic() + delay
+    if comm.rank == victim and way.startswith("SIG"):
+        threading.Timer(delay, os.kill, (os.getpid(), getattr(signal, way))).start()
+    try:
+        while True:
+            learn(model, x, y)
+            if comm.rank == victim and time.monotonic() > end:
+                if way == "exit":
+                    os._exit(3)
+                if way == "error":
+                    raise Uncaught("out of data")
+            model.step()
+    except Uncaught:
+        raise
+    except Exception as error:
+        ranks = getattr(error, "ranks", None)
+        return type(error), ranks, str(error), time.monotonic() - end
+
+
+@pytest.mark.parametrize("repetition", range(4))
+@pytest.mark.parametrize("way", ["SIGKILL", "exit", "error"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_death(backend: str, way: str, repetition: int) -> None:
+    dice = random.Random(f"{backend} {way} {repetition}")
+    victim, delay = dice.randrange(SIZE), dice.uniform(0.0, 0.3)
+    pool = RankPool(backend, SIZE)
+    answers = pool.run(train_until, victim, way, delay, dying=[victim], timeout=30)
+    pool.close()
+    assert isinstance(answers.pop(victim), Died)
+    for kind, ranks, text, seconds in answers:
+        assert (kind, ranks) == (PeerLost, (victim,)), text
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_stop(backend: str) -> None:
+    pool = RankPool(backend, SIZE)
+    answers = pool.run(train_until, 1, "SIGSTOP", 0.1, silent=[1], timeout=2)
+    pool.close()
+    for kind, ranks, text, seconds in (answers[0], answers[2]):
+        assert (kind, ranks) == (Timeout, (1,)), text
+        assert 1.5 < seconds < 5
