@@ -1,16 +1,11 @@
-"""The pools of processes of the communicators' tests, for whole models."""
+"""The pool of processes that the tests of whole models share."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
-
-from rank_pool import RankPool  # noqa: E402
+from rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
