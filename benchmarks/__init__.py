@@ -1,0 +1,1 @@
+"""Side by side with what a user would pick instead: ``python -m benchmarks``."""

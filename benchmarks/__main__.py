@@ -1,0 +1,33 @@
+"""Measure all rows, print the table, write it as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from benchmarks.launch import ROOT, measure_family
+from benchmarks.report import describe_machine, print_table, write_json
+
+FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work?")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
+    options = parser.parse_args()
+
+    machine = describe_machine()
+    print(machine)
+    print(f"Load average before: {os.getloadavg()[0]:.2f}. Medians [quartiles].", flush=True)
+    start = time.monotonic()
+    rows = [row for family, n in FAMILIES for row in measure_family(family, n, options.quick)]
+    print_table(rows)
+    write_json(rows, machine, options.output)
+    print(f"{time.monotonic() - start:.0f} s; written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""all_reduce of float32; see `rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Contender, Missing, Row, measure
+from benchmarks.peers import open_gloo, open_mpi
+from tagi_ddp import Communicator
+
+# Of one rank's buffer: floats, calls in a sample. 88 MB are both deltas of 11 million parameters.
+SIZES = {"4 KB": (1024, 200), "4 MB": (1 << 20, 10), "88 MB": (22_000_000, 1)}
+# By number of ranks and alternative, for each size.
+TARGETS = {
+    (2, "mpi4py"): {"4 KB": 1.0, "4 MB": 1.5, "88 MB": 1.5},
+    (2, "gloo"): {"4 KB": 2.0, "4 MB": 2.0, "88 MB": 2.0},
+    (4, "mpi4py"): {"4 KB": 1.0, "4 MB": 1.0, "88 MB": 1.0},
+}
+OURS = "own memory"
+PRIVATE = "private"
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """(c) shm in the communicator's own memory against mpi4py in place, and against gloo."""
+    mpi, gloo = open_mpi(), open_gloo(communicator, scratch)
+    sizes = {"40 B": (10, 2)} if quick else SIZES
+    rounds = 2 if quick else 21
+    found = []
+    for size, (count, calls) in sizes.items():
+        ways = _ways(communicator, mpi, gloo, count)
+        contenders = [Contender(name, run, calls=calls) for name, run in ways.items()]
+        figures = {
+            name: figure.in_unit(1e6)
+            for name, figure in measure(communicator, contenders, rounds).items()
+        }
+        for ours, other in ((OURS, "mpi4py"), (OURS, "gloo"), (PRIVATE, "mpi4py")):
+            missing = {"mpi4py": mpi, "gloo": gloo}[other]
+            found.append(
+                Row(
+                    f"all_reduce, {communicator.size} ranks, {size}, {ours}, against {other}",
+                    figures[ours],
+                    missing if isinstance(missing, Missing) else figures[other],
+                    "us",
+                    TARGETS.get((communicator.size, other), {}).get(size) if ours == OURS else None,
+                )
+            )
+    if not isinstance(gloo, Missing):
+        gloo.destroy_process_group()
+    return found
+
+
+def _ways(
+    communicator: Communicator, mpi: Any | Missing, gloo: Any | Missing, count: int
+) -> dict[str, Callable[[], object]]:
+    """Return the ways to sum ``count`` floats over the ranks in place, each with its own buffer.
+
+    Each has been seen to sum. The buffers hold zeros, which stay zeros however often.
+    """
+    ways: dict[str, Callable[[], object]] = {}
+
+    def add(name: str, buffer: np.ndarray, run: Callable[[], object]) -> None:
+        buffer.fill(1 + communicator.rank)
+        run()
+        if not (buffer == communicator.size * (communicator.size + 1) / 2).all():
+            raise RuntimeError(f"{name} did not sum over the ranks")
+        buffer.fill(0)
+        ways[name] = run
+
+    own = communicator.empty(count)
+    add(OURS, own, lambda: communicator.all_reduce(own))
+    if not isinstance(mpi, Missing):
+        theirs = np.empty(count, np.float32)
+        add("mpi4py", theirs, lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, theirs))
+    if not isinstance(gloo, Missing):
+        import torch
+
+        tensor = torch.empty(count)
+        add("gloo", tensor.numpy(), lambda: gloo.all_reduce(tensor))
+    private = np.empty(count, np.float32)
+    add(PRIVATE, private, lambda: communicator.all_reduce(private))
+    return ways

@@ -1,0 +1,69 @@
+"""Starts the ranks of a row family: under mpirun, so that mpi4py can take part, if it is there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import Row
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 300.0  # seconds for a family
+
+
+def measure_family(family: str, ranks: int, quick: bool) -> list[Row]:
+    """Run ``benchmarks.<family>`` on ``ranks`` processes and return its rows."""
+    with tempfile.TemporaryDirectory(prefix="tagi_ddp_bench.", dir="/dev/shm") as folder:
+        module = ["-m", "benchmarks.rank", family, folder] + ["--quick"] * quick
+        mpirun = find_open_mpi()
+        if mpirun:
+            command = [*_mpirun(mpirun, ranks, folder), sys.executable, *module]
+        else:
+            command = [sys.executable, "-m", "tagi_ddp", "run", "-n", str(ranks), *module]
+        _run(command, f"benchmark {family} on {ranks} ranks")
+        return pickle.loads((Path(folder) / "rows").read_bytes())
+
+
+def find_open_mpi() -> str | None:
+    """Return the path of Open MPI's mpirun, that of this interpreter's environment first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("mpirun", path=path)
+    return program if program and "Open MPI" in mpirun_version(program) else None
+
+
+def mpirun_version(program: str) -> str:
+    """Return the first line of what ``mpirun --version`` says."""
+    answer = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30)
+    return answer.stdout.partition("\n")[0]
+
+
+def _mpirun(program: str, ranks: int, folder: str) -> list[str]:
+    """Return the beginning of the command line, with Open MPI's best settings for one host."""
+    # With a core for each rank, who waits does best to keep it; else to yield it.
+    crowded = ranks > len(os.sched_getaffinity(0))
+    command = [program, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    command += ["--mca", "mpi_yield_when_idle", str(int(crowded))]
+    # Ranks that fail leave their segments there.
+    command += ["--mca", "btl_sm_backing_directory", folder]
+    return command + ["--allow-run-as-root"] * (os.geteuid() == 0)
+
+
+def _run(command: Sequence[str], title: str) -> None:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL) as process:
+        try:
+            status = process.wait(LIMIT)
+        except BaseException:
+            process.terminate()  # mpirun and our own launcher end their ranks
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    if status != 0:
+        raise SystemExit(f"{title}: failed with status {status}")

@@ -1,0 +1,30 @@
+"""What each rank runs: ``python -m benchmarks.rank FAMILY FOLDER [--quick]`` under a launcher.
+
+Rank 0 leaves the rows, pickled, in FOLDER/rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pickle
+from pathlib import Path
+
+import tagi_ddp
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("family")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    with tagi_ddp.init("shm") as communicator:
+        family = importlib.import_module(f"benchmarks.{options.family}")
+        rows = family.rows(communicator, options.quick, options.folder)
+        if communicator.rank == 0:
+            (options.folder / "rows").write_bytes(pickle.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The table, the JSON file, and the description of the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import Figure, Missing, Row
+from benchmarks.launch import find_open_mpi, mpirun_version
+
+
+def describe_machine() -> str:
+    """Return processor, cores, kernel and versions in one line."""
+    mpirun = find_open_mpi()
+    parts = [
+        _processor(),
+        f"{len(os.sched_getaffinity(0))} cores",
+        f"{platform.system()} {platform.release()}",
+        f"Python {platform.python_version()}",
+        *(_version(name) for name in ("numpy", "pytagi", "mpi4py", "torch")),
+        mpirun_version(mpirun) if mpirun else "no Open MPI",
+    ]
+    return ", ".join(parts)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print one line a row: medians, in brackets the quartiles, the ratio and its target."""
+    width = max(len(row.name) for row in rows)
+    print(f"{'':{width}}  {'ours':>24}  {'other':>24}  {'':9}  {'ratio':>6}  target")
+    for row in rows:
+        missing = isinstance(row.other, Missing)
+        other = row.other.reason if isinstance(row.other, Missing) else _text(row.other)
+        ratio = "" if missing else f"{row.ratio:.2f}"
+        target = "" if row.target is None else f"{row.target:g}"
+        if row.target is not None and row.ratio is not None:
+            target += "  met" if row.ratio >= row.target else "  missed"
+        print(
+            f"{row.name:{width}}  {_text(row.ours):>24}  {other:>24}  {row.unit:9}  {ratio:>6}"
+            f"  {target}".rstrip()
+        )
+
+
+def write_json(rows: Sequence[Row], machine: str, path: Path) -> None:
+    """Write the rows as a list of objects; a row without the other side says why in its name."""
+    content = [
+        {
+            "name": row.name + (f" ({row.other.reason})" if missing else ""),
+            "ours": row.ours.median,
+            "other": None if missing else row.other.median,
+            "ratio": row.ratio,
+            "target": row.target,
+            "unit": row.unit,
+            "machine": machine,
+        }
+        for row in rows
+        for missing in [isinstance(row.other, Missing)]
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _text(figure: Figure) -> str:
+    return f"{_short(figure.median)} [{_short(figure.low)}-{_short(figure.high)}]"
+
+
+def _short(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {name}"

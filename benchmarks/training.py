@@ -1,0 +1,93 @@
+"""Training throughput, compute by the engine; see `rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from pytagi import Utils
+from pytagi.nn import OutputUpdater, Sequential
+
+from benchmarks.harness import Contender, Row, measure
+from benchmarks.networks import INPUTS, mlp, require_equal
+from tagi_ddp import Communicator, DDPSequential, init
+
+HIDDEN = 128
+THREADS = (1, 2, 4)  # of pytagi in one process
+CLASSES = 10
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """(d) 2 ranks of 1 thread against pytagi in 1 process on the same batch, and against 1 rank.
+
+    All do whole steps: forward, output update, backward, step. The 1 rank trains on half the batch,
+    so that each of the 2 has as much to do as it.
+    """
+    batch, rounds = (16, 2) if quick else (1024, 21)
+    size = communicator.size
+    share = batch // size
+    begin = communicator.rank * share
+    ours, one = _network(1), _network(1)
+    alone = {threads: _network(threads) for threads in THREADS}
+    group = DDPSequential(ours, average=False, communicator=communicator)
+    single = DDPSequential(one, average=False, communicator=init("shm", 0, 1))
+    contenders = [Contender("ours", _trainer(group, batch, slice(begin, begin + share)))]
+    contenders += [
+        Contender(f"{threads} threads", _trainer(network, batch, slice(batch)), alone=True)
+        for threads, network in alone.items()
+    ]
+    contenders.append(Contender("1 rank", _trainer(single, batch, slice(share)), alone=True))
+
+    for contender in contenders[:2]:
+        if communicator.rank == 0 or not contender.alone:
+            contender.run()
+    if communicator.rank == 0:
+        require_equal(ours, alone[THREADS[0]])
+
+    times = measure(communicator, contenders, rounds)
+    best = min((times[f"{threads} threads"] for threads in THREADS), key=lambda t: t.median)
+    name = f"training, {size} ranks, batch {batch}, against"
+    throughput = times["ours"].rate(batch)
+    return [
+        Row(
+            f"{name} pytagi, best of {THREADS} threads",
+            throughput,
+            best.rate(batch),
+            "samples/s",
+            1.2,
+        ),
+        Row(
+            f"{name} 1 rank, batch {share}",
+            throughput,
+            times["1 rank"].rate(share),
+            "samples/s",
+            1.9,
+        ),
+    ]
+
+
+def _network(threads: int) -> Sequential:
+    network = mlp(HIDDEN)
+    network.set_threads(threads)
+    return network
+
+
+def _trainer(model: Sequential | DDPSequential, batch: int, part: slice) -> Callable[[], None]:
+    """Return a training step on ``part`` of a batch that is the same for all."""
+    generator = np.random.default_rng(0)
+    samples = generator.standard_normal((batch, INPUTS), np.float32)[part]
+    labels = generator.integers(CLASSES, size=batch)[part]
+    targets, nodes, _ = Utils().label_to_obs(labels, CLASSES)
+    variances = np.ones(targets.size, np.float32)
+    updater = OutputUpdater("cpu")
+
+    def train() -> None:
+        model(samples)
+        updater.update_using_indices(
+            model.output_z_buffer, targets, variances, nodes, model.input_delta_z_buffer
+        )
+        model.backward()
+        model.step()
+
+    return train

@@ -1,0 +1,115 @@
+"""The benchmarks run, and say what they measured; how fast anything is, is not tested here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tagi_ddp import init
+
+ROOT = Path(__file__).parents[1]
+KEYS = ["name", "ours", "other", "ratio", "target", "unit", "machine"]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+
+
+def scratch_folders() -> set[Path]:
+    return set(Path("/dev/shm").glob("tagi_ddp_bench.*"))
+
+
+def test_quick_run(tmp_path: Path) -> None:
+    before = scratch_folders()
+    output = tmp_path / "new" / "bench.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(output.read_text())
+    assert all(list(row) == KEYS for row in rows)
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row["name"] in done.stdout
+        assert math.isfinite(row["ours"])
+        better = row["other"] / row["ours"]
+        if row["unit"] == "samples/s":
+            better = 1 / better
+        assert row["ratio"] == pytest.approx(better)
+        assert "cores" in row["machine"]
+        assert "pytagi 0.2.1" in row["machine"]
+    targets = [row["target"] for row in rows if not row["name"].startswith("all_reduce")]
+    assert targets == [60, 2.5, 1.2, 1.9]
+    assert scratch_folders() == before
+
+
+def test_without_mpi_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import launch, report
+
+    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(launch, "find_open_mpi", lambda: None)
+    rows = launch.measure_family("steps", 2, quick=True)
+    rows += launch.measure_family("all_reduce", 2, quick=True)
+    output = tmp_path / "bench.json"
+    report.print_table(rows)
+    report.write_json(rows, "a machine", output)
+    found = json.loads(output.read_text())
+    for row in found:
+        if "mpi4py" in row["name"]:
+            assert row["name"].endswith("(Open MPI's mpirun is not installed)")
+        elif "gloo" in row["name"]:
+            assert row["name"].endswith("(torch is not installed)")
+        else:
+            assert row["ratio"] > 0
+            continue
+        assert row["other"] is None
+        assert row["ratio"] is None
+        assert row["ours"] > 0
+    assert {"mpi4py", "gloo", "process"} <= {w for row in found for w in row["name"].split()}
+
+
+def test_failure_of_a_rank_is_told(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    from benchmarks import launch
+
+    before = scratch_folders()
+    with pytest.raises(SystemExit, match="benchmark nonsense on 2 ranks: failed with status"):
+        launch.measure_family("nonsense", 2, quick=True)
+    assert "No module named 'benchmarks.nonsense'" in capfd.readouterr().err
+    assert scratch_folders() == before
+
+
+def test_samples_are_taken_in_turn() -> None:
+    from benchmarks.harness import Contender, measure
+
+    calls: list[str] = []
+    contenders = [
+        Contender("a", lambda: calls.append("a"), lambda: calls.append("before a"), calls=2),
+        Contender("b", lambda: calls.append("b"), alone=True),
+    ]
+    with init(rank=0, world_size=1) as communicator:
+        figures = measure(communicator, contenders, rounds=3)
+    assert calls == ["before a", "a", "a", "b"] * 4
+    assert list(figures) == ["a", "b"]
+    assert all(0 < f.low <= f.median <= f.high for f in figures.values())
+
+
+def test_only_rank_0_works_alone() -> None:
+    from tagi_ddp import launch
+
+    def count() -> int:
+        sys.path.insert(0, os.fspath(ROOT))
+        from benchmarks.harness import Contender, measure
+
+        calls: list[int] = []
+        with init("shm") as communicator:
+            measure(communicator, [Contender("a", lambda: calls.append(0), alone=True)], rounds=1)
+        return len(calls)
+
+    assert launch(count, 2, timeout=60) == [2, 0]
