@@ -78,7 +78,7 @@ def cross_validate(comm, epochs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--plot", default="calibration.png", help="where the PNG file goes")
     options = parser.parse_args()
     with tagi_ddp.init() as comm:
