@@ -129,6 +129,7 @@ def _module(backend: str, needs: str, extra: str) -> ModuleType:
         return importlib.import_module(f"tagi_ddp.communicators.{backend}")
     except (ImportError, RuntimeError) as error:
         remedy = f"pip install 'tagi-ddp[{extra}]'" if extra else "build the package: pip install ."
+        reason = str(error).partition("\n")[0]
         raise BackendUnavailable(
-            f"backend {backend!r} needs {needs} ({error}): {remedy}"
+            f"backend {backend!r} needs {needs} ({reason}): {remedy}"
         ) from error

@@ -58,8 +58,10 @@ class Meeting:
         note = json.dumps([call.name, call.arguments, content]).encode()
         watch.tell(self._peers, Kind.ENTER, self._own, call.number, note)
         call.waits_for = self._absent
-        if not watch.until(self._all_here, call.deadline):
-            self._time_out(self._absent())
+        if not watch.until(self._all_here, call.deadline - call.limit / 2):
+            self._announce()
+            if not watch.until(self._all_here, call.deadline):
+                self._time_out(self._absent())
         notes = {r: watch.entered.pop((r, self._theirs, call.number)) for r in self._peers}
         return {r: json.loads(note)[2] for r, note in notes.items()}
 
@@ -75,15 +77,20 @@ class Meeting:
                 self.explain(error)
             watch.until(self._interrupted, 0.0)
             now = time.monotonic()
-            if now > call.deadline - call.limit / 2 and not self._announced:
-                watch.tell(self._peers, Kind.WAITING, self._own, call.number)
-                self._announced = True
+            if now > call.deadline - call.limit / 2:
+                self._announce()
             if now > call.deadline:
                 self._time_out(self._stuck())
 
     def leave(self) -> None:
         """Tell the peers that this rank is through."""
         self._watch.tell(self._peers, Kind.LEAVE, self._own, self._call.number)
+
+    def _announce(self) -> None:
+        """Tell the peers, once, that this rank waits: who does not is the one to blame."""
+        if not self._announced:
+            self._announced = True
+            self._watch.tell(self._peers, Kind.WAITING, self._own, self._call.number)
 
     def _absent(self) -> list[int]:
         entered = self._watch.entered

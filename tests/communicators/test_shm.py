@@ -1,8 +1,8 @@
 """The contract over shared memory."""
 
 from contract.arguments import ArgumentsContract
-from contract.deaths import DeathsContract
-from contract.failures import ClosedContract, FailuresContract
+from contract.deaths import DeathsContract, StopContract
+from contract.failures import ClosedContract, FailuresContract, InitContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
@@ -17,6 +17,8 @@ class TestShm(
     ClosedContract,
     FailuresContract,
     DeathsContract,
+    StopContract,
+    InitContract,
 ):
     backend = "shm"
     sizes = (2, 3, 4)

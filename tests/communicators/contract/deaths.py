@@ -73,6 +73,14 @@ class DeathsContract:
             assert (kind, ranks) == (PeerLost, (victim,)), text
             assert seconds < 10
 
+    def test_death_of_all(self, doomed: RankPool, size: int) -> None:
+        answers = doomed.run(end_at_once, dying=range(size))
+        assert all(isinstance(answer, Died) for answer in answers)
+
+
+class StopContract:
+    """At every number of ranks from 2 on, each test in processes of its own."""
+
     def test_stop(self, doomed: RankPool, size: int) -> None:
         dice = random.Random(size)
         victim, delay = dice.randrange(size), dice.uniform(0.05, 0.3)
@@ -81,7 +89,3 @@ class DeathsContract:
         for kind, ranks, text, seconds in answers:
             assert (kind, ranks) == (Timeout, (victim,)), text
             assert 1.5 < seconds < 2 + 3
-
-    def test_death_of_all(self, doomed: RankPool, size: int) -> None:
-        answers = doomed.run(end_at_once, dying=range(size))
-        assert all(isinstance(answer, Died) for answer in answers)

@@ -11,7 +11,7 @@ import pytest
 from contract.data import caught
 from rank_pool import RankPool
 
-from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, Timeout
+from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, Timeout, init
 
 LIMIT = 0.6  # of the communicator, in seconds
 SLACK = 1.5  # of a busy machine
@@ -180,6 +180,28 @@ def fail_later(comm: Any) -> Report | None:
         assert isinstance(caught(work.wait), PeerLost)
         assert work.done()
     return first
+
+
+def init_without_last(comm: Any, settings: dict[str, Any]) -> Report | None:
+    if comm.rank == comm.size - 1:
+        comm.barrier(timeout=10)
+        return None
+    where = {"rank": comm.rank, "world_size": comm.size, "timeout": LIMIT}
+    answer = report(lambda: init(**{**settings, **where}))
+    comm.barrier(timeout=10)
+    return answer
+
+
+class InitContract:
+    """At every number of ranks from 2 on."""
+
+    def test_late_for_init(self, pool: RankPool, size: int) -> None:
+        settings = pool.settings(f"{size} ranks, but one")
+        for answer in pool.run(init_without_last, settings, size=size)[:-1]:
+            kind, ranks, text, seconds = answer
+            assert (kind, ranks) == (Timeout, (size - 1,)), text
+            assert "init" in text
+            assert LIMIT * 0.9 < seconds < LIMIT + SLACK
 
 
 class ClosedContract:
