@@ -15,8 +15,7 @@ from networks import NETWORKS
 from pytagi import HRCSoftmaxMetric, Utils
 from pytagi.nn import OutputUpdater
 
-from tagi_ddp import DDPConfig, DDPSequential
-from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
+from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, progress, reduce_metrics
 from tagi_ddp.datasets import DATASETS, load_images
 
 CLASSES = 10
@@ -53,20 +52,19 @@ def fit(model, metric, x, y, options):
     for epoch in (bar := progress(range(options.epochs), unit="epoch")):
         sampler.set_epoch(epoch)
         start, wrong, seen = time.perf_counter(), 0, 0
-        with model.join():  # a small last batch may have no share for this rank
-            for share in filter(len, sampler.batches(options.batch_size)):
-                mean, variance = model(x[share])
-                updater.update_using_indices(
-                    model.output_z_buffer,
-                    targets[share].ravel(),
-                    np.full(targets[share].size, SIGMA_V**2, np.float32),
-                    nodes[share].ravel(),
-                    model.input_delta_z_buffer,
-                )
-                model.backward()
-                model.step()
-                wrong += np.sum(metric.get_predicted_labels(mean, variance) != y[share])
-                seen += len(share)
+        for share in sampler.batches(options.batch_size):  # this rank's part of each batch
+            mean, variance = model(x[share])
+            updater.update_using_indices(
+                model.output_z_buffer,
+                targets[share].ravel(),
+                np.full(targets[share].size, SIGMA_V**2, np.float32),
+                nodes[share].ravel(),
+                model.input_delta_z_buffer,
+            )
+            model.backward()
+            model.step()
+            wrong += np.sum(metric.get_predicted_labels(mean, variance) != y[share])
+            seen += len(share)
         seconds += time.perf_counter() - start
         error = reduce_metrics(model.communicator, wrong, seen)
         bar.set_postfix_str(f"training error {error:.2%}")
@@ -75,7 +73,7 @@ def fit(model, metric, x, y, options):
 
 def test(model, metric, x, y, batch_size):
     model.eval()
-    shares = list(filter(len, DistributedSampler(x, shuffle=False).batches(batch_size)))
+    shares = DistributedSampler(x, shuffle=False).batches(batch_size)
     wrong = sum(np.sum(metric.get_predicted_labels(*model(x[i])) != y[i]) for i in shares)
     return reduce_metrics(model.communicator, wrong, sum(map(len, shares)))
 

@@ -16,7 +16,7 @@ from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 from sklearn.datasets import load_diabetes
 
 import tagi_ddp
-from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
+from tagi_ddp import DistributedSampler, progress, reduce_metrics
 
 BATCH = 16  # of all ranks together
 FOLDS = 5
@@ -34,13 +34,12 @@ def train(comm, x, y, sigma, epochs):
     sampler = DistributedSampler(x, comm.size, comm.rank)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        with model.join():  # a small last batch may have no share for this rank
-            for share in filter(len, sampler.batches(BATCH)):
-                model(x[share])
-                noise = np.full(len(share), sigma**2, np.float32)
-                updater.update(model.output_z_buffer, y[share], noise, model.input_delta_z_buffer)
-                model.backward()
-                model.step()
+        for share in sampler.batches(BATCH):  # this rank's part of each batch
+            model(x[share])
+            noise = np.full(len(share), sigma**2, np.float32)
+            updater.update(model.output_z_buffer, y[share], noise, model.input_delta_z_buffer)
+            model.backward()
+            model.step()
     model.check_replicas()
     return model
 
@@ -49,7 +48,7 @@ def score(model, x, y, sigma):
     """Return the means over all of x: squared error, log-likelihood, hits by level."""
     sums, count = np.zeros(2 + len(LEVELS)), 0
     sampler = DistributedSampler(x, model.communicator.size, model.communicator.rank, shuffle=False)
-    for share in filter(len, sampler.batches(BATCH)):
+    for share in sampler.batches(BATCH):
         mean, variance = model(x[share])
         z = (y[share] - mean) / (deviation := np.sqrt(variance + sigma**2))
         log_likelihood = -(z**2 + np.log(2 * np.pi * deviation**2)) / 2
