@@ -82,6 +82,19 @@ def test_closures_arguments_and_arrays_travel():
         assert (text, seen) == ("text", rank)
 
 
+def test_functions_of_the_engine_travel():
+    from pytagi import manual_seed
+
+    def seeded():
+        from pytagi.nn import Linear
+
+        manual_seed(7)
+        return Linear(2, 3)._cpp_backend.mu_w
+
+    first, second = launch(seeded)
+    assert first == second
+
+
 def test_torch_variables_and_threads_are_set(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

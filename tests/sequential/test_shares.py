@@ -162,6 +162,28 @@ def test_growing_batch(shm: RankPool) -> None:
     assert shm.run(grow, size=1) == [True]
 
 
+def evaluate_more_than_trained(comm: Any) -> float:
+    """Batches grow in evaluation, then in training; compare with a model that had room at once."""
+    states = []
+    for largest_first in (False, True):
+        model = wrap(comm, "resnet", average=False)
+        if largest_first:
+            model(NETWORKS["resnet"].batch(9, 60)[0])
+        learn(model, *NETWORKS["resnet"].batch(0, 6))
+        model.step()
+        model.eval()
+        model(NETWORKS["resnet"].batch(1, 50)[0])
+        model.train()
+        learn(model, *NETWORKS["resnet"].batch(2, 60))
+        model.step()
+        states.append(parameters(model))
+    return distance(*states)
+
+
+def test_evaluation_may_take_more_than_training(shm: RankPool) -> None:
+    assert shm.run(evaluate_more_than_trained, size=1)[0] < 1e-6
+
+
 def running_means(comm: Any, shares: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the running mean after a step, and the one of this rank's share."""
     model = wrap(comm, "batch_norm")
