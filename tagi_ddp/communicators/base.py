@@ -326,10 +326,11 @@ class BaseCommunicator(ABC):
     def _run(
         self, call: Call, body: Callable[[], None], async_op: bool, lane: Lane | None = None
     ) -> Work | None:
-        def turn() -> None:
-            call.deadline = time.monotonic() + call.limit
-            self._check_failure(call)
+        def turn(await_turn: Callable[[], None]) -> None:
             try:
+                await_turn()
+                call.deadline = time.monotonic() + call.limit
+                self._check_failure(call)
                 body()
             except CommunicatorError as error:
                 self._fail(error, str(error))
@@ -341,7 +342,6 @@ class BaseCommunicator(ABC):
 
         with self._lock:  # numbers in the order of the turns
             self._check_open(call.name)
-            self._check_failure(call)
             # Collectives are counted together, messages for each direction of each pair.
             counter = f"{call.name} {call.peer}" if call.peer else "collectives"
             self._numbers[counter] += 1
@@ -377,7 +377,7 @@ class BaseCommunicator(ABC):
         first = self._failure
         if first is not None:
             raise type(first)(
-                f"{self._where(call.name)}: not started, this communicator failed before "
+                f"{self._where(call.title)}: not started, this communicator failed before "
                 f"({first}). Make a new one.",
                 first.ranks,
             )

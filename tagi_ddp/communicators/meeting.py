@@ -61,14 +61,14 @@ class Meeting:
         if not watch.until(self._all_here, call.deadline - call.limit / 2):
             self._announce()
             if not watch.until(self._all_here, call.deadline):
-                self._time_out(self._absent())
+                self._time_out(self._to_blame(self._absent()) or self._absent())
         notes = {r: watch.entered.pop((r, self._theirs, call.number)) for r in self._peers}
         return {r: json.loads(note)[2] for r, note in notes.items()}
 
     def carry(self, transfer: Transfer) -> None:
         """Wait until the engine is done, with an eye on the notes."""
         call, watch = self._call, self._watch
-        call.waits_for = self._stuck
+        call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             try:
                 if transfer.ready(_SLICE):
@@ -80,7 +80,7 @@ class Meeting:
             if now > call.deadline - call.limit / 2:
                 self._announce()
             if now > call.deadline:
-                self._time_out(self._stuck())
+                self._time_out(self._to_blame(self._unfinished()))
 
     def leave(self) -> None:
         """Tell the peers that this rank is through."""
@@ -100,11 +100,11 @@ class Meeting:
         left = self._watch.left
         return [r for r in self._peers if left.get((r, self._theirs), -1) < self._call.number]
 
-    def _stuck(self) -> list[int]:
-        waiting = self._watch.waiting
-        return [
-            r for r in self._unfinished() if waiting.get((r, self._theirs), -1) < self._call.number
-        ]
+    def _to_blame(self, ranks: list[int]) -> list[int]:
+        """Return those of ``ranks`` that did not say that they wait, in this call or before."""
+        left, waiting = self._watch.left, self._watch.waiting
+        channel = self._theirs
+        return [r for r in ranks if waiting.get((r, channel), -1) <= left.get((r, channel), -1)]
 
     def _all_here(self) -> bool:
         call, absent = self._call, self._absent()
@@ -151,7 +151,7 @@ class Meeting:
         call = self._call
         self._watch.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
         if time.monotonic() > call.deadline:
-            self._time_out(self._stuck())
+            self._time_out(self._to_blame(self._unfinished()))
         raise CommunicatorError(f"{self._where}: the engine failed: {error}") from error
 
     def _time_out(self, missing: list[int]) -> NoReturn:

@@ -6,39 +6,44 @@ import queue
 import threading
 from collections.abc import Callable
 
+Body = Callable[[Callable[[], None]], None]
+
 
 class Task:
     """One operation of a `Lane`; the `Work` that ``async_op=True`` returns.
 
-    ``overdue(seconds)`` makes the error that `wait` raises when its own limit passes first.
+    ``body(await_turn)`` calls ``await_turn`` first, which returns once the previous task is
+    complete. ``overdue(seconds)`` makes the error of a `wait` whose own limit passes first.
     """
 
     def __init__(
         self,
-        body: Callable[[], None],
+        body: Body,
         previous: Task | None,
         overdue: Callable[[float], BaseException],
     ) -> None:
-        """Make a task that runs ``body`` once ``previous`` is complete."""
-        self._body: Callable[[], None] | None = body
+        """Make a task that comes after ``previous``."""
+        self._body: Body | None = body
         self._previous = previous
         self._overdue = overdue
         self._error: BaseException | None = None
         self._complete = threading.Event()
 
     def run(self) -> None:
-        """Run after the previous task; keep the error for `wait`."""
+        """Run, and keep the error for `wait`."""
         try:
-            if self._previous is not None:
-                self._previous._complete.wait()
-                self._previous = None
             assert self._body is not None
-            self._body()
+            self._body(self._await_turn)
         except BaseException as error:
             self._error = error
         finally:
             self._body = None  # it holds the caller's buffers
             self._complete.set()
+
+    def _await_turn(self) -> None:
+        if self._previous is not None:
+            self._previous._complete.wait()
+            self._previous = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until complete; raise its error if it failed.
@@ -66,7 +71,7 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def submit(
-        self, body: Callable[[], None], overdue: Callable[[float], BaseException], *, async_op: bool
+        self, body: Body, overdue: Callable[[float], BaseException], *, async_op: bool
     ) -> Task:
         """Take the next place; callers hold a lock.
 

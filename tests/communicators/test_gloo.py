@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.arguments import ArgumentsContract
-from contract.deaths import DeathsContract, StopContract
+from contract.deaths import DeathsContract, StopContract, work_until
 from contract.failures import ClosedContract, FailuresContract, InitContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
 from rank_pool import RankPool
 
-from tagi_ddp.communicators import BackendUnavailable, Timeout, as_communicator, init
+from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
 
 
 class TestGloo(
@@ -122,6 +122,13 @@ class TestTogether:
         for text in pool.run(without_address, "MASTER_ADDR", "192.0.2.1", size=2)[1:]:
             assert "Timeout" in text
             assert "192.0.2.1" in text
+
+    def test_reason_of_an_uncaught_error(self, doomed: RankPool, size: int) -> None:
+        answers = doomed.run(work_until, 1, "error", 0.1, dying=[1], timeout=30)
+        del answers[1]
+        for kind, ranks, text, _ in answers:
+            assert (kind, ranks) == (PeerLost, (1,)), text
+            assert "gave up: Uncaught: out of cheese" in text
 
     def test_read_only_input(self, pool: RankPool, size: int) -> None:
         pool.run(read_only_input, size=2)

@@ -71,6 +71,7 @@ class DeathsContract:
         del answers[victim]
         for kind, ranks, text, seconds in answers:
             assert (kind, ranks) == (PeerLost, (victim,)), text
+            assert f"rank {victim} died" in text or way == "error", text
             assert seconds < 10
 
     def test_death_of_all(self, doomed: RankPool, size: int) -> None:

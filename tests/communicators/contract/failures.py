@@ -164,7 +164,8 @@ def close(comm: Any) -> list[str]:
         assert same is comm
         comm.barrier()
     comm.close()
-    errors = [caught(lambda call=call: call(comm)) for call in WAITS.values()]
+    calls = [call for name, call in WAITS.items() if name != "recv" or comm.size > 1]
+    errors = [caught(lambda call=call: call(comm)) for call in calls]
     assert all(type(error) is CommunicatorError for error in errors), errors
     return [str(error) for error in errors]
 
@@ -227,13 +228,15 @@ class FailuresContract:
         options = {"size": size, "fresh": True, "timeout": LIMIT}
         *waiting, late = pool.run(come_late, WAITS[wait], **options)
         name = {"large all_reduce": "all_reduce", "asynchronous": "all_reduce"}.get(wait, wait)
+        # A rank that began later than another may hear of the end earlier.
+        assert max(first[3] for first, *_ in waiting) > LIMIT * 0.9
         for rank, (first, *later) in enumerate(waiting):
             kind, ranks, text, seconds = first
             assert (kind, ranks) == (Timeout, (size - 1,)), text
             assert f"{name} #1" in text
             assert f"rank {rank} of {size} ({pool.backend})" in text
             assert f"rank {size - 1} did not come within {LIMIT} s" in text
-            assert LIMIT * 0.9 < seconds < LIMIT + SLACK
+            assert seconds < LIMIT + SLACK
             for kind, ranks, text, seconds in later:
                 assert (kind, ranks) == (Timeout, (size - 1,)), text
                 assert seconds < SLACK
