@@ -94,5 +94,7 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
             process.kill()
             process.wait()
     results = [line.split() for text in outputs for line in text.splitlines() if "result" in line]
-    assert [result[:3] for result in results] == [["result", str(r), "gloo"] for r in (0, 1)], outputs
+    assert [result[:3] for result in results] == [["result", str(r), "gloo"] for r in (0, 1)], (
+        outputs
+    )
     assert results[0][3] == results[1][3]

@@ -91,7 +91,8 @@ class MpiCommunicator(PeerCommunicator):
 
     def _engine_close(self, clean: bool) -> None:
         global _broken
-        if clean and self._mpi != MPI.COMM_NULL:
+        # A script may have finalized MPI before its model goes.
+        if clean and self._mpi != MPI.COMM_NULL and not MPI.Is_finalized():
             self._mpi.Free()
         _broken = _broken or not clean
 
@@ -164,7 +165,7 @@ def _end_job() -> None:
     """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
     close_all()
     failed = _broken or getattr(sys, "last_value", None) is not None
-    if failed and MPI.COMM_WORLD.size > 1 and not MPI.Is_finalized():
+    if failed and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)

@@ -1,15 +1,12 @@
-"""Where the contract's modules are found, and the pools of processes that its tests share."""
+"""The pools of processes that the tests of communicators share."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 pytest.register_assert_rewrite("contract")
 

@@ -97,6 +97,22 @@ def test_a_job_without_close_ends_well(tmp_path: Path) -> None:
     assert run_script(tmp_path / "train.py", source, 2)[0] == 0
 
 
+@pytest.mark.parametrize("ending", ["", "comm.close()"])
+def test_a_script_may_finalize_mpi_itself(tmp_path: Path, ending: str) -> None:
+    source = f"""
+        import mpi4py.MPI as MPI
+        import numpy as np
+        from tagi_ddp.communicators import init
+        comm = init("mpi", timeout=60)
+        comm.all_reduce(np.ones(3))
+        MPI.COMM_WORLD.Barrier()
+        MPI.Finalize()
+        {ending}
+    """
+    status, output = run_script(tmp_path / "train.py", source, 2)
+    assert status == 0, output
+
+
 def test_an_error_that_is_handled_does_not_hang(tmp_path: Path) -> None:
     source = """
         import sys, time
