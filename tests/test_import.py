@@ -1,0 +1,33 @@
+"""What `import tagi_ddp` brings, and what it does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import tagi_ddp
+
+LAZY = {"torch", "mpi4py", "pytagi", "cutagi", "tqdm", "cloudpickle"}
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = "import sys, tagi_ddp; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "numpy" in loaded
+    assert not loaded & LAZY
+
+
+def test_public_names() -> None:
+    assert all(hasattr(tagi_ddp, name) for name in tagi_ddp.__all__)
+    assert tagi_ddp.__version__ == importlib.metadata.version("tagi-ddp")
+
+
+def test_types_are_shipped() -> None:
+    files = {str(file) for file in importlib.metadata.files("tagi-ddp") or ()}
+    assert "tagi_ddp/_backend.pyi" in files
+    assert (Path(tagi_ddp.__file__).parent / "py.typed").is_file()
