@@ -73,13 +73,25 @@ def _ways(
     own = communicator.empty(count)
     add(OURS, own, lambda: communicator.all_reduce(own))
     if not isinstance(mpi, Missing):
-        theirs = np.empty(count, np.float32)
+        theirs = _floats(count)
         add("mpi4py", theirs, lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, theirs))
     if not isinstance(gloo, Missing):
         import torch
 
-        tensor = torch.empty(count)
-        add("gloo", tensor.numpy(), lambda: gloo.all_reduce(tensor))
-    private = np.empty(count, np.float32)
+        array = _floats(count)
+        tensor = torch.from_numpy(array)
+        add("gloo", array, lambda: gloo.all_reduce(tensor))
+    private = _floats(count)
     add(PRIVATE, private, lambda: communicator.all_reduce(private))
     return ways
+
+
+def _floats(count: int) -> np.ndarray:
+    """Return ``count`` floats in huge pages, where the system has them, from the first to the last.
+
+    mpi4py is twice as fast there at 4 MB, and where numpy puts an array is up to chance.
+    """
+    huge = 2 << 20
+    memory = np.empty(4 * count + 2 * huge, np.uint8)
+    begin = -memory.ctypes.data % huge
+    return memory[begin : begin + 4 * count].view(np.float32)
