@@ -43,6 +43,6 @@ def test_script(script: Path, launcher: str) -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    hashes = re.findall(r"\b([01]) ([0-9a-f]{16})\b", done.stdout)
+    hashes = re.findall(r"rank ([01]): ([0-9a-f]{16})", done.stdout)
     assert sorted(rank for rank, _ in hashes) == (["0"] if launcher == "python" else ["0", "1"])
     assert len({digest for _, digest in hashes}) == 1
