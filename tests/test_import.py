@@ -12,10 +12,15 @@ import tagi_ddp
 LAZY = {"torch", "mpi4py", "pytagi", "cutagi", "tqdm", "cloudpickle"}
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
     code = "import sys, tagi_ddp; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     loaded = set(done.stdout.split())
     assert "numpy" in loaded
