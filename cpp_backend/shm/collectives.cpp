@@ -10,6 +10,8 @@
 namespace tagi_ddp {
 namespace {
 
+constexpr size_t small_bytes = 16 * 1024;
+
 uint64_t hash(const std::vector<size_t>& counts) {
     uint64_t value = 1469598103934665603ull;
     for (size_t count : counts) value = (value ^ count) * 1099511628211ull;
@@ -67,8 +69,9 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     signature.count = in.count;
     const auto place =
         in.data == out.data && segment_ ? segment_->find(in.byte_data(), in.bytes()) : std::nullopt;
-    if (place) {
-        signature.detail = place->offset;
+    if (place) signature.detail = place->offset;
+    // In place takes two waits, through the slots one; with too few cores a wait costs the most.
+    if (place && (has_cores_ || in.bytes() > small_bytes)) {
         const Operation operation = begin_collective("all_reduce", timeout);
         guarded(operation, [&] {
             enter(operation, signature);

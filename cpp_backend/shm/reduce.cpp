@@ -121,8 +121,18 @@ void reduce_typed(const std::byte* const* sources, int num_sources, std::byte* d
                   bool mean) {
     using A = typename Accumulator<T>::type;
     constexpr size_t block = 1024;
-    A sum[block];
     T* out = reinterpret_cast<T*>(dst);
+    if constexpr (std::is_same_v<A, T>) {
+        if (num_sources == 2 && !mean) {
+            const T* a = reinterpret_cast<const T*>(sources[0]);
+            const T* b = reinterpret_cast<const T*>(sources[1]);
+            // `out` may be a or b, but never overlaps one of them otherwise.
+#pragma GCC ivdep
+            for (size_t i = 0; i < count; ++i) out[i] = Op()(a[i], b[i]);
+            return;
+        }
+    }
+    A sum[block];
     for (size_t begin = 0; begin < count; begin += block) {
         const size_t n = std::min(block, count - begin);
         const T* first = reinterpret_cast<const T*>(sources[0]) + begin;

@@ -38,8 +38,8 @@ ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job, dou
       on_wait_(std::move(on_wait)),
       segment_(std::make_shared<Segment>(Meeting{job, rank, size, after(timeout), on_wait_})),
       process_(getpid()),
-      spins_(static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN) ? spins_with_core
-                                                                      : spins_without_core) {
+      has_cores_(static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
+      spins_(has_cores_ ? spins_with_core : spins_without_core) {
     const size_t n = static_cast<size_t>(size);
     packets_sent_.resize(n);
     packets_received_.resize(n);

@@ -92,10 +92,11 @@ class ShmCommunicator final : public Communicator {
     std::function<void()> on_wait_;
     std::shared_ptr<Segment> segment_;  // null once closed
     int process_;                       // a forked child must not speak for its parent
-    int spins_;
-    uint32_t number_ = 0;   // of the last collective, for errors
-    uint32_t entries_ = 0;  // how often `enter` was called
-    uint32_t round_ = 0;    // rounds of chunks so far, equal on all ranks between operations
+    bool has_cores_;                    // one for each rank
+    int spins_;                         // looks at a counter before sleeping on it
+    uint32_t number_ = 0;               // of the last collective, for errors
+    uint32_t entries_ = 0;              // how often `enter` was called
+    uint32_t round_ = 0;  // rounds of chunks so far, equal on all ranks between operations
     uint32_t splits_ = 0;
     std::vector<uint32_t> packets_sent_, packets_received_, messages_sent_, messages_received_;
     std::optional<CommunicatorError> broken_;  // why no further operation can run
