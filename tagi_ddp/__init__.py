@@ -1,10 +1,6 @@
 """Train pytagi networks on many processes, GPUs and machines."""
 
-from tagi_ddp.engine import import_hook as _import_hook
-
-_import_hook.install()
-
-from tagi_ddp.communicators import (  # noqa: E402  (the hook comes before anything else)
+from tagi_ddp.communicators import (
     BackendUnavailable,
     Communicator,
     CommunicatorError,
@@ -13,13 +9,17 @@ from tagi_ddp.communicators import (  # noqa: E402  (the hook comes before anyth
     Timeout,
     init,
 )
-from tagi_ddp.config import DDPConfig  # noqa: E402
-from tagi_ddp.data import DistributedSampler, progress, reduce_metrics  # noqa: E402
-from tagi_ddp.engine.loader import cuda_available  # noqa: E402
-from tagi_ddp.launch import launch  # noqa: E402
-from tagi_ddp.replicas import ReplicaMismatch  # noqa: E402
-from tagi_ddp.sequential import DDPSequential, NotFiniteError  # noqa: E402
-from tagi_ddp.supervisor import LaunchError  # noqa: E402
+from tagi_ddp.config import DDPConfig
+from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
+from tagi_ddp.engine import import_hook as _import_hook
+from tagi_ddp.engine.loader import cuda_available
+from tagi_ddp.launch import launch
+from tagi_ddp.replicas import ReplicaMismatch
+from tagi_ddp.sequential import DDPSequential, NotFiniteError
+from tagi_ddp.supervisor import LaunchError
+
+# `import pytagi` works from here on, also where Python does not read our .pth file.
+_import_hook.install()
 
 __version__ = "0.1.0"
 
