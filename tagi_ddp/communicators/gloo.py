@@ -221,7 +221,12 @@ def _create(
 
 
 def _environment_store(rank: int, deadline: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, the same for every call of this process."""
+    """Return the store at MASTER_ADDR and MASTER_PORT, the same for every call of this process.
+
+    It stays open, and torch's groups at the same address share it: a default group that is
+    destroyed and made again there finds its old keys, and may hang. Give the new one another
+    MASTER_PORT.
+    """
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:

@@ -105,11 +105,11 @@ class TestTogether:
     sizes = (4,)
 
     @pytest.mark.parametrize("ranks", [2, 4])
-    def test_beside_a_process_group(self, pool: RankPool, size: int, ranks: int) -> None:
-        pool.run(beside_a_process_group, f"beside {ranks}", size=ranks)
+    def test_beside_a_process_group(self, doomed: RankPool, size: int, ranks: int) -> None:
+        doomed.run(beside_a_process_group, f"beside {ranks}", size=ranks)
 
-    def test_wrapped_process_group(self, pool: RankPool, size: int) -> None:
-        pool.run(wrapped, size=3)
+    def test_wrapped_process_group(self, doomed: RankPool, size: int) -> None:
+        doomed.run(wrapped, size=3)
 
     @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
     def test_no_address(self, pool: RankPool, size: int, name: str) -> None:
