@@ -19,7 +19,8 @@ LIMIT = 300.0  # seconds for a family
 
 def measure_family(family: str, ranks: int, quick: bool) -> list[Row]:
     """Run ``benchmarks.<family>`` on ``ranks`` processes and return its rows."""
-    with tempfile.TemporaryDirectory(prefix="tagi_ddp_bench.", dir="/dev/shm") as folder:
+    place = os.environ.get("TMPDIR", "/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="tagi_ddp_bench.", dir=place) as folder:
         module = ["-m", "benchmarks.rank", family, folder] + ["--quick"] * quick
         mpirun = find_open_mpi()
         if mpirun:
