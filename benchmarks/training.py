@@ -28,8 +28,8 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     size = communicator.size
     share = batch // size
     begin = communicator.rank * share
-    # malloc places the first large arrays of a process otherwise than all later ones, where the
-    # engine is a few percent slower: they go to a network that is not measured.
+    # The first network of a process was a few percent slower than later ones, we do not know why:
+    # it is one that is not measured.
     _trainer(_network(1), batch, slice(batch))()
     ours, one = _network(1), _network(1)
     alone = {threads: _network(threads) for threads in THREADS}
