@@ -8,14 +8,16 @@ char ompi_mpi_byte[1024];
 char ompi_mpi_comm_null[1024];
 char ompi_mpi_comm_world[1024];
 
-static int not_available() { return 16; }  // Open MPI's MPI_ERR_OTHER
+__attribute__((visibility("hidden"))) int not_available() noexcept {
+    return 16;  // Open MPI's MPI_ERR_OTHER
+}
 
 int MPI_Initialized(int* flag) {
     *flag = 0;
     return 0;
 }
 
-#define STAND_IN(name) int name() __attribute__((alias("not_available")))
+#define STAND_IN(name) int name() noexcept __attribute__((alias("not_available")))
 
 STAND_IN(MPI_Abort);
 STAND_IN(MPI_Accumulate);

@@ -3,9 +3,11 @@
 
 extern "C" {
 
-static int not_available() { return 2; }  // ncclSystemError
+__attribute__((visibility("hidden"))) int not_available() noexcept {
+    return 2;  // ncclSystemError
+}
 
-#define STAND_IN(name) int name() __attribute__((alias("not_available")))
+#define STAND_IN(name) int name() noexcept __attribute__((alias("not_available")))
 
 STAND_IN(ncclAllReduce);
 STAND_IN(ncclBroadcast);

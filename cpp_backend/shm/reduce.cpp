@@ -5,6 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "../simd.h"
+
 namespace tagi_ddp {
 namespace {
 
@@ -126,8 +128,7 @@ void reduce_typed(const std::byte* const* sources, int num_sources, std::byte* d
         if (num_sources == 2 && !mean) {
             const T* a = reinterpret_cast<const T*>(sources[0]);
             const T* b = reinterpret_cast<const T*>(sources[1]);
-            // `out` may be a or b, but never overlaps one of them otherwise.
-#pragma GCC ivdep
+            TAGI_DDP_SAME_OR_APART
             for (size_t i = 0; i < count; ++i) out[i] = Op()(a[i], b[i]);
             return;
         }
@@ -164,6 +165,7 @@ void reduce_with(ReduceOp op, const std::byte* const* sources, int num_sources, 
 
 }  // namespace
 
+TAGI_DDP_WIDE
 void reduce(DType dtype, ReduceOp op, const std::byte* const* sources, int num_sources,
             std::byte* dst, size_t count) {
     switch (dtype) {

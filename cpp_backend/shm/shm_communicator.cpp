@@ -1,5 +1,6 @@
 #include "shm_communicator.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -169,7 +170,11 @@ void ShmCommunicator::wait(const Operation& operation, Counter& counter, uint32_
                            int peer) {
     for (int i = 0; i < spins_; ++i) {
         if (counter.reached(target)) return;
-        relax();
+        if (has_cores_) {
+            relax();  // if they yielded, two ranks could stay on one core though another is free
+        } else {
+            sched_yield();
+        }
     }
     while (!counter.reached(target)) {
         const auto left = operation.deadline - Clock::now();

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "../simd.h"
+
 namespace tagi_ddp {
 namespace {
 
@@ -31,6 +33,7 @@ bool sizes_agree(const EngineLayer& layer) {
 }
 
 // Adding 1 to the exponent carries into the sign bit exactly for infinities and NaNs.
+TAGI_DDP_WIDE
 bool all_finite(const float* values, size_t count) {
     uint32_t carry = 0;
     for (size_t i = 0; i < count; ++i) {

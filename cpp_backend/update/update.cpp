@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "../simd.h"
+
 namespace tagi_ddp {
 namespace {
 
@@ -11,6 +13,7 @@ constexpr size_t chunk_floats = slot_bytes / (2 * sizeof(float));  // means and 
 // mu += sign(dmu) min(|dmu|, bar), var += sign(dvar) min(|dvar|, bar), bar = sqrt(var) / cap; a
 // variance that is not positive becomes 1e-5. Returns how many did. As the engine's own step, but
 // without branches, so that it vectorizes.
+TAGI_DDP_WIDE
 int32_t apply_capped(float* __restrict mu, float* __restrict var, const float* __restrict delta_mu,
                      const float* __restrict delta_var, size_t count, float cap) {
     constexpr float floor = 1e-5f;
@@ -30,6 +33,7 @@ int32_t apply_capped(float* __restrict mu, float* __restrict var, const float* _
 }
 
 // The sum over ranks, in rank order, of `count` floats at `offset` of each slot, divided.
+TAGI_DDP_WIDE
 void reduce_floats(const std::byte* const* slots, int size, size_t offset, size_t count,
                    float divisor, float* __restrict sum) {
     bool first = true;
