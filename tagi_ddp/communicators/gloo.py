@@ -185,17 +185,23 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     deadline = time.monotonic() + timeout
     store = _environment_store(rank, deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _create(rank, world_size, dist.PrefixStore(f"{job}/{attempt}", store), timeout, deadline)
+    keys = dist.PrefixStore(f"{job}/{attempt}", store)
+    comm = _connect(rank, world_size, keys, timeout, deadline)
+    # All ranks are through with the store, and wait in `open_engine` until rank 0 has closed it:
+    # neither the next call nor torch's own groups at this address find these keys.
+    del keys, store
+    return _open(comm, timeout, deadline)
 
 
 def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
     """Return a communicator of the ranks of ``group``, with connections of its own."""
     deadline = time.monotonic() + timeout
     store = dist.distributed_c10d._get_process_group_store(group)
-    return _create(group.rank(), group.size(), store, timeout, deadline)
+    comm = _connect(group.rank(), group.size(), store, timeout, deadline)
+    return _open(comm, timeout, deadline)
 
 
-def _create(
+def _connect(
     rank: int, size: int, store: dist.Store, timeout: float, deadline: float
 ) -> GlooCommunicator:
     def exchange(record: bytes) -> Sequence[bytes]:
@@ -210,7 +216,10 @@ def _create(
             time.sleep(_STORE_SLICE)
         return [store.get(name) for name in names]
 
-    comm = connect(GlooCommunicator, rank, size, timeout, deadline, exchange)
+    return connect(GlooCommunicator, rank, size, timeout, deadline, exchange)
+
+
+def _open(comm: GlooCommunicator, timeout: float, deadline: float) -> GlooCommunicator:
     try:
         comm.open_engine(Call("init", "", timeout, deadline=deadline))
     except BaseException as error:
@@ -221,12 +230,7 @@ def _create(
 
 
 def _environment_store(rank: int, deadline: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT, the same for every call of this process.
-
-    It stays open, and torch's groups at the same address share it: a default group that is
-    destroyed and made again there finds its old keys, and may hang. Give the new one another
-    MASTER_PORT.
-    """
+    """Return the store at MASTER_ADDR and MASTER_PORT."""
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
@@ -234,23 +238,18 @@ def _environment_store(rank: int, deadline: float) -> dist.Store:
             "gloo's ranks meet at rank 0's host: start them with torchrun or tagi-ddp run, or set "
             f"MASTER_ADDR to its name and MASTER_PORT to a free port on all ranks ({error})"
         ) from error
-    if (address, port) not in _stores:
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
-        try:
-            _stores[address, port] = dist.TCPStore(
-                address, port, None, hosts, limit, wait_for_workers=False, multi_tenant=True
-            )
-        except RuntimeError as error:
-            raise Timeout(
-                f"init on rank {rank} (gloo): no store at MASTER_ADDR={address}, "
-                f"MASTER_PORT={port}, where rank 0 should listen: {error}",
-                [0] if rank else [],
-            ) from error
-    return _stores[address, port]
-
-
-_stores: dict[tuple[str, int], dist.Store] = {}
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+    try:
+        return dist.TCPStore(
+            address, port, None, hosts, limit, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        raise Timeout(
+            f"init on rank {rank} (gloo): no store at MASTER_ADDR={address}, "
+            f"MASTER_PORT={port}, where rank 0 should listen: {error}",
+            [0] if rank else [],
+        ) from error
 
 
 def _devices(address: str) -> list[Any]:

@@ -34,22 +34,26 @@ class TestGloo(
     sizes = (2, 3, 4)
 
 
-def beside_a_process_group(comm: Any, job: str) -> None:
-    """A default process group at the same address, before and after ours, stays as it was."""
+def beside_process_groups(comm: Any, job: str) -> None:
+    """Default process groups at the same address, before and after ours, stay as they were."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
-    try:
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        settings = {"rank": comm.rank, "world_size": comm.size, "job": job, "timeout": 20}
+    settings = {"rank": comm.rank, "world_size": comm.size, "job": job, "timeout": 20}
+    for _ in range(2):
         with init("gloo", **settings) as second:
-            second.all_reduce(tensor)
+            second.barrier()
+        dist.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+        try:
+            tensor = torch.ones(3)
             dist.all_reduce(tensor)
-        assert tensor.tolist() == [comm.size**3] * 3
-    finally:
-        dist.destroy_process_group()
+            with init("gloo", **settings) as second:
+                second.all_reduce(tensor)
+                dist.all_reduce(tensor)
+            assert tensor.tolist() == [comm.size**3] * 3
+        finally:
+            dist.destroy_process_group()
+        comm.barrier()  # the next default group must not find this one's store
 
 
 def wrapped(comm: Any) -> None:
@@ -75,6 +79,7 @@ def wrapped(comm: Any) -> None:
                 works = [c.all_reduce(buffer[:1].copy(), async_op=True) for c in (two, one)]
                 for work in works:
                     work.wait()
+        comm.barrier()  # rank 0 holds the store
     finally:
         dist.destroy_process_group()
 
@@ -105,11 +110,11 @@ class TestTogether:
     sizes = (4,)
 
     @pytest.mark.parametrize("ranks", [2, 4])
-    def test_beside_a_process_group(self, doomed: RankPool, size: int, ranks: int) -> None:
-        doomed.run(beside_a_process_group, f"beside {ranks}", size=ranks)
+    def test_beside_process_groups(self, pool: RankPool, size: int, ranks: int) -> None:
+        pool.run(beside_process_groups, f"beside {ranks}", size=ranks)
 
-    def test_wrapped_process_group(self, doomed: RankPool, size: int) -> None:
-        doomed.run(wrapped, size=3)
+    def test_wrapped_process_group(self, pool: RankPool, size: int) -> None:
+        pool.run(wrapped, size=3)
 
     @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
     def test_no_address(self, pool: RankPool, size: int, name: str) -> None:
