@@ -33,8 +33,10 @@ sanitize: .venv/.installed-dev
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
 	    UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONSAFEPATH=1 \
+	    PATH="$$PWD/.venv/bin:$$PATH" \
 	    build/sanitize/bin/python -m pytest -p no:cacheprovider \
-	    tests/update tests/sequential tests/communicators/test_shm.py
+	    tests/update tests/sequential tests/communicators/test_shm.py \
+	    tests/communicators/test_shm_memory.py
 
 # Side by side with what a user would pick instead; writes build/bench.json.
 bench: .venv/.installed-test
