@@ -99,6 +99,20 @@ void bind_engine(nb::module_& module) {
         "address"_a,
         "A batch normalization layer: views of its running means and variances, epsilon, momentum, "
         "and a view of its flag for the first batch.");
+    module.def(
+        "hidden_states",
+        [](uintptr_t address) {
+            auto* states = reinterpret_cast<EngineHiddenStates*>(address);
+            return nb::make_tuple(view(states->mu_a), view(states->var_a), view(states->jcb));
+        },
+        "address"_a, "Hidden states: views of their means, variances and jacobians.");
+    module.def(
+        "delta_states",
+        [](uintptr_t address) {
+            auto* states = reinterpret_cast<EngineDeltaStates*>(address);
+            return nb::make_tuple(view(states->delta_mu), view(states->delta_var));
+        },
+        "address"_a, "Delta states: views of their means and variances.");
     nb::class_<RunningStatistics>(module, "RunningStatistics",
                                   "The running statistics of all batch normalization layers.")
         .def(nb::init<>())
@@ -170,7 +184,21 @@ void bind_update(nb::module_& module) {
             "weights "
             "and of the biases, float32, and an int32 array that counts negative variances.")
         .def("refresh", &Parameters::refresh,
-             "Find the layers' memory again; call before each use.")
+             "Find the layers' memory again; call before each use. Tells whether it has moved.")
+        .def(
+            "place_deltas",
+            [](Parameters& self, Floats bucket) { self.place_deltas(checked(self, bucket)); },
+            "bucket"_a, nb::keep_alive<1, 2>(),
+            "Let the deltas lie in bucket, [means | variances], from now on; not in the layers.")
+        .def_prop_ro(
+            "blocks",
+            [](const Parameters& self) {
+                nb::list result;
+                for (size_t i = 0; i < self.blocks().size(); ++i)
+                    result.append(nb::make_tuple(self.offsets()[i], self.blocks()[i].count));
+                return result;
+            },
+            "(offset, count) of each layer's weights and biases in the flat sequence.")
         .def_prop_ro("size", &Parameters::size)
         .def("first_not_finite", &Parameters::first_not_finite,
              nb::call_guard<nb::gil_scoped_release>(),

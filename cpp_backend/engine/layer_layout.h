@@ -1,4 +1,5 @@
-// Where the fields of one engine layer lie (pytagi 0.2.1 and its source of January 2026, x86-64).
+// Where the fields of the engine's objects lie (pytagi 0.2.1 and its source of January 2026,
+// x86-64).
 //
 // An assumption about somebody else's binary: tagi_ddp.engine verifies it before a pointer is used.
 #pragma once
@@ -53,5 +54,22 @@ struct EngineBatchNorm {
 };
 
 static_assert(offsetof(EngineBatchNorm, mu_ra) == 352 && offsetof(EngineBatchNorm, epsilon) == 448);
+
+// What the engine hands from layer to layer; the output updaters read the one, write the other.
+struct EngineHiddenStates {
+    void* virtual_table;
+    std::vector<float> mu_a, var_a, jcb;
+
+    EngineHiddenStates() = delete;
+    ~EngineHiddenStates() = delete;
+};
+
+struct EngineDeltaStates {
+    void* virtual_table;
+    std::vector<float> delta_mu, delta_var;
+
+    EngineDeltaStates() = delete;
+    ~EngineDeltaStates() = delete;
+};
 
 }  // namespace tagi_ddp

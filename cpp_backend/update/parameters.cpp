@@ -64,7 +64,8 @@ void Parameters::add_layer(const std::string& name, const Block& weights, const 
     }
 }
 
-void Parameters::refresh() {
+bool Parameters::refresh() {
+    bool moved = false;
     for (size_t i = 0; i < names_.size(); ++i) {
         if (engine_layers_[i] == nullptr) continue;
         EngineLayer& layer = *engine_layers_[i];
@@ -76,9 +77,25 @@ void Parameters::refresh() {
                                      " has another number of parameters than when the model was "
                                      "wrapped. Wrap the model after changing it.");
         }
-        blocks_[2 * i] = weights;
-        blocks_[2 * i + 1] = biases;
+        moved |= replace(2 * i, weights);
+        moved |= replace(2 * i + 1, biases);
     }
+    return moved;
+}
+
+bool Parameters::replace(size_t index, Block block) {
+    if (bucket_ != nullptr) {
+        block.delta_mu = bucket_ + offsets_[index];
+        block.delta_var = block.delta_mu + size_;
+    }
+    const bool moved = block.mu != blocks_[index].mu || block.var != blocks_[index].var;
+    blocks_[index] = block;
+    return moved;
+}
+
+void Parameters::place_deltas(float* bucket) {
+    bucket_ = bucket;
+    for (size_t i = 0; i < blocks_.size(); ++i) replace(i, blocks_[i]);
 }
 
 std::string Parameters::first_not_finite() const {

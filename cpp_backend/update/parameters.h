@@ -28,12 +28,19 @@ class Parameters {
     // A layer in arrays of the caller, who keeps them alive.
     void add_layer(const std::string& name, const Block& weights, const Block& biases);
 
-    // Finds the blocks again, as the engine may have moved its vectors. Call before each use.
+    // Finds the blocks again, as the engine may have moved its vectors, and tells whether it has.
+    // Call before each use.
     // Throws std::runtime_error naming a layer whose number of parameters has changed.
-    void refresh();
+    bool refresh();
+
+    // From now on the deltas lie in `bucket`, [means | variances], 2 * size() floats, not in the
+    // layers. Call after the last layer was added.
+    void place_deltas(float* bucket);
 
     size_t size() const { return size_; }
     const std::vector<Block>& blocks() const { return blocks_; }
+    // Where each block begins in the flat sequence.
+    const std::vector<size_t>& offsets() const { return offsets_; }
 
     // Calls piece(block, first, count, at) for each part of the flat range [begin, begin + length)
     // that lies in one block: from position `first` of the block, at position `at` of the range.
@@ -60,11 +67,14 @@ class Parameters {
     void add_to_deltas(const float* sums, const std::vector<bool>& layers) const;
 
  private:
+    bool replace(size_t index, Block block);
+
     std::vector<std::string> names_;
     std::vector<EngineLayer*> engine_layers_;  // null for a layer in the caller's arrays
     std::vector<Block> blocks_;                // two a layer: weights, biases
-    std::vector<size_t> offsets_;              // where each block begins in the flat sequence
+    std::vector<size_t> offsets_;
     size_t size_ = 0;
+    float* bucket_ = nullptr;  // where the deltas lie, if not in the layers
 };
 
 }  // namespace tagi_ddp

@@ -28,8 +28,11 @@ class Replica(Protocol):
     parameters: _backend.Parameters
     statistics: _backend.RunningStatistics
 
-    def pull(self) -> None:
-        """Make ``parameters`` show the engine's present state; call before each use."""
+    def pull(self) -> bool:
+        """Make ``parameters`` show the engine's present state; call before each use.
+
+        Tells whether arrays that `arrays` has returned are no longer the right ones.
+        """
         ...
 
     def push(self) -> None:
@@ -41,6 +44,10 @@ class Replica(Protocol):
 
         Means and variances, running statistics and their flags; valid until the next `pull`.
         """
+        ...
+
+    def arrays(self) -> list[dict[str, FloatArray]]:
+        """Return views of means and variances by `PARAMETERS`, for each layer."""
         ...
 
 
@@ -93,9 +100,9 @@ class InPlace:
             if layer.kind == "BatchNorm2d":
                 self.statistics.add_engine_layer(address)
 
-    def pull(self) -> None:
+    def pull(self) -> bool:
         """Find the layers' vectors again: the engine may have moved them."""
-        self.parameters.refresh()
+        return self.parameters.refresh()
 
     def push(self) -> None:
         """Do nothing: the engine's memory is what has been changed."""
@@ -110,6 +117,11 @@ class InPlace:
                 mean, var, _, _, first = _backend.batch_norm_statistics(address)
                 views += [(layer.name, array) for array in (mean, var, first)]
         return views
+
+    def arrays(self) -> list[dict[str, FloatArray]]:
+        """Return views of the engine's vectors."""
+        memories = map(_backend.engine_layer, self._addresses)
+        return [{name: memory.vector(name) for name in PARAMETERS} for memory in memories]
 
 
 class Copied:
@@ -144,11 +156,12 @@ class Copied:
             self._arrays.append(arrays)
             self._counters.append(counter)
 
-    def pull(self) -> None:
+    def pull(self) -> bool:
         """Copy means, variances and deltas from the engine."""
         for layer, arrays in zip(self.layers, self._arrays, strict=True):
             for name, array in arrays.items():
                 array[:] = getattr(layer.handle, name)
+        return False
 
     def push(self) -> None:
         """Copy means and variances to the engine."""
@@ -163,3 +176,7 @@ class Copied:
             for layer, arrays in zip(self.layers, self._arrays, strict=True)
             for name in PARAMETERS
         ]
+
+    def arrays(self) -> list[dict[str, FloatArray]]:
+        """Return the copies."""
+        return self._arrays

@@ -30,16 +30,16 @@ class LayoutError(RuntimeError):
     """The engine's memory is not laid out as this package knows it."""
 
 
-def address_of(layer: Any) -> int:
-    """Return the address of the C++ ``BaseLayer`` behind an engine object.
+def address_of(handle: Any, kind: str = "BaseLayer") -> int:
+    """Return the address of the C++ object, a ``kind``, behind an engine object.
 
     Raises LayoutError when the engine does not tell it.
     """
-    conduit = getattr(layer, "_pybind11_conduit_v1_", None)
+    conduit = getattr(handle, "_pybind11_conduit_v1_", None)
     if conduit is None:
-        raise LayoutError(f"{type(layer).__name__} has no pybind11 conduit")
+        raise LayoutError(f"{type(handle).__name__} has no pybind11 conduit")
     for abi in _platform_abis():
-        capsule = conduit(abi, _base_layer_type(), b"raw_pointer_ephemeral")
+        capsule = conduit(abi, _type_info(kind), b"raw_pointer_ephemeral")
         if capsule is not None:
             name = _capsule_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)(
                 capsule
@@ -105,14 +105,14 @@ def verify_layout() -> None:
 
 
 @functools.cache
-def _base_layer_type() -> Any:
-    """Return a capsule with the address of the ``std::type_info`` of the engine's BaseLayer."""
+def _type_info(kind: str) -> Any:
+    """Return a capsule with the address of the ``std::type_info`` of an engine's class."""
     import cutagi
 
     try:
-        info = ctypes.c_char.in_dll(ctypes.CDLL(cutagi.__file__), "_ZTI9BaseLayer")
+        info = ctypes.c_char.in_dll(ctypes.CDLL(cutagi.__file__), f"_ZTI{len(kind)}{kind}")
     except ValueError as error:
-        raise LayoutError("the engine does not export BaseLayer's type") from error
+        raise LayoutError(f"the engine does not export {kind}'s type") from error
     new = _capsule_function(
         "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
     )

@@ -1,0 +1,64 @@
+"""Linear layers: z = W a + b.
+
+Source of the formulas: Goulet, Nguyen, Amiri, Tractable approximate Gaussian inference for
+Bayesian neural networks, JMLR 22 (2021), equations 8 to 17.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tagi_ddp.compute.layer import Gaussians, Layer
+from tagi_ddp.compute.states import Deltas, States, scale
+
+
+class Linear(Layer):
+    """Weights are [outputs, inputs]."""
+
+    def __init__(self, handle: Any) -> None:
+        """Read the sizes."""
+        super().__init__(handle)
+        self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
+        self._saved: States | None = None
+
+    def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
+        """Use these parameters from now on."""
+        self._weights = weights.viewed(self._outputs, self._inputs)
+        self._biases = biases
+
+    def forward(self, states: States, training: bool) -> States:
+        """Propagate: mean W a + b; variance (W^2 + var W) var a + var W a^2 + var b."""
+        mean, variance = states.viewed(self._inputs)
+        weights, biases = self._weights, self._biases
+        self._saved = States(mean, variance, states.jacobian) if training else None
+        mean_out = _affine(mean, weights.mu, None if biases is None else biases.mu)
+        variance_out = _affine(mean * mean, weights.var, None if biases is None else biases.var)
+        if variance is not None:
+            variance_out.addmm_(variance, torch.addcmul(weights.var, weights.mu, weights.mu).t())
+        return States(mean_out, variance_out)
+
+    def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
+        """Sum over the batch: delta W = var W (dm^T a), delta var W = var W^2 (dv^T a^2)."""
+        assert self._saved is not None
+        mean = self._saved.mean
+        mean_delta = deltas.mean.view(-1, self._outputs)
+        variance_delta = deltas.variance.view(-1, self._outputs)
+        weights, biases = self._weights, self._biases
+        torch.mm(mean_delta.t(), mean, out=weights.delta_mu)
+        torch.mm(variance_delta.t(), mean * mean, out=weights.delta_var)
+        weights.scale_deltas()
+        if biases is not None:
+            torch.sum(mean_delta, 0, out=biases.delta_mu)
+            torch.sum(variance_delta, 0, out=biases.delta_var)
+            biases.scale_deltas()
+        if not to_input:
+            return deltas
+        below = Deltas(mean_delta @ weights.mu, variance_delta @ (weights.mu * weights.mu))
+        return scale(self._saved.jacobian, below)
+
+
+def _affine(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weights, bias)

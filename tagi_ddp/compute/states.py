@@ -1,0 +1,96 @@
+"""What layers hand to each other: Gaussians forward, innovations backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Jacobian(Protocol):
+    """The derivative of an activation's mean by its input's, element by element."""
+
+    def scale(self, deltas: Deltas) -> Deltas:
+        """Carry an innovation through the activation; may change it in place."""
+        ...
+
+    def tensor(self) -> Tensor:
+        """Return the derivative in float32, in the activation's shape."""
+        ...
+
+
+@dataclass(slots=True)
+class States:
+    """Independent Gaussians: the inputs or outputs of a layer, [batch, ...]."""
+
+    mean: Tensor
+    variance: Tensor | None  # None: exact
+    jacobian: Jacobian | None = None  # of the activation that made them; None: of no activation
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return self.mean.shape[0]
+
+    def viewed(self, *shape: int) -> tuple[Tensor, Tensor | None]:
+        """Return mean and variance as [batch, *shape]."""
+        variance = self.variance
+        return (
+            self.mean.reshape(-1, *shape),
+            None if variance is None else variance.reshape(-1, *shape),
+        )
+
+
+@dataclass(slots=True)
+class Deltas:
+    """The innovation of Gaussians: how far mean and variance move, by the variance's square.
+
+    With prior N(mu, var), posterior mean mu + var * mean and variance var + var^2 * variance.
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(slots=True)
+class Dense:
+    """Any derivative, as a tensor."""
+
+    value: Tensor
+
+    def scale(self, deltas: Deltas) -> Deltas:
+        """Multiply the mean by the derivative, the variance by its square."""
+        value = self.value.view_as(deltas.mean)
+        deltas.mean.mul_(value)
+        deltas.variance.mul_(value).mul_(value)
+        return deltas
+
+    def tensor(self) -> Tensor:
+        """Return the derivative."""
+        return self.value
+
+
+@dataclass(slots=True)
+class Rectified:
+    """The derivative of a rectifier, 1 where its output is positive and else 0; not stored."""
+
+    output: Tensor
+
+    def scale(self, deltas: Deltas) -> Deltas:
+        """Set the innovation to zero where the output is not positive."""
+        output = self.output.view_as(deltas.mean)
+        threshold = torch.ops.aten.threshold_backward
+        threshold.grad_input(deltas.mean, output, 0.0, grad_input=deltas.mean)
+        threshold.grad_input(deltas.variance, output, 0.0, grad_input=deltas.variance)
+        return deltas
+
+    def tensor(self) -> Tensor:
+        """Return the derivative."""
+        return (self.output > 0).float()
+
+
+def scale(jacobian: Jacobian | None, deltas: Deltas) -> Deltas:
+    """Carry an innovation through the activation before a layer; may change it in place."""
+    return deltas if jacobian is None else jacobian.scale(deltas)

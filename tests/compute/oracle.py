@@ -1,0 +1,158 @@
+"""The engine as the oracle: the same layers, parameters and inputs, computed by both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tagi_ddp.compute.network import Network
+from tagi_ddp.compute.states import Deltas
+from tagi_ddp.engine.adapter import attach
+
+BIAS_TOLERANCE = 1e-4  # the engine's order of summation costs it digits
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Results:
+    """What one forward and backward give, by name."""
+
+    arrays: dict[str, np.ndarray]
+
+    def assert_close(self, other: Results, tolerance: float = TOLERANCE) -> None:
+        """Compare by relative norm."""
+        assert self.arrays.keys() == other.arrays.keys()
+        for name, ours in self.arrays.items():
+            theirs = other.arrays[name]
+            assert ours.shape == theirs.shape, name
+            allowed = BIAS_TOLERANCE if name.endswith("_b") else tolerance
+            distance = np.linalg.norm(ours - theirs)
+            assert distance <= allowed * np.linalg.norm(theirs) + 1e-30, (
+                f"{name}: off by {distance / max(np.linalg.norm(theirs), 1e-30):.2g}"
+            )
+
+
+class Both:
+    """One network of ``layers``, computed by the engine and by torch from the same state."""
+
+    def __init__(self, *layers: Any, threads: int = 1) -> None:
+        import pytagi.nn as nn
+
+        self.model = nn.Sequential(*layers)
+        self.model.set_threads(threads)
+        self.replica = attach(self.model)
+        self.deltas = torch.zeros(2 * self.replica.parameters.size)
+        self.network = Network(self.model, self.replica, self.deltas)
+
+    def engine(
+        self, mean: np.ndarray, variance: np.ndarray | None, innovation: np.ndarray | None
+    ) -> Results:
+        """Forward; then backward from ``innovation`` of outputs, [2, batch * outputs]."""
+        batch = len(mean)
+        flat = None if variance is None else variance.ravel()
+        outputs = self.model.forward(mean.ravel(), flat)
+        states = self.model.output_z_buffer
+        size = batch * states.actual_size
+        arrays = {
+            "outputs' means": np.array(states.mu_a[:size], np.float32),
+            "outputs' variances": np.array(states.var_a[:size], np.float32),
+            "outputs' jacobians": np.array(states.jcb[:size], np.float32),
+        }
+        del outputs
+        if innovation is not None:
+            self.model.set_delta_z(innovation[0], innovation[1])
+            self.model.backward()
+            for layer in self.replica.layers:
+                names = ["delta_mu_w", "delta_var_w"]
+                names += ["delta_mu_b", "delta_var_b"] if layer.handle.bias else []
+                for name in names:
+                    array = np.array(getattr(layer.handle, name), np.float32)
+                    arrays[f"{layer.name} {name}"] = array
+        return Results(arrays)
+
+    def torch(
+        self, mean: np.ndarray, variance: np.ndarray | None, innovation: np.ndarray | None
+    ) -> Results:
+        """Do the same on torch."""
+        tensors = [None if a is None else torch.from_numpy(a.copy()) for a in (mean, variance)]
+        before = [None if t is None else t.clone() for t in tensors]
+        states = self.network.forward(*tensors, training=innovation is not None)
+        jacobian = states.jacobian
+        arrays = {
+            "outputs' means": states.mean.reshape(-1).numpy().copy(),
+            "outputs' variances": _array(states.variance, states.mean),
+            "outputs' jacobians": (
+                np.ones(states.mean.numel(), np.float32)
+                if jacobian is None
+                else jacobian.tensor().reshape(-1).numpy().copy()
+            ),
+        }
+        if innovation is not None:
+            shape = states.mean.shape
+            deltas = [torch.from_numpy(part.copy()).reshape(shape) for part in innovation]
+            self.network.backward(Deltas(*deltas))
+            for old, new in zip(before, tensors, strict=True):
+                assert old is None or torch.equal(old, new), "an input was changed"
+            flat = self.deltas.numpy().reshape(2, -1)
+            blocks = iter(self.replica.parameters.blocks)
+            for layer in self.replica.layers:
+                for kind in ("w", "b"):
+                    offset, count = next(blocks)
+                    if kind == "w" or layer.handle.bias:
+                        for row, part in enumerate(("mu", "var")):
+                            array = flat[row, offset : offset + count].copy()
+                            arrays[f"{layer.name} delta_{part}_{kind}"] = array
+        return Results(arrays)
+
+
+def compare(
+    make: Callable[[], list[Any]],
+    inputs: int,
+    batch: int,
+    seed: int = 0,
+    exact: bool = False,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Build layers with ``make``; check outputs, jacobians and deltas of a random batch.
+
+    ``exact`` inputs have no variance. Both start from the parameters that the engine has drawn.
+    """
+    rng = np.random.default_rng(seed)
+    both = Both(*make())
+    mean = rng.standard_normal((batch, inputs)).astype(np.float32)
+    variance = None if exact else rng.uniform(0.1, 1, (batch, inputs)).astype(np.float32)
+    # The engine's forward may change its state (running statistics): compute ours first, on its
+    # state, and give the state back before the engine's turn.
+    saved = [(array, array.copy()) for _, array in both.replica.state()]
+    outputs = both.network.forward(
+        torch.from_numpy(mean.copy()),
+        None if variance is None else torch.from_numpy(variance.copy()),
+        training=False,
+    ).mean.numel()
+    innovation = np.stack(
+        [rng.standard_normal(outputs), -rng.uniform(0.01, 1, outputs)]
+    ).astype(np.float32)
+    _restore(saved)
+    ours = both.torch(mean, variance, innovation)
+    state = copy.deepcopy([array for array, _ in saved])
+    _restore(saved)
+    theirs = both.engine(mean, variance, innovation)
+    ours.assert_close(theirs, tolerance)
+    for (now, _), then in zip(saved, state, strict=True):
+        np.testing.assert_allclose(then, now, rtol=1e-4, atol=1e-6, err_msg="state")
+
+
+def _restore(saved: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    for array, values in saved:
+        array[...] = values
+
+
+def _array(tensor: torch.Tensor | None, like: torch.Tensor) -> np.ndarray:
+    if tensor is None:
+        return np.zeros(like.numel(), np.float32)
+    return tensor.reshape(-1).numpy().copy()
