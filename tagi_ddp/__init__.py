@@ -15,7 +15,7 @@ from tagi_ddp.engine import import_hook as _import_hook
 from tagi_ddp.engine.loader import cuda_available
 from tagi_ddp.launch import launch
 from tagi_ddp.replicas import ReplicaMismatch
-from tagi_ddp.sequential import DDPSequential, NotFiniteError
+from tagi_ddp.sequential import DDPSequential, NotFiniteError, accelerate
 from tagi_ddp.supervisor import LaunchError
 
 # `import pytagi` works from here on, also where Python does not read our .pth file.
@@ -36,6 +36,7 @@ __all__ = [
     "PeerLost",
     "ReplicaMismatch",
     "Timeout",
+    "accelerate",
     "cuda_available",
     "init",
     "launch",

@@ -31,13 +31,29 @@ class Exchange(Protocol):
         ...
 
 
-def make_exchange(communicator: Communicator) -> Exchange:
-    """Return the fastest exchange for a communicator."""
+def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarray:
+    """Return memory for all deltas, [means | variances], zeros; the communicator's own if it can.
+
+    There, a reduction needs no staging.
+    """
+    size = 2 * parameters.size
+    if isinstance(communicator, ShmCommunicator):
+        bucket = communicator.empty(size)
+        bucket.fill(0)
+        return bucket
+    return np.zeros(size, np.float32)
+
+
+def make_exchange(communicator: Communicator, bucket: np.ndarray | None = None) -> Exchange:
+    """Return the fastest exchange for a communicator.
+
+    ``bucket`` is where the parameters' deltas lie, if not in the engine's layers.
+    """
     if communicator.size == 1:
         return _alone
     if isinstance(communicator, ShmCommunicator) and communicator.size <= _MOST_FUSED_RANKS:
         return _Fused(communicator)
-    return _Bucket(communicator)
+    return _Bucket(communicator, bucket)
 
 
 def _alone(parameters: Parameters, contribution: Contribution, average: bool) -> Agreement:
@@ -60,11 +76,12 @@ class _Fused:
 
 
 class _Bucket:
-    """Over any communicator: agree, pack all deltas into one bucket, reduce it, apply it."""
+    """Over any communicator: agree, reduce one bucket of all deltas, apply it."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, bucket: np.ndarray | None = None) -> None:
         self._communicator = communicator
-        self._bucket: np.ndarray | None = None
+        self._in_place = bucket is not None
+        self._bucket = bucket
 
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
@@ -82,22 +99,16 @@ class _Bucket:
         )
         if not agreement.applies:
             return agreement
-        bucket = self._make_bucket(2 * parameters.size)
-        if contribution.batch > 0:
-            parameters.pack(bucket)
-        else:
+        if self._bucket is None:
+            self._bucket = make_bucket(self._communicator, parameters)
+        bucket = self._bucket
+        if contribution.batch == 0:
             bucket.fill(0)
+        elif not self._in_place:
+            parameters.pack(bucket)
         self._communicator.all_reduce(bucket)
         parameters.apply(bucket, agreement.divisor(average), agreement.cap(average))
         return agreement
-
-    def _make_bucket(self, size: int) -> np.ndarray:
-        if self._bucket is None:
-            if isinstance(self._communicator, ShmCommunicator):
-                self._bucket = self._communicator.empty(size)
-            else:
-                self._bucket = np.empty(size, np.float32)
-        return self._bucket
 
 
 class StatisticsExchange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +17,13 @@ class ReplicaMismatch(RuntimeError):
     """Replicas that should be equal are not; the text names the first layer that differs."""
 
 
-def check_structure(communicator: Communicator, replica: Replica, average: bool) -> None:
+def check_structure(communicator: Communicator, replica: Replica, options: dict[str, Any]) -> None:
     """Raise ReplicaMismatch, on all ranks, unless all have the same layers and options."""
     own = {layer.name: layer.kind for layer in replica.layers}
     for name, array in replica.state():
         own[name] += f" {array.size}"
-    own["(none, but the option average)"] = str(average)
+    for option, value in options.items():
+        own[f"(none, but the option {option})"] = str(value)
     _require_equal(communicator, own)
 
 

@@ -52,6 +52,11 @@ class Layer(ABC):
         """Read the layer's options from the engine's object."""
         self.handle = handle
 
+    @property
+    def input_size(self) -> int:
+        """The number of elements of one sample of the input."""
+        return int(self.handle.input_size)
+
     @abstractmethod
     def forward(self, states: States, training: bool) -> States:
         """Return the outputs; never changes its input."""

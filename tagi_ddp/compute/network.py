@@ -23,7 +23,7 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
 
 def unsupported(model: Any) -> list[str]:
     """Return the kinds of the model's layers that torch does not compute here, each once."""
-    return sorted({kind for kind in map(_kind, _leaves(model._cpp_backend.layers))} - set(_KINDS))
+    return sorted(set(map(_kind, _leaves(model._cpp_backend.layers))) - set(_KINDS))
 
 
 def _build(handle: Any) -> Layer:
@@ -42,6 +42,8 @@ class Network:
         self._replica = replica
         self._deltas = deltas
         self._chain = Chain(None, [_build(layer) for layer in model._cpp_backend.layers])
+        #: the number of elements of one sample of the input
+        self.input_size = self._chain.parts()[0].input_size
         self.bind()
 
     def bind(self) -> None:

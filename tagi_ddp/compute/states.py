@@ -34,6 +34,14 @@ class States:
         """The number of samples."""
         return self.mean.shape[0]
 
+    def variance_tensor(self) -> Tensor:
+        """Return the variance, zeros if exact."""
+        return torch.zeros_like(self.mean) if self.variance is None else self.variance
+
+    def jacobian_tensor(self) -> Tensor:
+        """Return the activation's derivative, ones if there was none."""
+        return torch.ones_like(self.mean) if self.jacobian is None else self.jacobian.tensor()
+
     def viewed(self, *shape: int) -> tuple[Tensor, Tensor | None]:
         """Return mean and variance as [batch, *shape]."""
         variance = self.variance

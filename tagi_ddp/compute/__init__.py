@@ -1,0 +1,123 @@
+"""Who runs a replica's forward and backward: the engine's kernels, or torch's."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp.engine.adapter import InPlace, Replica
+from tagi_ddp.engine.buffers import verify_buffers
+from tagi_ddp.engine.pointers import LayoutError
+
+FloatArray = NDArray[np.float32]
+# By the index of the layer: means and variances of outputs, then of cells.
+LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
+Choice = Literal["auto", "engine", "torch"]
+
+
+class Compute(Protocol):
+    """The part of Sequential's interface that depends on who computes."""
+
+    #: "engine" or "torch"
+    name: Literal["engine", "torch"]
+    output_z_buffer: Any
+    input_delta_z_buffer: Any
+
+    def forward(
+        self, mean: FloatArray, variance: FloatArray | None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return means and variances of the outputs, flat, of inputs, flat; None: exact ones."""
+        ...
+
+    def backward(self) -> None:
+        """Write the parameters' deltas, from the innovation of the last outputs."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the last forward pass."""
+        ...
+
+    def get_outputs(self) -> tuple[FloatArray, FloatArray]:
+        """Return what the last forward pass returned."""
+        ...
+
+    def get_input_states(self) -> tuple[FloatArray, FloatArray]:
+        """Return the innovation of the last inputs, flat."""
+        ...
+
+    def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
+        """Set the innovation of the last outputs, flat."""
+        ...
+
+    def set_threads(self, count: int) -> None:
+        """Use this many threads."""
+        ...
+
+    def reset_lstm_states(self) -> None:
+        """Forget what LSTM layers remember."""
+        ...
+
+    def get_lstm_states(self) -> LSTMStates:
+        """Return what LSTM layers remember."""
+        ...
+
+    def set_lstm_states(self, states: LSTMStates) -> None:
+        """Let LSTM layers remember this."""
+        ...
+
+
+def choose(model: Any, replica: Replica, choice: Choice) -> Literal["engine", "torch"]:
+    """Return who computes ``model``.
+
+    "auto" takes torch if it is installed and knows every layer; if not, the engine, with a warning
+    that says why. Raises ValueError or ImportError when "torch" is asked for and cannot be had.
+    """
+    if choice not in ("auto", "engine", "torch"):
+        raise ValueError(f'compute is {choice!r}; use "auto", "engine" or "torch"')
+    if choice == "engine":
+        return "engine"
+    reason = _why_not_torch(model, replica)
+    if reason is None:
+        return "torch"
+    if choice == "torch":
+        raise ValueError(f'compute="torch" is not possible: {reason}; use compute="engine"')
+    warnings.warn(
+        f"the engine computes this network, 10 to 30 times slower than torch would: {reason}. "
+        'compute="engine" asks for it without this warning.',
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return "engine"
+
+
+def _why_not_torch(model: Any, replica: Replica) -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed (pip install 'tagi-ddp[torch]')"
+    if not isinstance(replica, InPlace):
+        return "the engine's memory cannot be used in place"
+    try:
+        verify_buffers()
+    except LayoutError as error:
+        return str(error)
+    from tagi_ddp.compute.network import unsupported
+
+    layers = unsupported(model)
+    return f"torch does not compute {', '.join(layers)} here" if layers else None
+
+
+def make_compute(
+    name: Literal["engine", "torch"], model: Any, replica: Replica, deltas: FloatArray | None
+) -> Compute:
+    """Return a `Compute`; torch's writes its deltas to ``deltas``, [means | variances]."""
+    if name == "engine":
+        from tagi_ddp.compute.on_engine import EngineCompute
+
+        return EngineCompute(model)
+    from tagi_ddp.compute.on_torch import TorchCompute
+
+    return TorchCompute(model, replica, deltas)

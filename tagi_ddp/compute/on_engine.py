@@ -1,0 +1,92 @@
+"""Forward and backward by the engine's own kernels."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tagi_ddp.compute import FloatArray, LSTMStates
+
+
+class EngineCompute:
+    """The model's own forward and backward."""
+
+    name: Literal["engine"] = "engine"
+
+    def __init__(self, model: Any) -> None:
+        """Compute ``model``."""
+        self._model = model
+        self._room = 0  # input elements for which the engine has buffers
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the last forward pass."""
+        return int(self._model._cpp_backend.z_buffer_block_size)
+
+    def forward(
+        self, mean: FloatArray, variance: FloatArray | None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Call the model's forward."""
+        self._make_room(mean.size)
+        outputs = self._model.forward(mean, variance)
+        self._room = max(self._room, mean.size)
+        return outputs
+
+    def backward(self) -> None:
+        """Call the model's backward."""
+        self._model.backward()
+
+    @property
+    def output_z_buffer(self) -> Any:
+        """The last outputs."""
+        return self._model.output_z_buffer
+
+    @output_z_buffer.setter
+    def output_z_buffer(self, value: Any) -> None:
+        self._model.output_z_buffer = value
+
+    @property
+    def input_delta_z_buffer(self) -> Any:
+        """Their innovation."""
+        return self._model.input_delta_z_buffer
+
+    @input_delta_z_buffer.setter
+    def input_delta_z_buffer(self, value: Any) -> None:
+        self._model.input_delta_z_buffer = value
+
+    def get_outputs(self) -> tuple[FloatArray, FloatArray]:
+        """Return the last outputs."""
+        return self._model.get_outputs()
+
+    def get_input_states(self) -> tuple[FloatArray, FloatArray]:
+        """Return the innovation of the last inputs."""
+        return self._model.get_input_states()
+
+    def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
+        """Set the innovation of the last outputs."""
+        self._model.set_delta_z(delta_mu, delta_var)
+
+    def set_threads(self, count: int) -> None:
+        """Set the engine's threads."""
+        self._model.set_threads(count)
+
+    def reset_lstm_states(self) -> None:
+        """Forget what LSTM layers remember."""
+        self._model.reset_lstm_states()
+
+    def get_lstm_states(self) -> LSTMStates:
+        """Return what LSTM layers remember."""
+        return self._model.get_lstm_states()
+
+    def set_lstm_states(self, states: LSTMStates) -> None:
+        """Let LSTM layers remember this."""
+        self._model.set_lstm_states(states)
+
+    def _make_room(self, size: int) -> None:
+        """Have the engine make new buffers for a batch greater than any before.
+
+        By itself it keeps some of the old ones, and writes beyond their ends.
+        """
+        engine = self._model._cpp_backend
+        if size > self._room and engine.z_buffer_block_size:
+            engine.z_buffer_size //= engine.z_buffer_block_size
+            engine.z_buffer_block_size = 0

@@ -1,0 +1,157 @@
+"""Forward and backward by torch's kernels, between numpy arrays and the engine's own buffers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from tagi_ddp.compute import FloatArray, LSTMStates
+from tagi_ddp.compute.network import Network
+from tagi_ddp.compute.states import Deltas, States
+from tagi_ddp.engine.adapter import Replica
+from tagi_ddp.engine.buffers import OutputBuffers
+
+
+class TorchCompute:
+    """A `Network` over the engine's memory; output updaters go on working on the buffers."""
+
+    name: Literal["torch"] = "torch"
+
+    def __init__(self, model: Any, replica: Replica, deltas: FloatArray) -> None:
+        """Compute ``model``, whose state is ``replica``; write deltas to [means | variances]."""
+        self._engine = model._cpp_backend
+        self._replica = replica
+        self._first = model._cpp_backend.layers[0]
+        self.network = Network(model, replica, torch.from_numpy(deltas))
+        self._buffers: OutputBuffers | None = None
+        self.states: States | None = None  # the last outputs
+        self.innovation: Deltas | None = None  # of them, if given on the device
+        self._input_innovation: Deltas | None = None
+        self._trained = False  # whether the last forward pass was one for training
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the last forward pass."""
+        return 0 if self.states is None else self.states.batch
+
+    @torch.inference_mode()
+    def forward(
+        self, mean: FloatArray, variance: FloatArray | None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Compute the outputs, and show them in the engine's buffers.
+
+        In training the inputs are copied: the caller may use its memory again before backward.
+        """
+        if self._replica.pull():
+            self.network.bind()
+        training = bool(self._first.training)
+        width = self.network.input_size
+        inputs = [
+            None if array is None else torch.from_numpy(array).view(-1, width)
+            for array in (mean, variance)
+        ]
+        if training:
+            inputs = [None if tensor is None else tensor.clone() for tensor in inputs]
+        assert inputs[0] is not None
+        self.states = self.network.forward(inputs[0], inputs[1], training)
+        self.innovation = None
+        self._trained = training
+        outputs = self.get_outputs()
+        self._show(*outputs)
+        return outputs
+
+    def _show(self, mean: FloatArray, variance: FloatArray) -> None:
+        assert self.states is not None
+        batch, width = self.states.batch, mean.size // self.states.batch
+        if self._buffers is None or (self._buffers.batch, self._buffers.width) != (batch, width):
+            self._buffers = OutputBuffers(batch, width)
+        self._buffers.write_states(mean, variance, _flat(self.states.jacobian_tensor()))
+
+    @torch.inference_mode()
+    def backward(self) -> None:
+        """Compute the deltas of all parameters."""
+        if not self._trained:
+            raise RuntimeError("backward() needs a forward() in training mode; call train() first")
+        assert self.states is not None
+        deltas = self.innovation
+        if deltas is None:
+            shape = self.states.mean.shape
+            parts = (
+                torch.from_numpy(part).view(shape) for part in self._need_buffers().innovation()
+            )
+            deltas = Deltas(*parts)
+        self._input_innovation = None
+        to_input = bool(self._engine.input_state_update)
+        below = self.network.backward(deltas, to_input)
+        if to_input:
+            self._input_innovation = below
+
+    def get_outputs(self) -> tuple[FloatArray, FloatArray]:
+        """Return means and variances of the last outputs, flat."""
+        if self.states is None:
+            raise RuntimeError("there are no outputs before a forward()")
+        return _flat(self.states.mean), _flat(self.states.variance_tensor())
+
+    def get_input_states(self) -> tuple[FloatArray, FloatArray]:
+        """Return the innovation of the last inputs, flat; needs ``input_state_update``."""
+        if self._input_innovation is None:
+            raise RuntimeError("set input_state_update to True before backward()")
+        return _flat(self._input_innovation.mean), _flat(self._input_innovation.variance)
+
+    @property
+    def output_z_buffer(self) -> Any:
+        """The last outputs in an object of the engine; None before the first forward."""
+        return self._buffers.states if self._buffers else None
+
+    @output_z_buffer.setter
+    def output_z_buffer(self, value: Any) -> None:
+        self._need_buffers().states = value
+
+    @property
+    def input_delta_z_buffer(self) -> Any:
+        """The outputs' innovation in an object of the engine; None before the first forward."""
+        return self._buffers.deltas if self._buffers else None
+
+    @input_delta_z_buffer.setter
+    def input_delta_z_buffer(self, value: Any) -> None:
+        self._need_buffers().deltas = value
+
+    def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
+        """Set the innovation of the last outputs."""
+        for view, values in zip(
+            self._need_buffers().innovation(), (delta_mu, delta_var), strict=True
+        ):
+            view[:] = values
+
+    def _need_buffers(self) -> OutputBuffers:
+        if self._buffers is None:
+            raise RuntimeError("there are no outputs before a forward()")
+        return self._buffers
+
+    def set_threads(self, count: int) -> None:
+        """Set torch's threads, which all of this process share, and the engine's."""
+        self._engine.set_threads(count)
+        torch.set_num_threads(count)
+
+    def reset_lstm_states(self) -> None:
+        """Forget what LSTM layers remember."""
+        for layer in self.network.lstms.values():
+            layer.reset_states()
+
+    def get_lstm_states(self) -> LSTMStates:
+        """Return what LSTM layers remember, by the layer's index."""
+        return {
+            index: tuple(_flat(part) for part in layer.get_states())
+            for index, layer in self.network.lstms.items()
+        }
+
+    def set_lstm_states(self, states: LSTMStates) -> None:
+        """Let LSTM layers remember this."""
+        for index, parts in states.items():
+            self.network.lstms[index].set_states(*parts)
+
+
+def _flat(tensor: torch.Tensor) -> FloatArray:
+    array: FloatArray = tensor.reshape(-1).numpy()
+    return array

@@ -1,0 +1,100 @@
+"""The windows of the engine's convolution and pooling layers, which it does not tell publicly.
+
+Kernel, stride and padding are read from the object's memory. As in `pointers`, the layout is an
+assumption about somebody else's binary, and is checked before it is relied upon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from tagi_ddp.engine.loader import load_engine
+from tagi_ddp.engine.pointers import LayoutError, address_of, verify_layout
+
+# Where {size_t kernel; int stride, padding_type, padding;} lies: after the base (344 bytes), and
+# in Conv2d after two gains and the name of the initialisation too.
+_OFFSETS = {"Conv2d": 384, "ConvTranspose2d": 376, "AvgPool2d": 344, "MaxPool2d": 344}
+
+
+@dataclass(frozen=True)
+class Window:
+    """A square window that slides over an image."""
+
+    kernel: int
+    stride: int
+    padding_type: int
+    padding: int
+
+    @property
+    def before(self) -> int:
+        """Rows above, and columns to the left of, the image; only type 1 pads there."""
+        return self.padding if self.padding_type == 1 else 0
+
+    @property
+    def after(self) -> int:
+        """Rows below, and columns to the right of, the image."""
+        return self.padding
+
+
+class _Fields(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_size_t),
+        ("stride", ctypes.c_int),
+        ("padding_type", ctypes.c_int),
+        ("padding", ctypes.c_int),
+    )
+
+
+def window_of(handle: Any) -> Window:
+    """Return the window of an engine's Conv2d, ConvTranspose2d, AvgPool2d or MaxPool2d.
+
+    Raises LayoutError when it is not where it should be, and ValueError for a padding that the
+    engine itself leaves undefined.
+    """
+    kind = type(handle).__name__
+    _verify(kind)
+    window = _read(handle)
+    small, large = handle.out_width, handle.in_width
+    if kind == "ConvTranspose2d":
+        small, large = large, small
+    if large and (small - 1) * window.stride != (
+        large + window.before + window.after - window.kernel
+    ):
+        raise LayoutError(f"the window of {handle.get_layer_info()} is not where it should be")
+    if window.padding and window.padding_type not in (1, 2):
+        raise ValueError(
+            f"{handle.get_layer_info()} has padding {window.padding} of type "
+            f"{window.padding_type}; use padding_type 1 (all sides) or 2 (right and bottom)"
+        )
+    return window
+
+
+def _read(handle: Any) -> Window:
+    address = address_of(handle) + _OFFSETS[type(handle).__name__]
+    fields = _Fields.from_address(address)
+    return Window(fields.kernel, fields.stride, fields.padding_type, fields.padding)
+
+
+@functools.cache
+def _verify(kind: str) -> None:
+    """Check where the fields lie on layers of our own; once per process."""
+    verify_layout()
+    load_engine()
+    import cutagi
+
+    for expected in (Window(5, 3, 2, 7), Window(11, 13, 1, 4)):
+        sizes = (1, 1) if kind.startswith("Conv") else ()
+        bias = (True,) if kind.startswith("Conv") else ()
+        layer = getattr(cutagi, kind)(
+            *sizes,
+            expected.kernel,
+            *bias,
+            expected.stride,
+            expected.padding,
+            expected.padding_type,
+        )
+        if _read(layer) != expected:
+            raise LayoutError(f"{kind}'s window is not where it should be")

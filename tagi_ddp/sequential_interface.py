@@ -1,0 +1,107 @@
+"""What a wrapped network has in common with pytagi's Sequential: all that is no collective call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp.compute import Compute, LSTMStates
+
+FloatArray = NDArray[np.float32]
+
+
+class SequentialInterface:
+    """pytagi's methods and properties, on whatever computes.
+
+    What is not here, like ``layers`` or ``get_layer_stack_info``, is the model's own.
+    """
+
+    model: Any
+    compute: Compute
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the model has."""
+        if name.startswith("_") or name in ("model", "compute"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.model, name)
+
+    def train(self) -> None:
+        """Set the network to training mode."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """Set the network to evaluation mode."""
+        self.model.eval()
+
+    def set_threads(self, num_threads: int) -> None:
+        """Compute with this many threads; torch's are shared by the whole process."""
+        self.compute.set_threads(num_threads)
+
+    def get_outputs(self) -> tuple[FloatArray, FloatArray]:
+        """Return means and variances of the last forward pass's outputs, each flat."""
+        return self.compute.get_outputs()
+
+    def output_to_host(self) -> None:
+        """Copy the outputs from the device to the host; nothing to do on the CPU."""
+        self.model.output_to_host()
+
+    def get_device_with_index(self) -> str:
+        """Return the replica's device, like "cpu:0" or "cuda:1"."""
+        device = str(self.model.device)
+        return device if ":" in device else f"{device}:0"
+
+    @property
+    def output_z_buffer(self) -> Any:
+        """The output hidden states of the last forward pass."""
+        return self.compute.output_z_buffer
+
+    @output_z_buffer.setter
+    def output_z_buffer(self, value: Any) -> None:
+        self.compute.output_z_buffer = value
+
+    @property
+    def input_delta_z_buffer(self) -> Any:
+        """The innovation of the outputs, from which backward starts."""
+        return self.compute.input_delta_z_buffer
+
+    @input_delta_z_buffer.setter
+    def input_delta_z_buffer(self, value: Any) -> None:
+        self.compute.input_delta_z_buffer = value
+
+    def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
+        """Set the innovation of the outputs: means and variances, each flat."""
+        self.compute.set_delta_z(delta_mu, delta_var)
+
+    @property
+    def input_state_update(self) -> bool:
+        """Whether backward computes the innovation of the inputs too."""
+        return bool(self.model.input_state_update)
+
+    @input_state_update.setter
+    def input_state_update(self, value: bool) -> None:
+        self.model.input_state_update = value
+
+    def get_input_states(self) -> tuple[FloatArray, FloatArray]:
+        """Return the innovation of the last inputs: means and variances, each flat."""
+        return self.compute.get_input_states()
+
+    def reset_lstm_states(self) -> None:
+        """Forget what LSTM layers remember of the batches before."""
+        self.compute.reset_lstm_states()
+
+    def get_lstm_states(self) -> LSTMStates:
+        """Return what LSTM layers remember, by the layer's index.
+
+        Each entry holds means and variances of the outputs, then of the cells, flat.
+        """
+        return self.compute.get_lstm_states()
+
+    def set_lstm_states(self, states: LSTMStates) -> None:
+        """Let LSTM layers remember what `get_lstm_states` has returned."""
+        self.compute.set_lstm_states(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters by layer: (mu_w, var_w, mu_b, var_b)."""
+        return self.model.state_dict()
