@@ -10,13 +10,19 @@ from torch import Tensor
 
 from tagi_ddp.compute.activations import ReLU
 from tagi_ddp.compute.blocks import Chain
+from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
+from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.adapter import Replica
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
     "Linear": Linear,
+    "Conv2d": Conv2d,
+    "ConvTranspose2d": ConvTranspose2d,
+    "AvgPool2d": AvgPool2d,
+    "MaxPool2d": MaxPool2d,
     "ReLU": ReLU,
 }
 

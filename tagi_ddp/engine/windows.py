@@ -57,6 +57,11 @@ def window_of(handle: Any) -> Window:
     kind = type(handle).__name__
     _verify(kind)
     window = _read(handle)
+    if window.padding_type not in (1, 2) and (window.padding or kind == "ConvTranspose2d"):
+        raise ValueError(
+            f"{handle.get_layer_info()} has padding {window.padding} of type "
+            f"{window.padding_type}; use padding_type 1 (all sides) or 2 (right and bottom)"
+        )
     small, large = handle.out_width, handle.in_width
     if kind == "ConvTranspose2d":
         small, large = large, small
@@ -64,11 +69,6 @@ def window_of(handle: Any) -> Window:
         large + window.before + window.after - window.kernel
     ):
         raise LayoutError(f"the window of {handle.get_layer_info()} is not where it should be")
-    if window.padding and window.padding_type not in (1, 2):
-        raise ValueError(
-            f"{handle.get_layer_info()} has padding {window.padding} of type "
-            f"{window.padding_type}; use padding_type 1 (all sides) or 2 (right and bottom)"
-        )
     return window
 
 
