@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tagi_ddp.compute.activations import Activation
 from tagi_ddp.compute.layer import Layer
-from tagi_ddp.compute.states import Deltas, States
+from tagi_ddp.compute.states import Deltas, Jacobian, States, scale
 
 
 class Chain(Layer):
-    """Layers in a row: a LayerBlock, or a whole network."""
+    """Layers in a row: a whole network, or what is in a block."""
 
     def __init__(self, handle: Any, layers: Sequence[Layer]) -> None:
         """Take the layers in order."""
@@ -37,3 +40,87 @@ class Chain(Layer):
         for layer in self._layers[:0:-1]:
             deltas = layer.backward(deltas, True)
         return self._layers[0].backward(deltas, to_input)
+
+
+class LayerBlock(Chain):
+    """The engine's chain, whose backward leaves its first layer out in two cases.
+
+    In a block of one layer, and where the input's innovation is not needed, the first layer's
+    parameters get no deltas: theirs stay as they are.
+    """
+
+    def forward(self, states: States, training: bool) -> States:
+        """Call one after the other."""
+        self._input = states.mean.shape
+        return super().forward(states, training)
+
+    def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
+        """Call one after the other, the last one first; one layer alone is passed by."""
+        if len(self._layers) == 1:
+            # The engine hands on the buffer as it is, whatever the size of the input.
+            return Deltas(
+                _resized(deltas.mean, self._input), _resized(deltas.variance, self._input)
+            )
+        if to_input:
+            return super().backward(deltas, True)
+        for layer in self._layers[:0:-1]:
+            deltas = layer.backward(deltas, True)
+        return deltas
+
+
+class ResNetBlock(Layer):
+    """A main block plus a shortcut, a layer or nothing: z = main(a) + shortcut(a).
+
+    The two are taken as independent. The jacobian of an activation at their end is lost, as in
+    the engine.
+    """
+
+    def __init__(self, handle: Any, main: Layer, shortcut: Layer | None) -> None:
+        """Take both branches; ``shortcut`` None is the identity."""
+        super().__init__(handle)
+        self._main, self._shortcut = main, shortcut
+        self._jacobian: Jacobian | None = None
+
+    def parts(self) -> list[Layer]:
+        """Return the layers inside, the main block's first."""
+        return self._main.parts() + ([] if self._shortcut is None else self._shortcut.parts())
+
+    def forward(self, states: States, training: bool) -> States:
+        """Add the branches' means, and their variances."""
+        self._jacobian = states.jacobian if training and self._shortcut is None else None
+        main, other = self._main.forward(states, training), states
+        if self._shortcut is not None:
+            other = self._shortcut.forward(states, training)
+        in_place = not self._main.keeps_output
+        mean = _sum(main.mean, other.mean, in_place)
+        if main.variance is None or other.variance is None:
+            variance = other.variance if main.variance is None else main.variance
+        else:
+            variance = _sum(main.variance, other.variance, in_place)
+        return States(mean, variance)
+
+    def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
+        """Give both branches the innovation; add what they return."""
+        copy = Deltas(deltas.mean.clone(), deltas.variance.clone())
+        below = self._main.backward(deltas, to_input)
+        if self._shortcut is None:
+            other = scale(self._jacobian, copy)
+        else:
+            other = self._shortcut.backward(copy, to_input)
+        if not to_input:
+            return below
+        return Deltas(
+            _sum(below.mean, other.mean, in_place=True),
+            _sum(below.variance, other.variance, in_place=True),
+        )
+
+
+def _sum(a: Tensor, b: Tensor, in_place: bool) -> Tensor:
+    b = b.view_as(a)
+    return a.add_(b) if in_place else a + b
+
+
+def _resized(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return the first elements in another shape, zeros after the last."""
+    flat = tensor.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, shape.numel() - flat.numel())).view(shape)

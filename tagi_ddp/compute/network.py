@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.compute.activations import ReLU
-from tagi_ddp.compute.blocks import Chain
+from tagi_ddp.compute.blocks import Chain, LayerBlock, ResNetBlock
 from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
+from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.adapter import Replica
@@ -23,6 +24,8 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
     "ConvTranspose2d": ConvTranspose2d,
     "AvgPool2d": AvgPool2d,
     "MaxPool2d": MaxPool2d,
+    "BatchNorm2d": BatchNorm2d,
+    "LayerNorm": LayerNorm,
     "ReLU": ReLU,
 }
 
@@ -36,7 +39,10 @@ def _build(handle: Any) -> Layer:
     """Return the layer that computes what an engine's layer does."""
     kind = _kind(handle)
     if kind == "LayerBlock":
-        return Chain(handle, [_build(layer) for layer in handle.layers])
+        return LayerBlock(handle, [_build(layer) for layer in handle.layers])
+    if kind == "ResNetBlock":
+        shortcut = None if handle.shortcut is None else _build(handle.shortcut)
+        return ResNetBlock(handle, _build(handle.main_block), shortcut)
     return _KINDS[kind](handle)
 
 
@@ -62,7 +68,14 @@ class Network:
             biases = None
             if count:
                 biases = self._gaussians((offset, count), arrays["mu_b"], arrays["var_b"])
-            parts[id(layer.handle)].bind(weights, biases)
+            part = parts[id(layer.handle)]
+            part.bind(weights, biases)
+            if isinstance(part, BatchNorm2d):
+                part.bind_statistics(
+                    torch.from_numpy(arrays["mu_ra"]),
+                    torch.from_numpy(arrays["var_ra"]),
+                    arrays["first_batch"],
+                )
 
     def _gaussians(self, block: tuple[int, int], mu: Any, var: Any) -> Gaussians:
         offset, count = block

@@ -18,8 +18,6 @@ from tagi_ddp import _backend
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 
-FloatArray = NDArray[np.float32]
-
 
 class Replica(Protocol):
     """The state of one Sequential on the host."""
@@ -46,8 +44,11 @@ class Replica(Protocol):
         """
         ...
 
-    def arrays(self) -> list[dict[str, FloatArray]]:
-        """Return views of means and variances by `PARAMETERS`, for each layer."""
+    def arrays(self) -> list[dict[str, NDArray[Any]]]:
+        """Return views of means and variances by `PARAMETERS`, for each layer.
+
+        And, for BatchNorm2d, of its running averages "mu_ra" and "var_ra", and of "first_batch".
+        """
         ...
 
 
@@ -118,10 +119,17 @@ class InPlace:
                 views += [(layer.name, array) for array in (mean, var, first)]
         return views
 
-    def arrays(self) -> list[dict[str, FloatArray]]:
+    def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return views of the engine's vectors."""
-        memories = map(_backend.engine_layer, self._addresses)
-        return [{name: memory.vector(name) for name in PARAMETERS} for memory in memories]
+        all_arrays: list[dict[str, NDArray[Any]]] = []
+        for layer, address in zip(self.layers, self._addresses, strict=True):
+            memory = _backend.engine_layer(address)
+            arrays = {name: memory.vector(name) for name in PARAMETERS}
+            if layer.kind == "BatchNorm2d":
+                mean, var, _, _, first = _backend.batch_norm_statistics(address)
+                arrays |= {"mu_ra": mean, "var_ra": var, "first_batch": first}
+            all_arrays.append(arrays)
+        return all_arrays
 
 
 class Copied:
@@ -132,7 +140,7 @@ class Copied:
         self.layers: list[Layer] = []
         self.parameters = _backend.Parameters()
         self.statistics = _backend.RunningStatistics()
-        self._arrays: list[dict[str, FloatArray]] = []
+        self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []
         for layer in walk(model):
             arrays = {
@@ -177,6 +185,6 @@ class Copied:
             for name in PARAMETERS
         ]
 
-    def arrays(self) -> list[dict[str, FloatArray]]:
+    def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return the copies."""
         return self._arrays
