@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -200,9 +201,18 @@ void bind_update(nb::module_& module) {
             },
             "(offset, count) of each layer's weights and biases in the flat sequence.")
         .def_prop_ro("size", &Parameters::size)
-        .def("first_not_finite", &Parameters::first_not_finite,
-             nb::call_guard<nb::gil_scoped_release>(),
-             "The name of the first layer with a delta that is NaN or infinite, or \"\".")
+        .def(
+            "first_not_finite",
+            [](const Parameters& self, size_t begin, std::optional<size_t> end) {
+                const size_t last = end.value_or(self.size());
+                if (begin > last || last > self.size())
+                    throw nb::value_error("no such range of parameters");
+                nb::gil_scoped_release unlocked;
+                return self.first_not_finite(begin, last - begin);
+            },
+            "begin"_a = 0, "end"_a = nb::none(),
+            "The name of the first layer with a delta in the flat range that is NaN or infinite, "
+            "or \"\".")
         .def_prop_ro("negative_variances", &Parameters::negative_variances,
                      "How many variances of each layer's weights the last step found not positive.")
         .def(

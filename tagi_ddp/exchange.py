@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -15,20 +15,39 @@ from tagi_ddp._backend import (
     update,
 )
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.communicator import Work
 
 # Over shared memory every rank reads every other's deltas; with more ranks than this it is less
 # work to let each reduce its share of a bucket for all.
 _MOST_FUSED_RANKS = 4
+# Over MPI and gloo, two or more parts of this size are reduced while backward goes on; parts of 1
+# to 16 MB took the same time, and a single part gains nothing.
+_PART_BYTES = 4 << 20
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Exchanges the deltas of all ranks and applies them; nothing is applied if a rank refuses."""
 
+    # Those that do not begin before the step have nothing to do here.
+
+    def discard(self) -> None:  # noqa: B027
+        """Forget the deltas that were started: backward is about to write new ones."""
+
+    def start(self, parameters: Parameters, begin: int) -> None:  # noqa: B027
+        """Tell that all deltas from ``begin`` on, in the flat sequence, are what they will be."""
+
+    def start_nothing(self) -> None:  # noqa: B027
+        """Tell that this rank has no deltas for the next step."""
+
+    def first_not_finite(self, parameters: Parameters) -> str:
+        """Return the name of the first layer with an own delta that is NaN or infinite, or ""."""
+        return parameters.first_not_finite()
+
+    @abstractmethod
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
     ) -> Agreement:
         """Return what the ranks agreed on; `Agreement.applies` tells whether it was applied."""
-        ...
 
 
 def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarray:
@@ -44,26 +63,35 @@ def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarra
     return np.zeros(size, np.float32)
 
 
-def make_exchange(communicator: Communicator, bucket: np.ndarray | None = None) -> Exchange:
+def make_exchange(
+    communicator: Communicator, parameters: Parameters, bucket: np.ndarray | None = None
+) -> Exchange:
     """Return the fastest exchange for a communicator.
 
     ``bucket`` is where the parameters' deltas lie, if not in the engine's layers.
     """
     if communicator.size == 1:
-        return _alone
+        return _Alone()
     if isinstance(communicator, ShmCommunicator) and communicator.size <= _MOST_FUSED_RANKS:
         return _Fused(communicator)
-    return _Bucket(communicator, bucket)
+    if bucket is None or 8 * parameters.size < 2 * _PART_BYTES:
+        return _Bucket(communicator, bucket)
+    return _Overlapped(communicator, parameters, bucket)
 
 
-def _alone(parameters: Parameters, contribution: Contribution, average: bool) -> Agreement:
-    agreement = Agreement([contribution])
-    if agreement.applies:
-        parameters.apply_own(agreement.cap(average))
-    return agreement
+class _Alone(Exchange):
+    """A world of one."""
+
+    def __call__(
+        self, parameters: Parameters, contribution: Contribution, average: bool
+    ) -> Agreement:
+        agreement = Agreement([contribution])
+        if agreement.applies:
+            parameters.apply_own(agreement.cap(average))
+        return agreement
 
 
-class _Fused:
+class _Fused(Exchange):
     """Over shared memory, in cache-sized chunks, in one call."""
 
     def __init__(self, communicator: ShmCommunicator) -> None:
@@ -75,7 +103,7 @@ class _Fused:
         return update(self._communicator, parameters, contribution, average)
 
 
-class _Bucket:
+class _Bucket(Exchange):
     """Over any communicator: agree, reduce one bucket of all deltas, apply it."""
 
     def __init__(self, communicator: Communicator, bucket: np.ndarray | None = None) -> None:
@@ -86,29 +114,96 @@ class _Bucket:
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
     ) -> Agreement:
-        words = np.array(
-            [contribution.batch, contribution.finite, contribution.joined], dtype=np.int64
-        )
-        everyone = np.empty(3 * self._communicator.size, np.int64)
-        self._communicator.all_gather(words, everyone)
-        agreement = Agreement(
-            [
-                Contribution(int(batch), bool(finite), bool(joined))
-                for batch, finite, joined in everyone.reshape(-1, 3)
-            ]
-        )
+        agreement = _agree(self._communicator, contribution)
         if not agreement.applies:
             return agreement
         if self._bucket is None:
             self._bucket = make_bucket(self._communicator, parameters)
-        bucket = self._bucket
         if contribution.batch == 0:
-            bucket.fill(0)
+            self._bucket.fill(0)
         elif not self._in_place:
-            parameters.pack(bucket)
-        self._communicator.all_reduce(bucket)
-        parameters.apply(bucket, agreement.divisor(average), agreement.cap(average))
+            parameters.pack(self._bucket)
+        self._communicator.all_reduce(self._bucket)
+        parameters.apply(self._bucket, agreement.divisor(average), agreement.cap(average))
         return agreement
+
+
+class _Overlapped(Exchange):
+    """Over any communicator, for deltas that lie in a bucket: reduce each part when it is complete.
+
+    Backward completes the last layers first, so the parts run from the bucket's end. A part is
+    reduced in place, before the ranks agree: it is applied, or not, after that.
+    """
+
+    def __init__(
+        self, communicator: Communicator, parameters: Parameters, bucket: np.ndarray
+    ) -> None:
+        self._communicator = communicator
+        self._bucket = bucket
+        self._parts = split(parameters, _PART_BYTES)
+        self._works: list[Work] = []
+        self._culprit = ""
+
+    def discard(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._culprit = ""
+
+    def start(self, parameters: Parameters, begin: int) -> None:
+        for first, end in self._parts[len(self._works) // 2 :]:
+            if first < begin:
+                return
+            self._culprit = self._culprit or parameters.first_not_finite(first, end)
+            self._reduce(first, end)
+
+    def start_nothing(self) -> None:
+        self.discard()
+        self._bucket.fill(0)
+        for first, end in self._parts:
+            self._reduce(first, end)
+
+    def _reduce(self, first: int, end: int) -> None:
+        for half in self._bucket.reshape(2, -1):
+            self._works.append(self._communicator.all_reduce(half[first:end], async_op=True))
+
+    def first_not_finite(self, parameters: Parameters) -> str:
+        self.start(parameters, 0)
+        return self._culprit
+
+    def __call__(
+        self, parameters: Parameters, contribution: Contribution, average: bool
+    ) -> Agreement:
+        if not self._works:
+            self.start_nothing()
+        agreement = _agree(self._communicator, contribution)
+        self.discard()
+        if agreement.applies:
+            parameters.apply(self._bucket, agreement.divisor(average), agreement.cap(average))
+        return agreement
+
+
+def split(parameters: Parameters, size: int) -> list[tuple[int, int]]:
+    """Return parts of the flat sequence, the last first: whole layers, at least ``size`` bytes."""
+    layers = [begin for begin, _ in parameters.blocks[::2]]
+    parts, end = [], parameters.size
+    for begin in reversed(layers):
+        if 2 * 4 * (end - begin) >= size or begin == 0:
+            parts.append((begin, end))
+            end = begin
+    return parts
+
+
+def _agree(communicator: Communicator, contribution: Contribution) -> Agreement:
+    words = np.array([contribution.batch, contribution.finite, contribution.joined], dtype=np.int64)
+    everyone = np.empty(3 * communicator.size, np.int64)
+    communicator.all_gather(words, everyone)
+    return Agreement(
+        [
+            Contribution(int(batch), bool(finite), bool(joined))
+            for batch, finite, joined in everyone.reshape(-1, 3)
+        ]
+    )
 
 
 class StatisticsExchange:

@@ -115,7 +115,7 @@ class DDPSequential(SequentialInterface):
         self.compute = make_compute(chosen, self.model, self._replica, bucket)
         self._set_threads()
         copy_from_rank_0(self.communicator, self._replica)
-        self._exchange = make_exchange(self.communicator, bucket)
+        self._exchange = make_exchange(self.communicator, self._replica.parameters, bucket)
         self._exchange_statistics = StatisticsExchange(self.communicator, self._replica.statistics)
 
     def _set_threads(self) -> None:
@@ -182,9 +182,13 @@ class DDPSequential(SequentialInterface):
             if self._forward_samples and self._accumulating and self._delta_samples:
                 self._save_deltas()
             if self._forward_samples:
-                self.compute.backward()
+                self._exchange.discard()
+                self.compute.backward(None if self._accumulating else self._started)
                 self._delta_samples = self._forward_samples
-            elif not (self._accumulating and self._delta_samples):
+            elif not self._accumulating:
+                self._exchange.start_nothing()
+                self._delta_samples = 0
+            elif not self._delta_samples:
                 self._delta_samples = 0
             self._forward_samples = None
 
@@ -300,14 +304,18 @@ class DDPSequential(SequentialInterface):
             self.communicator.abort(f"{type(error).__name__}: {error}")
         self.close()
 
+    def _started(self, begin: int) -> None:
+        self._exchange.start(self._replica.parameters, begin)
+
     # --- stepping -----------------------------------------------------------------------------
 
     def _update(self, samples: int, joined: bool = False) -> bool:
         """Take part in one update of all ranks; return whether all have joined. Pull before."""
         with self._or_abort():
-            culprit = self._replica.parameters.first_not_finite() if samples else ""
+            parameters = self._replica.parameters
+            culprit = self._exchange.first_not_finite(parameters) if samples else ""
             agreement = self._exchange(
-                self._replica.parameters, Contribution(samples, not culprit, joined), self.average
+                parameters, Contribution(samples, not culprit, joined), self.average
             )
             if agreement.applies:
                 self._replica.push()

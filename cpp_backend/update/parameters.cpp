@@ -98,14 +98,15 @@ void Parameters::place_deltas(float* bucket) {
     for (size_t i = 0; i < blocks_.size(); ++i) replace(i, blocks_[i]);
 }
 
-std::string Parameters::first_not_finite() const {
-    for (size_t i = 0; i < blocks_.size(); ++i) {
-        const Block& block = blocks_[i];
-        if (!all_finite(block.delta_mu, block.count) || !all_finite(block.delta_var, block.count)) {
-            return names_[i / 2];
+std::string Parameters::first_not_finite(size_t begin, size_t length) const {
+    std::string name;
+    visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t) {
+        if (name.empty() && !(all_finite(block.delta_mu + first, count) &&
+                              all_finite(block.delta_var + first, count))) {
+            name = names_[static_cast<size_t>(&block - blocks_.data()) / 2];
         }
-    }
-    return {};
+    });
+    return name;
 }
 
 std::vector<int32_t> Parameters::negative_variances() const {

@@ -56,8 +56,9 @@ class Parameters {
         }
     }
 
-    // The name of the first layer with a delta that is NaN or infinite; empty when there is none.
-    std::string first_not_finite() const;
+    // The name of the first layer with a delta in the flat range [begin, begin + length) that is
+    // NaN or infinite; empty when there is none.
+    std::string first_not_finite(size_t begin, size_t length) const;
     // The negative variances that the last step met, by layer.
     std::vector<int32_t> negative_variances() const;
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -33,8 +34,11 @@ class Compute(Protocol):
         """Return means and variances of the outputs, flat, of inputs, flat; None: exact ones."""
         ...
 
-    def backward(self) -> None:
-        """Write the parameters' deltas, from the innovation of the last outputs."""
+    def backward(self, done: Callable[[int], None] | None = None) -> None:
+        """Write the parameters' deltas, from the innovation of the last outputs.
+
+        Calls ``done(begin)`` whenever all deltas from ``begin`` on, in the flat sequence, are there.
+        """
         ...
 
     @property

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.compute.activations import ReLU
+from tagi_ddp.compute.activations import (
+    EvenExp,
+    LeakyReLU,
+    MixtureReLU,
+    MixtureSigmoid,
+    MixtureTanh,
+    ReLU,
+    Sigmoid,
+    Softplus,
+    Tanh,
+)
 from tagi_ddp.compute.blocks import Chain, LayerBlock, ResNetBlock
 from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
+from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.adapter import Replica
 
@@ -27,6 +38,17 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
     "BatchNorm2d": BatchNorm2d,
     "LayerNorm": LayerNorm,
     "ReLU": ReLU,
+    "Sigmoid": Sigmoid,
+    "Tanh": Tanh,
+    "LeakyReLU": LeakyReLU,
+    "MixtureReLU": MixtureReLU,
+    "MixtureSigmoid": MixtureSigmoid,
+    "MixtureTanh": MixtureTanh,
+    "MixtureSoftplus": Softplus,  # the engine's name for what it computes so
+    "EvenExp": EvenExp,
+    "Softmax": Softmax,
+    "Remax": Remax,
+    "ClosedFormSoftmax": ClosedFormSoftmax,
 }
 
 
@@ -53,7 +75,8 @@ class Network:
         """Build the layers; ``deltas`` is [means | variances], float32."""
         self._replica = replica
         self._deltas = deltas
-        self._chain = Chain(None, [_build(layer) for layer in model._cpp_backend.layers])
+        self._layers = [_build(layer) for layer in model._cpp_backend.layers]
+        self._chain = Chain(None, self._layers)
         #: the number of elements of one sample of the input
         self.input_size = self._chain.parts()[0].input_size
         self.bind()
@@ -76,22 +99,46 @@ class Network:
                     torch.from_numpy(arrays["var_ra"]),
                     arrays["first_batch"],
                 )
+        self._begins = self._find_begins()
+
+    def _find_begins(self) -> list[int]:
+        """Return for each layer where its parameters, or those of the next that has some, begin."""
+        parameters = self._replica.parameters
+        begins = [begin for begin, _ in parameters.blocks[::2]]
+        handles = [id(layer.handle) for layer in self._replica.layers]
+        by_handle = dict(zip(handles, begins, strict=True))
+        result, next_begin = [], parameters.size
+        for layer in reversed(self._layers):
+            own = [by_handle.get(id(part.handle), parameters.size) for part in layer.parts()]
+            next_begin = min([next_begin, *own])
+            result.append(next_begin)
+        return result[::-1]
 
     def _gaussians(self, block: tuple[int, int], mu: Any, var: Any) -> Gaussians:
         offset, count = block
         means, variances = self._deltas.chunk(2)
         part = slice(offset, offset + count)
-        return Gaussians(
-            torch.from_numpy(mu), torch.from_numpy(var), means[part], variances[part]
-        )
+        return Gaussians(torch.from_numpy(mu), torch.from_numpy(var), means[part], variances[part])
 
     def forward(self, mean: Tensor, variance: Tensor | None, training: bool) -> States:
         """Return the outputs, [batch, outputs], of inputs [batch, inputs]."""
         return self._chain.forward(States(mean, variance), training)
 
-    def backward(self, deltas: Deltas, to_input: bool = False) -> Deltas:
-        """Write all parameters' deltas; return the innovation of the inputs if asked for."""
-        return self._chain.backward(deltas, to_input)
+    def backward(
+        self,
+        deltas: Deltas,
+        to_input: bool = False,
+        done: Callable[[int], None] | None = None,
+    ) -> Deltas:
+        """Write all parameters' deltas; return the innovation of the inputs if asked for.
+
+        Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
+        """
+        for layer, begin in zip(self._layers[::-1], self._begins[::-1], strict=True):
+            deltas = layer.backward(deltas, to_input or layer is not self._layers[0])
+            if done is not None:
+                done(begin)
+        return deltas
 
 
 def _kind(handle: Any) -> str:

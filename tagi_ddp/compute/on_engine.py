@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from tagi_ddp.compute import FloatArray, LSTMStates
@@ -31,9 +32,11 @@ class EngineCompute:
         self._room = max(self._room, mean.size)
         return outputs
 
-    def backward(self) -> None:
-        """Call the model's backward."""
+    def backward(self, done: Callable[[int], None] | None = None) -> None:
+        """Call the model's backward, which tells nothing before its end."""
         self._model.backward()
+        if done is not None:
+            done(0)
 
     @property
     def output_z_buffer(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -69,8 +70,8 @@ class TorchCompute:
         self._buffers.write_states(mean, variance, _flat(self.states.jacobian_tensor()))
 
     @torch.inference_mode()
-    def backward(self) -> None:
-        """Compute the deltas of all parameters."""
+    def backward(self, done: Callable[[int], None] | None = None) -> None:
+        """Compute the deltas of all parameters; ``done(begin)`` after each layer that has some."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
         assert self.states is not None
@@ -83,7 +84,7 @@ class TorchCompute:
             deltas = Deltas(*parts)
         self._input_innovation = None
         to_input = bool(self._engine.input_state_update)
-        below = self.network.backward(deltas, to_input)
+        below = self.network.backward(deltas, to_input, done)
         if to_input:
             self._input_innovation = below
 
