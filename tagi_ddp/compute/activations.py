@@ -1,16 +1,31 @@
-"""Activations: functions of each element's Gaussian, linearized at its mean.
+"""Activations: functions of each element's Gaussian.
 
 An activation has no backward of its own: the layer above it carries innovations through its
-jacobian.
+jacobian. The linearized ones follow Goulet, Nguyen, Amiri, Tractable approximate Gaussian inference
+for Bayesian neural networks, JMLR 22 (2021); the mixtures are the moments of a piecewise linear
+function of a Gaussian, computed in the engine's order, since its rounding errors are what most of a
+small variance consists of.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tagi_ddp.compute.layer import Layer
-from tagi_ddp.compute.states import Deltas, Rectified, States
+from tagi_ddp.compute.states import Deltas, Dense, Rectified, States
+
+#: The least mean and variance of mixtures. 0-dim, so that it goes with tensors of any device.
+LEAST = torch.tensor(1e-6)
+
+_LEAKY_SLOPE = 0.1  # the engine has no other
+
+# Multiplies its first argument by the derivative at an output, into ``out``.
+_Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Activation(Layer):
@@ -43,3 +58,190 @@ def _where_positive(mean: Tensor, variance: Tensor | None, in_place: bool) -> Te
     if in_place:
         return threshold.grad_input(variance, mean, 0.0, grad_input=variance)
     return threshold(variance, mean, 0.0)
+
+
+@dataclass(slots=True)
+class _OfOutput:
+    """A derivative that is a function of the activation's output; not stored."""
+
+    output: Tensor
+    multiply: _Multiply
+
+    def scale(self, deltas: Deltas) -> Deltas:
+        """Multiply the mean by the derivative, the variance by its square."""
+        output = self.output.view_as(deltas.mean)
+        self.multiply(deltas.mean, output, deltas.mean)
+        self.square(deltas.variance, output, deltas.variance)
+        return deltas
+
+    def square(self, tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
+        """Multiply by the square of the derivative."""
+        self.multiply(tensor, output, out)
+        return self.multiply(out, output, out)
+
+    def tensor(self) -> Tensor:
+        """Return the derivative."""
+        ones = torch.ones_like(self.output)
+        return self.multiply(ones, self.output, ones)
+
+
+class _Linearized(Activation):
+    """f(z) at the mean; variance by the square of the derivative, which the output tells."""
+
+    keeps_output = True
+    _function: Callable[..., Tensor]
+    _multiply: _Multiply
+
+    def forward(self, states: States, training: bool) -> States:
+        """Apply the function."""
+        mean, variance = states.mean, states.variance
+        kind = type(self)
+        output = kind._function(mean, out=mean if self.in_place else torch.empty_like(mean))
+        jacobian = _OfOutput(output, kind._multiply)
+        if variance is not None:
+            out = variance if self.in_place else torch.empty_like(variance)
+            variance = jacobian.square(variance, output, out)
+        return States(output, variance, jacobian)
+
+
+def _by_sigmoid(tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward.grad_input(tensor, output, grad_input=out)
+
+
+def _by_tanh(tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
+    return torch.ops.aten.tanh_backward.grad_input(tensor, output, grad_input=out)
+
+
+def _by_leaky(tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
+    backward = torch.ops.aten.leaky_relu_backward.grad_input
+    return backward(tensor, output, _LEAKY_SLOPE, True, grad_input=out)
+
+
+def _leaky(mean: Tensor, out: Tensor) -> Tensor:
+    return torch.ops.aten.leaky_relu.out(mean, _LEAKY_SLOPE, out=out)
+
+
+class Sigmoid(_Linearized):
+    """1 / (1 + exp(-z))."""
+
+    _function = staticmethod(torch.sigmoid)
+    _multiply = staticmethod(_by_sigmoid)
+
+
+class Tanh(_Linearized):
+    """tanh(z)."""
+
+    _function = staticmethod(torch.tanh)
+    _multiply = staticmethod(_by_tanh)
+
+
+class LeakyReLU(_Linearized):
+    """z, or a tenth of it where it is negative."""
+
+    _function = staticmethod(_leaky)
+    _multiply = staticmethod(_by_leaky)
+
+
+class Softplus(Activation):
+    """log(1 + exp(z)), linearized; overflows and cancels where the engine's does."""
+
+    def forward(self, states: States, training: bool) -> States:
+        """Apply the function."""
+        mean, variance = states.mean, states.variance
+        slope = mean.sigmoid()
+        output = torch.exp(mean, out=mean if self.in_place else None).add_(1).log_()
+        if variance is not None:
+            variance = (slope * variance).mul_(slope)
+        return States(output, variance, Dense(slope))
+
+
+class MixtureReLU(Activation):
+    """max(0, z), by its moments; the jacobian is the probability that z is positive."""
+
+    def forward(self, states: States, training: bool) -> States:
+        """Rectify."""
+        mean, variance, probability = rectified_moments(states.mean, states.variance_tensor())
+        return States(mean, variance, Dense(probability))
+
+
+class MixtureTanh(Activation):
+    """z between -1 and 1, by its moments."""
+
+    def forward(self, states: States, training: bool) -> States:
+        """Clip."""
+        mean, variance, slope = _clipped_moments(states.mean, states.variance_tensor())
+        return States(mean, _at_least(variance), Dense(slope))
+
+
+class MixtureSigmoid(Activation):
+    """(1 + z) / 2 between 0 and 1, by its moments."""
+
+    def forward(self, states: States, training: bool) -> States:
+        """Clip, then halve and shift."""
+        mean, variance, slope = _clipped_moments(states.mean, states.variance_tensor())
+        variance = _at_least(variance.div_(4))
+        return States(mean.div_(2).add_(0.5), variance, Dense(slope.div_(2)))
+
+
+class EvenExp(Activation):
+    """Elements alternate: one stays as it is, the next becomes exp(z), log-normal.
+
+    They are counted through the batch, so an odd number of outputs swaps them in every other
+    sample, as in the engine. Those that stay keep the jacobian that they came with; that of the
+    others is the covariance of z and exp(z), not divided by the variance: as the engine has it.
+    """
+
+    def forward(self, states: States, training: bool) -> States:
+        """Exponentiate every other element."""
+        shape = states.mean.shape
+        mean = states.mean.reshape(-1).clone()
+        variance = states.variance_tensor().reshape(-1).clone()
+        jacobian = states.jacobian_tensor().reshape(-1).clone()
+        mu, var = mean[1::2], variance[1::2]
+        exponential = torch.add(mu, var, alpha=0.5).exp_()
+        jacobian[1::2] = exponential * var
+        var.copy_(torch.add(var, mu, alpha=2).exp_() * (var.exp() - 1))
+        mu.copy_(exponential)
+        return States(mean.view(shape), variance.view(shape), Dense(jacobian.view(shape)))
+
+
+def rectified_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance of max(0, z), at least `LEAST`, and P(z > 0)."""
+    deviation = variance.sqrt()
+    density, probability = _normal(mean / deviation)
+    spread = deviation.mul_(density)
+    output = torch.addcmul(spread, mean, probability)
+    product = output * output
+    product.sub_(output * mean, alpha=2).add_(spread.mul_(mean))
+    moment = (variance - mean * mean).mul_(probability).sub_(product)
+    return _at_least(output), _at_least(moment), probability
+
+
+def _clipped_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance of z clipped to [-1, 1], and P(-1 < z < 1)."""
+    deviation = variance.sqrt()
+    above, below = mean + 1, mean - 1
+    density_l, cdf_l = _normal(above / deviation)
+    density_u, cdf_u = _normal((1 - mean).div_(deviation))
+    output = (above * cdf_l).add_(below * cdf_u)
+    output.add_((density_l - density_u).mul_(deviation)).sub_(mean)
+    square = mean * mean
+    rest = variance - square
+    moment = torch.sub(rest, mean, alpha=2).sub_(1).mul_(cdf_l)
+    moment.add_(rest.add_(mean, alpha=2).sub_(1).mul_(cdf_u))
+    moment.add_(below.mul_(density_u).sub_(above.mul_(density_l)).mul_(deviation))
+    moment.sub_(output * output).add_(output * mean, alpha=2)
+    moment.add_(square).sub_(variance).add_(2)
+    return output, moment, cdf_u.add_(cdf_l).sub_(1)
+
+
+def _normal(quantile: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the standard normal's density and distribution; overwrites its argument."""
+    distribution = quantile.mul(-math.sqrt(0.5)).erfc_().mul_(0.5)
+    density = quantile.mul_(quantile).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    return density, distribution
+
+
+def _at_least(tensor: Tensor) -> Tensor:
+    """Replace what is less than `LEAST`, or not a number, as it is of exact zeros."""
+    return torch.fmax(tensor, LEAST, out=tensor)
