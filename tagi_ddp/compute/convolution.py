@@ -35,8 +35,8 @@ class Conv2d(Layer):
         self._kernel, self._stride, self._padding = window.kernel, window.stride, window.before
         # torch pads all sides alike; what the right and the bottom get on top is ours to do, on
         # the larger of the two images.
-        extra = window.after - window.before
-        self._extra_input, self._extra_output = (0, extra) if self.transposed else (extra, 0)
+        sides = 0, window.extra
+        self._extra_input, self._extra_output = sides if self.transposed else sides[::-1]
         self._saved: States | None = None
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
@@ -51,24 +51,24 @@ class Conv2d(Layer):
         mean, variance = states.viewed(*self._input)
         self._saved = States(mean, None, states.jacobian) if training else None
         weights, biases = self._weights, self._biases
-        mean = _padded(mean, self._extra_input)
+        mean = padded(mean, self._extra_input)
         mean_out = self._convolve(mean, weights.mu, None if biases is None else biases.mu)
         variance_out = self._convolve(
             mean * mean, weights.var, None if biases is None else biases.var
         )
         if variance is not None:
             squares = torch.addcmul(weights.var, weights.mu, weights.mu)
-            variance = _padded(variance, self._extra_input)
+            variance = padded(variance, self._extra_input)
             variance_out.add_(self._convolve(variance, squares, None))
         return States(
-            _cropped(mean_out, self._extra_output), _cropped(variance_out, self._extra_output)
+            cropped(mean_out, self._extra_output), cropped(variance_out, self._extra_output)
         )
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Sum over batch and places: delta W = var W (dm * a), delta var W = var W^2 (dv * a^2)."""
         assert self._saved is not None
         weights, biases = self._weights, self._biases
-        mean = _padded(self._saved.mean, self._extra_input)
+        mean = padded(self._saved.mean, self._extra_input)
         mean_below, sums, bias_sums = self._correlate(deltas.mean, mean, weights.mu, to_input)
         torch.mul(sums, weights.var, out=weights.delta_mu)
         if biases is not None:
@@ -82,7 +82,7 @@ class Conv2d(Layer):
         if not to_input:
             return deltas
         below = Deltas(
-            _cropped(mean_below, self._extra_input), _cropped(variance_below, self._extra_input)
+            cropped(mean_below, self._extra_input), cropped(variance_below, self._extra_input)
         )
         return scale(self._saved.jacobian, below)
 
@@ -95,7 +95,7 @@ class Conv2d(Layer):
         """Return the sums over outputs for images (if asked for), weights and biases (if any)."""
         channels = self._output[0]
         return torch.ops.aten.convolution_backward(
-            _padded(delta.reshape(-1, *self._output), self._extra_output),
+            padded(delta.reshape(-1, *self._output), self._extra_output),
             images,
             weights,
             [channels],
@@ -115,11 +115,11 @@ class ConvTranspose2d(Conv2d):
     transposed = True
 
 
-def _padded(images: Tensor, extra: int) -> Tensor:
+def padded(images: Tensor, extra: int) -> Tensor:
     """Return images with ``extra`` columns and rows of zeros on the right and at the bottom."""
     return torch.constant_pad_nd(images, [0, extra, 0, extra]) if extra else images
 
 
-def _cropped(images: Tensor, extra: int) -> Tensor:
+def cropped(images: Tensor, extra: int) -> Tensor:
     """Return images without the last ``extra`` columns and rows."""
     return images[..., :-extra, :-extra].contiguous() if extra else images

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tagi_ddp.compute.convolution import cropped, padded
 from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.states import Deltas, Jacobian, States, scale
 from tagi_ddp.engine.windows import window_of
-
-_aten = torch.ops.aten
 
 
 class _Pool2d(Layer):
@@ -25,68 +24,47 @@ class _Pool2d(Layer):
         super().__init__(handle)
         self._input = (int(handle.in_channels), int(handle.in_height), int(handle.in_width))
         self._output = (int(handle.out_channels), int(handle.out_height), int(handle.out_width))
-        window = window_of(handle)
-        self._kernel, self._stride = [window.kernel] * 2, [window.stride] * 2
-        self._padding, self._sides = [window.before] * 2, [0, 0, 0, 0]
-        # torch pads all sides alike, and by no more than half of the kernel.
-        if window.after != window.before or 2 * window.before > window.kernel:
-            self._padding, self._sides = [0, 0], [window.before, window.after] * 2
+        self._window = window_of(handle)
         self._jacobian: Jacobian | None = None
-
-    def _padded(self, images: Tensor, value: float = 0.0) -> Tensor:
-        return torch.constant_pad_nd(images, self._sides, value) if any(self._sides) else images
-
-    def _cropped(self, images: Tensor) -> Tensor:
-        if not any(self._sides):
-            return images
-        (_, rows, columns), first = self._input, self._sides[0]
-        return images[..., first : first + rows, first : first + columns].contiguous()
-
-    def _padded_shape(self, delta: Tensor) -> Tensor:
-        """Return a tensor of the padded input's shape and of any values, which takes no memory."""
-        (channels, rows, columns), sides = self._input, sum(self._sides[:2])
-        return delta.new_empty(()).expand(delta.shape[0], channels, rows + sides, columns + sides)
 
 
 class AvgPool2d(_Pool2d):
-    """Mean of means; variance sum var / n^2 of the window's n elements."""
+    """Mean of means, and variance sum var / n^2, of the window's n elements.
+
+    A convolution of each channel with weights 1 / n, as torch's kernel for that is up to ten times
+    faster than the one for pooling.
+    """
 
     def forward(self, states: States, training: bool) -> States:
         """Average."""
         mean, variance = states.viewed(*self._input)
         self._jacobian = states.jacobian if training else None
         return States(
-            self._averaged(mean, None),
-            None if variance is None else self._averaged(variance, self._kernel[0] ** 4),
+            self._averaged(mean, 1), None if variance is None else self._averaged(variance, 2)
         )
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Spread over the window: dm / n, dv / n^2."""
         if not to_input:
             return deltas
-        below = Deltas(
-            self._spread(deltas.mean, None), self._spread(deltas.variance, self._kernel[0] ** 4)
-        )
+        below = Deltas(self._spread(deltas.mean, 1), self._spread(deltas.variance, 2))
         return scale(self._jacobian, below)
 
-    def _averaged(self, images: Tensor, divisor: int | None) -> Tensor:
-        return _aten.avg_pool2d(
-            self._padded(images), self._kernel, self._stride, self._padding, False, True, divisor
-        )
+    def _averaged(self, images: Tensor, power: int) -> Tensor:
+        return self._convolve(padded(images, self._window.extra), power, False)
 
-    def _spread(self, delta: Tensor, divisor: int | None) -> Tensor:
+    def _spread(self, delta: Tensor, power: int) -> Tensor:
         delta = delta.reshape(-1, *self._output)
-        return self._cropped(
-            _aten.avg_pool2d_backward(
-                delta,
-                self._padded_shape(delta),
-                self._kernel,
-                self._stride,
-                self._padding,
-                False,
-                True,
-                divisor,
-            )
+        return cropped(self._convolve(delta, power, True), self._window.extra)
+
+    def _convolve(self, images: Tensor, power: int, transposed: bool) -> Tensor:
+        window, channels = self._window, self._input[0]
+        weights = images.new_full(
+            (channels, 1, window.kernel, window.kernel), window.kernel ** (-2 * power)
+        )
+        stride, padding = [window.stride] * 2, [window.before] * 2
+        return torch.convolution(
+            images, weights, None, stride, padding, [1, 1], transposed, [0, 0], channels
         )
 
 
@@ -96,17 +74,26 @@ class MaxPool2d(_Pool2d):
     def __init__(self, handle: Any) -> None:
         """Read the sizes and the window."""
         super().__init__(handle)
+        window = self._window
+        self._padding, self._sides = window.before, [0, 0]
+        # torch pads all sides alike, and by no more than half of the kernel.
+        if window.extra or 2 * window.before > window.kernel:
+            self._padding, self._sides = 0, [window.before, window.after]
         self._indices: Tensor | None = None
 
     def forward(self, states: States, training: bool) -> States:
-        """Choose."""
+        """Choose; torch's kernel does so some four times faster with the channels last."""
         mean, variance = states.viewed(*self._input)
-        mean, indices = _aten.max_pool2d_with_indices(
-            self._padded(mean, -torch.inf), self._kernel, self._stride, self._padding
+        window = self._window
+        mean, indices = torch.ops.aten.max_pool2d_with_indices(
+            self._padded(mean, -torch.inf).contiguous(memory_format=torch.channels_last),
+            [window.kernel] * 2,
+            [window.stride] * 2,
+            [self._padding] * 2,
         )
+        mean, indices = mean.contiguous(), indices.flatten(2)
         if variance is not None:
-            chosen = self._padded(variance).flatten(2).gather(2, indices.flatten(2))
-            variance = chosen.view_as(mean)
+            variance = self._padded(variance, 0.0).flatten(2).gather(2, indices).view_as(mean)
         self._jacobian = states.jacobian if training else None
         self._indices = indices if training else None
         return States(mean, variance)
@@ -118,18 +105,16 @@ class MaxPool2d(_Pool2d):
         below = Deltas(self._returned(deltas.mean), self._returned(deltas.variance))
         return scale(self._jacobian, below)
 
+    def _padded(self, images: Tensor, value: float) -> Tensor:
+        if not any(self._sides):
+            return images
+        return torch.constant_pad_nd(images, self._sides * 2, value)
+
     def _returned(self, delta: Tensor) -> Tensor:
         assert self._indices is not None
-        delta = delta.reshape(-1, *self._output)
-        return self._cropped(
-            _aten.max_pool2d_with_indices_backward(
-                delta,
-                self._padded_shape(delta),
-                self._kernel,
-                self._stride,
-                self._padding,
-                [1, 1],
-                False,
-                self._indices,
-            )
-        )
+        (channels, rows, columns), (first, last) = self._input, self._sides
+        size = rows + first + last, columns + first + last
+        below = delta.new_zeros(len(self._indices), channels, size[0] * size[1])
+        below.scatter_add_(2, self._indices, delta.reshape(self._indices.shape))
+        images = below.view(-1, channels, *size)
+        return images[..., first : first + rows, first : first + columns].contiguous()

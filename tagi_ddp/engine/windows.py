@@ -38,6 +38,11 @@ class Window:
         """Rows below, and columns to the right of, the image."""
         return self.padding
 
+    @property
+    def extra(self) -> int:
+        """By how much the right and the bottom get more than the other sides."""
+        return self.after - self.before
+
 
 class _Fields(ctypes.Structure):
     _fields_ = (

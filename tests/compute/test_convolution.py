@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tagi_ddp  # noqa: F401  (makes pytagi importable)
@@ -85,11 +85,13 @@ def transposed_convolutions(draw: st.DrawFn) -> Case:
 CASES = convolutions() | transposed_convolutions()
 
 
+@settings(deadline=None)  # others may use the machine
 @given(case=CASES, batch=st.integers(1, 5), exact=st.booleans(), seed=st.integers(0, 2**31))
 def test_first(case: Case, batch: int, exact: bool, seed: int) -> None:
     compare(lambda: [case.make(True)], case.inputs * case.side**2, batch, seed, exact)
 
 
+@settings(deadline=None)  # others may use the machine
 @given(
     case=CASES,
     batch=st.integers(1, 5),

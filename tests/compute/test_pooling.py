@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tagi_ddp  # noqa: F401  (makes pytagi importable)
@@ -52,6 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(kind, side, places, kernel, stride, padding, padding_type)
 
 
+@settings(deadline=None)  # others may use the machine
 @given(
     case=cases(),
     batch=st.integers(1, 5),
