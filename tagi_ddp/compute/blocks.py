@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Chain(Layer):
         """Take the layers in order."""
         super().__init__(handle)
         self._layers = list(layers)
-        for before, layer in zip(layers, layers[1:], strict=False):
+        for before, layer in pairwise(layers):
             if isinstance(layer, Activation):
                 layer.in_place = not before.keeps_output
         self.keeps_output = self._layers[-1].keeps_output
@@ -43,10 +44,9 @@ class Chain(Layer):
 
 
 class LayerBlock(Chain):
-    """The engine's chain, whose backward leaves its first layer out in two cases.
+    """The engine's chain, which passes a layer that is alone in it by in backward.
 
-    In a block of one layer, and where the input's innovation is not needed, the first layer's
-    parameters get no deltas: theirs stay as they are.
+    That layer's parameters get no deltas: theirs stay as they are.
     """
 
     def forward(self, states: States, training: bool) -> States:
@@ -55,17 +55,12 @@ class LayerBlock(Chain):
         return super().forward(states, training)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Call one after the other, the last one first; one layer alone is passed by."""
-        if len(self._layers) == 1:
-            # The engine hands on the buffer as it is, whatever the size of the input.
-            return Deltas(
-                _resized(deltas.mean, self._input), _resized(deltas.variance, self._input)
-            )
-        if to_input:
-            return super().backward(deltas, True)
-        for layer in self._layers[:0:-1]:
-            deltas = layer.backward(deltas, True)
-        return deltas
+        """Call one after the other, the last one first; hand on as it is what a single one gets."""
+        if len(self._layers) > 1:
+            return super().backward(deltas, to_input)
+        # The engine takes the output's buffer for the input's, whatever the sizes.
+        shape = self._input
+        return Deltas(_resized(deltas.mean, shape), _resized(deltas.variance, shape))
 
 
 class ResNetBlock(Layer):
@@ -116,7 +111,7 @@ class ResNetBlock(Layer):
 
 
 def _sum(a: Tensor, b: Tensor, in_place: bool) -> Tensor:
-    b = b.view_as(a)
+    b = b.reshape(a.shape)
     return a.add_(b) if in_place else a + b
 
 

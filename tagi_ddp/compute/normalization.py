@@ -59,13 +59,13 @@ class Normalization(Layer):
         variance = None if variance is None else variance.reshape(shape)
         centered, factor = self._center(mean, variance, training)
         slope = factor * weights.mu[:, None]
-        deviation = factor * weights.var.sqrt()[:, None]
         mean_out = centered * slope
-        spread = centered.mul_(deviation)
+        spread = centered.mul_(factor * weights.var.sqrt()[:, None])
         if variance is None:
             variance_out = spread * spread
         else:
-            variance_out = variance * torch.addcmul(slope * slope, deviation, deviation)
+            squares = torch.addcmul(weights.var, weights.mu, weights.mu)[:, None]
+            variance_out = variance * (factor * factor * squares)
             variance_out.addcmul_(spread, spread)
         if biases is not None:
             mean_out += biases.mu[:, None]
@@ -135,8 +135,8 @@ class LayerNorm(Normalization):
         self, mean: Tensor, variance: Tensor | None, training: bool
     ) -> tuple[Tensor, Tensor]:
         one = (1, len(mean), -1)
-        flat = None if variance is None else variance.view(one)
-        centered, _, sample_variance = _sample(mean.view(one), flat)
+        flat = None if variance is None else variance.reshape(one)
+        centered, _, sample_variance = _sample(mean.reshape(one), flat)
         return centered.view_as(mean), (sample_variance + self._epsilon).rsqrt_()[:, None, None]
 
 
