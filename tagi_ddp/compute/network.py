@@ -21,8 +21,10 @@ from tagi_ddp.compute.activations import (
 )
 from tagi_ddp.compute.blocks import Chain, LayerBlock, ResNetBlock
 from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
+from tagi_ddp.compute.embedding import Embedding
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
+from tagi_ddp.compute.lstm import LSTM
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
@@ -37,6 +39,8 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
     "MaxPool2d": MaxPool2d,
     "BatchNorm2d": BatchNorm2d,
     "LayerNorm": LayerNorm,
+    "LSTM": LSTM,
+    "Embedding": Embedding,
     "ReLU": ReLU,
     "Sigmoid": Sigmoid,
     "Tanh": Tanh,
@@ -82,7 +86,7 @@ class Network:
         self.bind()
 
     def bind(self) -> None:
-        """Find the parameters again; call when `Replica.pull` tells that they have moved."""
+        """Find the parameters again; call when `Replica.version` has changed."""
         parts = {id(part.handle): part for part in self._chain.parts()}
         blocks = iter(self._replica.parameters.blocks)
         for layer, arrays in zip(self._replica.layers, self._replica.arrays(), strict=True):

@@ -1,0 +1,74 @@
+"""Embedding layers: an input is the index of a row of weights, which is the output.
+
+As the engine computes it: deltas add up over steps, nothing ever sets them back to zero, and the
+variance's are multiplied by the variance once, not twice as elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tagi_ddp.compute.layer import Gaussians, Layer
+from tagi_ddp.compute.states import Deltas, States
+
+
+class Embedding(Layer):
+    """Weights are [embeddings, size]; inputs are indices as floats, [batch, inputs].
+
+    The padding index stands for zeros, and may be outside of the table; any other index outside is
+    an error.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        """Read the sizes; start from the deltas that the engine has added up so far."""
+        super().__init__(handle)
+        self._count, self._size = int(handle.num_embeddings), int(handle.embedding_dim)
+        self._padding = int(handle.padding_idx)
+        shape = (self._count, self._size)
+        # Own memory: the deltas' is overwritten by the exchange with other replicas.
+        self._sums = [
+            torch.tensor(deltas, dtype=torch.float32).view(shape)
+            for deltas in (handle.delta_mu_w, handle.delta_var_w)
+        ]
+        self._saved: tuple[Tensor, Tensor] | None = None
+
+    def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
+        """Use these parameters from now on."""
+        self._weights = weights.viewed(self._count, self._size)
+        self._sums = [total.to(weights.mu.device) for total in self._sums]
+
+    def forward(self, states: States, training: bool) -> States:
+        """Look up: means and variances of the rows, zeros for the padding index."""
+        indices = states.mean.reshape(-1).long()
+        padding = indices == self._padding
+        indices = indices.masked_fill(padding, 0)
+        self._saved = (indices, padding) if training else None
+        zero = padding.unsqueeze(1)
+        rows = [
+            table.index_select(0, indices).masked_fill_(zero, 0).view(states.batch, -1)
+            for table in (self._weights.mu, self._weights.var)
+        ]
+        return States(rows[0], rows[1])
+
+    def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
+        """Add innovation * variance to the rows' deltas; indices have no innovation."""
+        assert self._saved is not None
+        indices, padding = self._saved
+        weights = self._weights
+        gain = weights.var.index_select(0, indices)
+        for innovation, total, out in zip(
+            (deltas.mean, deltas.variance),
+            self._sums,
+            (weights.delta_mu, weights.delta_var),
+            strict=True,
+        ):
+            rows = innovation.view(-1, self._size) * gain
+            total.index_add_(0, indices, rows.masked_fill_(padding.unsqueeze(1), 0))
+            out.copy_(total)
+        if not to_input:
+            return deltas
+        zeros = gain.new_zeros(len(deltas.mean), len(indices) // len(deltas.mean))
+        return Deltas(zeros, zeros.clone())

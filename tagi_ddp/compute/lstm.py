@@ -1,0 +1,285 @@
+"""LSTM layers: c = f * c' + i * g and h = o * tanh(c) at each step, the gates linear in (x, h').
+
+Source of the formulas: Vuong, Nguyen, Goulet, Coupling LSTM neural networks and state-space models
+through analytically tractable inference, International Journal of Forecasting 41 (2025).
+
+As in the engine, h' and c' are not what the step before made, except across batches of one sample
+and one step: within a sequence, and else, they are zero or what `LSTM.set_states` said. So all
+steps of all samples are computed at once, and without h' and c' there is no forget gate. Tensors
+inside are [gate, output, row], a row being a step of a sample, so that each gate is contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tagi_ddp.compute.layer import Gaussians, Layer
+from tagi_ddp.compute.states import Deltas, States
+
+_CELL = 2  # of the gates in the engine's order: forget, input, cell, output
+
+
+@dataclass(slots=True)
+class _Gaussian:
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(slots=True)
+class _Carried:
+    """What one batch hands to the next: each [rows, outputs]."""
+
+    hidden: _Gaussian
+    cell: _Gaussian
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What backward needs: the gates' inputs, and the output's derivative by each gate's sum."""
+
+    inputs: Tensor  # [rows, x and, if it is carried, h']
+    slopes: Tensor  # [gates, outputs, rows]
+    cell_slope: Tensor  # the output's derivative by the cell, [outputs, rows]
+
+
+class LSTM(Layer):
+    """Weights are [gates, outputs, inputs and outputs]; inputs [batch, steps * inputs]."""
+
+    def __init__(self, handle: Any) -> None:
+        """Read the sizes."""
+        super().__init__(handle)
+        self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
+        # The engine tells the number of steps in this product only.
+        self._steps = handle.get_max_num_states() // max(self._inputs, self._outputs)
+        self._batch: int | None = None
+        self._carried: _Carried | None = None
+        self._saved: _Saved | None = None
+
+    @property
+    def input_size(self) -> int:
+        """The number of elements of one sample of the input."""
+        return self._steps * self._inputs
+
+    def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
+        """Use these parameters from now on."""
+        self._weights = weights.viewed(4 * self._outputs, self._inputs + self._outputs)
+        self._biases = None if biases is None else biases.viewed(4 * self._outputs, 1)
+
+    def reset_states(self) -> None:
+        """Forget the carried hidden and cell states."""
+        self._carried = None
+
+    def get_states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the carried states: means and variances of hidden, then of cell states.
+
+        Each is [batch, steps * outputs], of the last batch's size; empty before the first.
+        """
+        carried = self._carried
+        size = self._steps * self._outputs
+        if carried is None:
+            zeros = self._weights.mu.new_zeros(self._batch or 0, size)
+            return zeros, zeros.clone(), zeros.clone(), zeros.clone()
+        tensors = (
+            carried.hidden.mean,
+            carried.hidden.variance,
+            carried.cell.mean,
+            carried.cell.variance,
+        )
+        mu_h, var_h, mu_c, var_c = (tensor.reshape(-1, size).clone() for tensor in tensors)
+        return mu_h, var_h, mu_c, var_c
+
+    def set_states(self, mu_h: Tensor, var_h: Tensor, mu_c: Tensor, var_c: Tensor) -> None:
+        """Carry these states into the next batch, which must have the size of the last one.
+
+        Each is as `get_states` returns it, or flat. A batch of another size than the one before
+        forgets them, and so does the first batch of all.
+        """
+        size = self._steps * self._outputs
+        for name, tensor in zip(
+            ("mu_h", "var_h", "mu_c", "var_c"), (mu_h, var_h, mu_c, var_c), strict=True
+        ):
+            if self._batch is not None and tensor.numel() != self._batch * size:
+                raise ValueError(
+                    f"{name} has {tensor.numel()} elements; give {self._batch} * {size}: the last "
+                    "batch's samples by steps * outputs"
+                )
+        like = self._weights.mu
+        mu_h, var_h, mu_c, var_c = (
+            tensor.to(like, copy=True).reshape(-1, self._outputs)
+            for tensor in (mu_h, var_h, mu_c, var_c)
+        )
+        self._carried = _Carried(_Gaussian(mu_h, var_h), _Gaussian(mu_c, var_c))
+
+    def forward(self, states: States, training: bool) -> States:
+        """Compute the gates, the cells and the outputs of all steps."""
+        if states.batch != self._batch:
+            self._batch, self._carried = states.batch, None
+        carried = self._carried
+        mean, variance = states.viewed(self._inputs)
+        if carried is not None:
+            if variance is None:
+                variance = torch.zeros_like(mean)
+            mean = torch.cat((mean, carried.hidden.mean), 1)
+            variance = torch.cat((variance, carried.hidden.variance), 1)
+        gates, slopes = self._gates(mean, variance)
+        # Covariances between gates, of which only that of input and cell counts h'.
+        covariances = None if variance is None else self._covariances(variance)
+        *forget, input_, cell, output = (
+            _Gaussian(m, v) for m, v in zip(gates.mean, gates.variance, strict=True)
+        )
+        input_cell = None
+        if covariances is not None:
+            input_cell = covariances[0].mul_(slopes[-3]).mul_(slopes[-2])
+        cells = _product(input_, cell, input_cell)
+        # The cell's derivative by each gate's sum but the output's.
+        cell_slopes = [slopes[-3] * cell.mean, slopes[-2] * input_.mean]
+        if carried is not None:
+            before = _Gaussian(carried.cell.mean.t(), carried.cell.variance.t())
+            kept = _product(forget[0], before, None)
+            cells.mean.add_(kept.mean)
+            cells.variance.add_(kept.variance)
+            cell_slopes.insert(0, slopes[0] * before.mean)
+        active = cells.mean.tanh()
+        slope = (active * active).neg_().add_(1)
+        with_output = None
+        if covariances is not None:
+            with_output = covariances[1] * cell_slopes[0]
+            for covariance, cell_slope in zip(covariances[2:], cell_slopes[1:], strict=True):
+                with_output.addcmul_(covariance, cell_slope)
+            with_output.mul_(slope).mul_(slopes[-1])
+        variance_active = (cells.variance * slope).mul_(slope)
+        hidden = _product(output, _Gaussian(active, variance_active), with_output)
+        result = _Gaussian(hidden.mean.t().contiguous(), hidden.variance.t().contiguous())
+        if training:
+            slope.mul_(output.mean)
+            for index, cell_slope in enumerate(cell_slopes):
+                torch.mul(cell_slope, slope, out=slopes[index])
+            slopes[-1].mul_(active)
+            self._saved = _Saved(mean, slopes, slope)
+        else:
+            self._saved = None
+        if self._is_single():
+            own = _Gaussian(result.mean.clone(), result.variance.clone())
+            self._carried = _Carried(own, _Gaussian(cells.mean.t(), cells.variance.t()))
+        shape = (states.batch, self._steps * self._outputs)
+        return States(result.mean.view(shape), result.variance.view(shape))
+
+    def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
+        """Write the deltas of all gates; as in the engine, ignore the activation below."""
+        saved = self._saved
+        assert saved is not None
+        outputs, inputs = self._outputs, saved.inputs
+        gates = len(saved.slopes)
+        mean_delta = deltas.mean.view(-1, outputs).t().contiguous()
+        variance_delta = deltas.variance.view(-1, outputs).t().contiguous()
+        by_mean = saved.slopes * mean_delta
+        by_variance = (saved.slopes * saved.slopes).mul_(variance_delta)
+        rows = slice((4 - gates) * outputs, None)
+        columns = slice(inputs.shape[1])
+        weights, biases = self._weights, self._biases
+        mean_rows, variance_rows = by_mean.flatten(0, 1), by_variance.flatten(0, 1)
+        if gates < 4:  # nothing came from before: no innovation of what would have been there
+            weights.delta_mu.zero_()
+            weights.delta_var.zero_()
+        torch.mm(mean_rows, inputs, out=weights.delta_mu[rows, columns])
+        torch.mm(variance_rows, inputs * inputs, out=weights.delta_var[rows, columns])
+        weights.scale_deltas()
+        if biases is not None:
+            biases.delta_mu.zero_()
+            biases.delta_var.zero_()
+            torch.sum(mean_rows, 1, keepdim=True, out=biases.delta_mu[rows])
+            torch.sum(variance_rows, 1, keepdim=True, out=biases.delta_var[rows])
+            biases.scale_deltas()
+        if self._is_single():
+            self._correct_carried(mean_delta, variance_delta, saved.cell_slope)
+        if not to_input:
+            return deltas
+        ours = weights.mu[rows, : self._inputs]
+        return Deltas(
+            (mean_rows.t() @ ours).view(-1, self.input_size),
+            self._variance_below(saved.slopes, by_variance, variance_delta, ours),
+        )
+
+    def _gates(self, mean: Tensor, variance: Tensor | None) -> tuple[_Gaussian, Tensor]:
+        """Return the gates and their derivatives by their sums, [gates, outputs, rows]."""
+        count = 3 if self._carried is None else 4
+        rows, columns = slice((4 - count) * self._outputs, None), slice(mean.shape[1])
+        mu, var = self._weights.mu[rows, columns], self._weights.var[rows, columns]
+        if self._biases is None:
+            means, variances = mu @ mean.t(), var @ (mean * mean).t()
+        else:
+            means = torch.addmm(self._biases.mu[rows], mu, mean.t())
+            variances = torch.addmm(self._biases.var[rows], var, (mean * mean).t())
+        if variance is not None:
+            variances.addmm_(torch.addcmul(var, mu, mu), variance.t())
+        shape = (count, self._outputs, -1)
+        means, variances = means.view(shape), variances.view(shape)
+        cell = count - 4 + _CELL
+        means[:cell].sigmoid_()
+        means[cell].tanh_()
+        means[cell + 1 :].sigmoid_()
+        slopes = (1 - means).mul_(means)
+        torch.mul(means[cell], means[cell], out=slopes[cell]).neg_().add_(1)
+        variances.mul_(slopes).mul_(slopes)
+        return _Gaussian(means, variances), slopes
+
+    def _covariances(self, variance: Tensor) -> Tensor:
+        """Return the covariances of sums, [pairs, outputs, rows].
+
+        That of input and cell comes first, then those of the output gate with each of the others.
+        """
+        first = 1 if self._carried is None else 0
+        mu = self._weights.mu.view(4, self._outputs, -1)[first:, :, : variance.shape[1]]
+        with_output = mu[:-1] * mu[-1]
+        with_output[:, :, self._inputs :] = 0
+        pairs = torch.cat((mu[-3:-2] * mu[-2:-1], with_output))
+        return (pairs.flatten(0, 1) @ variance.t()).view(len(pairs), self._outputs, -1)
+
+    def _is_single(self) -> bool:
+        return self._batch == 1 and self._steps == 1
+
+    def _correct_carried(self, mean: Tensor, variance: Tensor, slope: Tensor) -> None:
+        """Turn the carried prior into the posterior, by the innovation of the output."""
+        assert self._carried is not None
+        hidden, cell = self._carried.hidden, self._carried.cell
+        mean, variance = mean.t(), variance.t()
+        self._carried = _Carried(
+            _moved(hidden, hidden.variance, mean, variance),
+            _moved(cell, cell.variance * slope.t(), mean, variance),
+        )
+
+    def _variance_below(
+        self, slopes: Tensor, squares: Tensor, variance_delta: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Sum over outputs the squares of sums over gates of slope * weight, times the innovation.
+
+        Multiplied out, it is one product over all pairs of gates.
+        """
+        weights = weights.view(len(slopes), self._outputs, -1)
+        pairs = list(combinations(range(len(slopes)), 2))
+        left = [slopes[a] * slopes[b] * variance_delta for a, b in pairs]
+        right = [weights[a] * weights[b] * 2 for a, b in pairs]
+        below = torch.cat((squares.flatten(0, 1), *left)).t() @ torch.cat(
+            ((weights * weights).flatten(0, 1), *right)
+        )
+        return below.view(-1, self.input_size)
+
+
+def _product(a: _Gaussian, b: _Gaussian, covariance: Tensor | None) -> _Gaussian:
+    """Return the moments of a * b, by Gaussian multiplicative approximation."""
+    mean = a.mean * b.mean
+    variance = torch.addcmul(b.variance, b.mean, b.mean).mul_(a.variance)
+    variance.addcmul_(b.variance, a.mean * a.mean)
+    if covariance is not None:
+        variance.addcmul_(covariance, torch.add(covariance, mean, alpha=2))
+        mean.add_(covariance)
+    return _Gaussian(mean, variance)
+
+
+def _moved(prior: _Gaussian, gain: Tensor, mean: Tensor, variance: Tensor) -> _Gaussian:
+    return _Gaussian(prior.mean + gain * mean, prior.variance + gain * gain * variance)
