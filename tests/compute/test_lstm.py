@@ -1,0 +1,154 @@
+"""LSTM layers over several batches, with their carried states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tagi_ddp  # noqa: F401  (makes pytagi importable)
+from compute.oracle import Both, Results
+from tagi_ddp.compute.lstm import LSTM
+
+
+class Pair:
+    """A network, computed by both, and its random batches."""
+
+    def __init__(self, layers: list[Any], outputs: int, seed: int = 0) -> None:
+        self.both = Both(*layers)
+        self.outputs = outputs
+        self.rng = np.random.default_rng(seed)
+        parts = self.both.network._chain.parts()
+        self.lstms = [layer for layer in parts if isinstance(layer, LSTM)]
+
+    def step(self, batch: int, inputs: int, exact: bool = False, training: bool = True) -> Results:
+        """Forward, backward and update, both; compare all, and the carried states."""
+        rng, both = self.rng, self.both
+        mean = rng.standard_normal((batch, inputs)).astype(np.float32)
+        variance = None if exact else rng.uniform(0.1, 1, (batch, inputs)).astype(np.float32)
+        innovation = None
+        if training:
+            size = batch * self.outputs
+            both_parts = [rng.standard_normal(size), -rng.uniform(0.01, 1, size)]
+            innovation = np.stack(both_parts).astype(np.float32)
+        ours = both.torch(mean, variance, innovation)
+        theirs = both.engine(mean, variance, innovation)
+        if not training:  # the engine then leaves an old jacobian there
+            del ours.arrays["outputs' jacobians"], theirs.arrays["outputs' jacobians"]
+        ours.assert_close(theirs)
+        self.compare_states()
+        if training:
+            both.model.step()
+        return ours
+
+    def compare_states(self) -> None:
+        theirs = self.both.model.get_lstm_states()
+        for layer, index in zip(self.lstms, sorted(theirs), strict=True):
+            for own, other in zip(layer.get_states(), theirs[index], strict=True):
+                np.testing.assert_allclose(own.reshape(-1), other, rtol=1e-4, atol=1e-6)
+
+    def set_states(self, size: int) -> None:
+        """Draw carried states for a single layer."""
+        (layer,) = self.lstms
+        means = [self.rng.standard_normal(size).astype(np.float32) for _ in range(2)]
+        variances = [self.rng.uniform(0.1, 1, size).astype(np.float32) for _ in range(2)]
+        states = means[0], variances[0], means[1], variances[1]
+        self.both.model.set_lstm_states({0: tuple(array.tolist() for array in states)})
+        layer.set_states(*map(torch.from_numpy, states))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    inputs=st.integers(1, 8),
+    hidden=st.integers(2, 12),
+    outputs=st.integers(1, 3),
+    steps=st.integers(1, 6),
+    batch=st.integers(1, 8),
+    depth=st.integers(1, 3),
+    bias=st.booleans(),
+    exact=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_lstm(
+    inputs: int,
+    hidden: int,
+    outputs: int,
+    steps: int,
+    batch: int,
+    depth: int,
+    bias: bool,
+    exact: bool,
+    seed: int,
+) -> None:
+    import pytagi.nn as nn
+
+    layers = [nn.LSTM(inputs if i == 0 else hidden, hidden, steps, bias) for i in range(depth)]
+    pair = Pair([*layers, nn.Linear(hidden * steps, outputs)], outputs, seed)
+    for _ in range(3):
+        pair.step(batch, inputs * steps, exact)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_states_of_single_samples(steps: int) -> None:
+    """One sample of one step is what the states are carried across: others carry zeros."""
+    import pytagi.nn as nn
+
+    pair = Pair([nn.LSTM(3, 5, steps), nn.LSTM(5, 4, steps), nn.Linear(4 * steps, 2)], 2)
+    for layer in pair.lstms:
+        assert layer.get_states()[0].numel() == 0
+    for _ in range(4):
+        pair.step(1, 3 * steps)
+    carried = any(state.any() for layer in pair.lstms for state in layer.get_states())
+    assert carried == (steps == 1)
+    pair.both.model.eval()
+    for _ in range(3):
+        pair.step(1, 3 * steps, training=False)
+    pair.both.model.train()
+    pair.both.model.reset_lstm_states()
+    for layer in pair.lstms:
+        layer.reset_states()
+    pair.compare_states()
+    pair.step(1, 3 * steps, exact=True)
+    pair.step(1, 3 * steps, exact=True)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("batch", "steps"), [(1, 1), (1, 3), (5, 1), (4, 3)])
+def test_set_states(batch: int, steps: int, exact: bool) -> None:
+    import pytagi.nn as nn
+
+    pair = Pair([nn.LSTM(3, 5, steps), nn.Linear(5 * steps, 2)], 2)
+    pair.step(batch, 3 * steps, exact)
+    zero = pair.both.replica.arrays()[0]["mu_w"][: 5 * 8].copy()
+    pair.set_states(batch * steps * 5)
+    pair.compare_states()
+    pair.step(batch, 3 * steps, exact)
+    forget = pair.both.replica.arrays()[0]["mu_w"][: 5 * 8]
+    assert not np.array_equal(zero, forget)  # the forget gate has learned from them
+    pair.step(batch, 3 * steps, exact)
+
+
+def test_another_batch_size_forgets() -> None:
+    import pytagi.nn as nn
+
+    pair = Pair([nn.LSTM(3, 5, 2), nn.Linear(10, 2)], 2)
+    pair.set_states(4 * 2 * 5)  # before the first batch: in vain
+    for batch in (4, 3):  # the engine writes beyond its buffers when batches grow
+        pair.step(batch, 6)
+        pair.set_states(batch * 2 * 5)
+        pair.step(batch, 6)
+    with pytest.raises(ValueError, match=r"mu_h has 7 elements; give 3 \* 10"):
+        pair.lstms[0].set_states(*torch.zeros(4, 7))
+
+
+def test_activation_below_is_ignored() -> None:
+    import pytagi.nn as nn
+
+    layers = [nn.Linear(4, 6), nn.Sigmoid(), nn.LSTM(3, 5, 2), nn.Tanh(), nn.Linear(10, 1)]
+    pair = Pair(layers, 1)
+    pair.step(4, 4)
+    pair.step(4, 4)
