@@ -14,6 +14,7 @@ from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
 from tagi_ddp.engine import import_hook as _import_hook
 from tagi_ddp.engine.loader import cuda_available
 from tagi_ddp.launch import launch
+from tagi_ddp.output_updater import OutputUpdater
 from tagi_ddp.replicas import ReplicaMismatch
 from tagi_ddp.sequential import DDPSequential, NotFiniteError, accelerate
 from tagi_ddp.supervisor import LaunchError
@@ -33,6 +34,7 @@ __all__ = [
     "LaunchError",
     "Mismatch",
     "NotFiniteError",
+    "OutputUpdater",
     "PeerLost",
     "ReplicaMismatch",
     "Timeout",

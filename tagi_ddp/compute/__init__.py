@@ -46,6 +46,11 @@ class Compute(Protocol):
         """The number of samples of the last forward pass."""
         ...
 
+    @property
+    def output_size(self) -> int:
+        """The number of outputs of a sample, as of the last forward pass."""
+        ...
+
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return what the last forward pass returned."""
         ...

@@ -23,6 +23,11 @@ class EngineCompute:
         """The number of samples of the last forward pass."""
         return int(self._model._cpp_backend.z_buffer_block_size)
 
+    @property
+    def output_size(self) -> int:
+        """The number of outputs of a sample."""
+        return int(self._model.output_z_buffer.actual_size)
+
     def forward(
         self, mean: FloatArray, variance: FloatArray | None
     ) -> tuple[FloatArray, FloatArray]:

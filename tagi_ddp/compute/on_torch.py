@@ -24,17 +24,24 @@ class TorchCompute:
         self._engine = model._cpp_backend
         self._replica = replica
         self._first = model._cpp_backend.layers[0]
+        self.deltas = deltas
         self.network = Network(model, replica, torch.from_numpy(deltas))
         self._buffers: OutputBuffers | None = None
         self.states: States | None = None  # the last outputs
         self.innovation: Deltas | None = None  # of them, if given on the device
         self._input_innovation: Deltas | None = None
+        self._bound = replica.version
         self._trained = False  # whether the last forward pass was one for training
 
     @property
     def samples(self) -> int:
         """The number of samples of the last forward pass."""
         return 0 if self.states is None else self.states.batch
+
+    @property
+    def output_size(self) -> int:
+        """The number of outputs of a sample, as of the last forward pass."""
+        return 0 if self.states is None else self.states.mean[0].numel()
 
     @torch.inference_mode()
     def forward(
@@ -44,8 +51,7 @@ class TorchCompute:
 
         In training the inputs are copied: the caller may use its memory again before backward.
         """
-        if self._replica.pull():
-            self.network.bind()
+        self._find_parameters()
         training = bool(self._first.training)
         width = self.network.input_size
         inputs = [
@@ -62,6 +68,12 @@ class TorchCompute:
         self._show(*outputs)
         return outputs
 
+    def _find_parameters(self) -> None:
+        self._replica.pull()
+        if self._bound != self._replica.version:
+            self.network.bind()
+            self._bound = self._replica.version
+
     def _show(self, mean: FloatArray, variance: FloatArray) -> None:
         assert self.states is not None
         batch, width = self.states.batch, mean.size // self.states.batch
@@ -75,6 +87,7 @@ class TorchCompute:
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
         assert self.states is not None
+        self._find_parameters()
         deltas = self.innovation
         if deltas is None:
             shape = self.states.mean.shape

@@ -25,12 +25,11 @@ class Replica(Protocol):
     layers: list[Layer]
     parameters: _backend.Parameters
     statistics: _backend.RunningStatistics
+    #: Changes when arrays that `arrays` has returned are no longer the right ones.
+    version: int
 
-    def pull(self) -> bool:
-        """Make ``parameters`` show the engine's present state; call before each use.
-
-        Tells whether arrays that `arrays` has returned are no longer the right ones.
-        """
+    def pull(self) -> None:
+        """Make ``parameters`` show the engine's present state; call before each use."""
         ...
 
     def push(self) -> None:
@@ -89,6 +88,7 @@ class InPlace:
         self.layers: list[Layer] = []
         self.parameters = _backend.Parameters()
         self.statistics = _backend.RunningStatistics()
+        self.version = 0
         self._addresses: list[int] = []
         for layer in walk(model):
             address = address_of(layer.handle)
@@ -101,9 +101,9 @@ class InPlace:
             if layer.kind == "BatchNorm2d":
                 self.statistics.add_engine_layer(address)
 
-    def pull(self) -> bool:
+    def pull(self) -> None:
         """Find the layers' vectors again: the engine may have moved them."""
-        return self.parameters.refresh()
+        self.version += self.parameters.refresh()
 
     def push(self) -> None:
         """Do nothing: the engine's memory is what has been changed."""
@@ -140,6 +140,7 @@ class Copied:
         self.layers: list[Layer] = []
         self.parameters = _backend.Parameters()
         self.statistics = _backend.RunningStatistics()
+        self.version = 0
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []
         for layer in walk(model):
@@ -164,12 +165,11 @@ class Copied:
             self._arrays.append(arrays)
             self._counters.append(counter)
 
-    def pull(self) -> bool:
+    def pull(self) -> None:
         """Copy means, variances and deltas from the engine."""
         for layer, arrays in zip(self.layers, self._arrays, strict=True):
             for name, array in arrays.items():
                 array[:] = getattr(layer.handle, name)
-        return False
 
     def push(self) -> None:
         """Copy means and variances to the engine."""

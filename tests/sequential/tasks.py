@@ -44,8 +44,10 @@ def train_alone(name: str, start: dict[str, list[np.ndarray]], batch: int) -> An
     return model
 
 
-def compare_with_one_process(comm: Any, name: str, shares: Sequence[int]) -> float:
-    model = DDPSequential(fresh(name), average=False, communicator=comm)
+def compare_with_one_process(
+    comm: Any, name: str, shares: Sequence[int], compute: Any
+) -> float:
+    model = DDPSequential(fresh(name), average=False, communicator=comm, compute=compute)
     start = parameters(model)
     train(model, name, shares)
     if comm.rank != 0:
@@ -55,8 +57,10 @@ def compare_with_one_process(comm: Any, name: str, shares: Sequence[int]) -> flo
     return distance(parameters(model), alone)
 
 
-def replicas(comm: Any, name: str, shares: Sequence[int], average: bool) -> list[str]:
-    model = DDPSequential(fresh(name), average=average, communicator=comm)
+def replicas(
+    comm: Any, name: str, shares: Sequence[int], average: bool, compute: Any
+) -> list[str]:
+    model = DDPSequential(fresh(name), average=average, communicator=comm, compute=compute)
     start = parameters(model)
     train(model, name, shares)
     state = parameters(model)

@@ -20,7 +20,7 @@ from tagi_ddp import (
 def through_public_interface(comm: Any, name: str, monkeypatched: str) -> tuple[str, str]:
     os.environ["TAGI_DDP_ENGINE_ACCESS"] = monkeypatched
     try:
-        model = wrap(comm, name, average=False)
+        model = wrap(comm, name, average=False, compute="engine")
     finally:
         del os.environ["TAGI_DDP_ENGINE_ACCESS"]
     for step in range(3):
@@ -53,7 +53,7 @@ def test_unknown_layout_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(adapter, "verify_layout", unknown)
     with pytest.warns(RuntimeWarning, match="mu_w is elsewhere") as record:
-        model = DDPSequential(fresh("mlp"), DDPConfig([], "auto"))
+        model = DDPSequential(fresh("mlp"), DDPConfig([], "auto"), compute="engine")
     assert len(record) == 1
     assert isinstance(model._replica, adapter.Copied)
     monkeypatch.setenv("TAGI_DDP_ENGINE_ACCESS", "memory")

@@ -12,16 +12,23 @@ from sequential.networks import EQUAL_TO_ONE_PROCESS, NETWORKS
 SHARES = [(96,), (40, 56), (150, 150), (130, 129), (60, 20, 16), (50, 151, 99), (30, 70, 20, 137)]
 
 
+@pytest.mark.parametrize("compute", ["engine", "torch"])
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("name", EQUAL_TO_ONE_PROCESS)
-def test_equal_to_one_process(shm: RankPool, name: str, shares: tuple[int, ...]) -> None:
-    distances = shm.run(tasks.compare_with_one_process, name, shares, size=len(shares), limit=60)
+def test_equal_to_one_process(
+    shm: RankPool, name: str, shares: tuple[int, ...], compute: str
+) -> None:
+    task = tasks.compare_with_one_process
+    distances = shm.run(task, name, shares, compute, size=len(shares), limit=60)
     assert distances[0] < 1e-5
 
 
+@pytest.mark.parametrize("compute", ["engine", "torch"])
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("shares", [(17, 16), (8, 9, 7, 10)], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_equal_replicas(shm: RankPool, name: str, shares: tuple[int, ...], average: bool) -> None:
-    states = shm.run(tasks.replicas, name, shares, average, size=len(shares), limit=60)
+def test_equal_replicas(
+    shm: RankPool, name: str, shares: tuple[int, ...], average: bool, compute: str
+) -> None:
+    states = shm.run(tasks.replicas, name, shares, average, compute, size=len(shares), limit=60)
     assert states == [states[0]] * len(shares)

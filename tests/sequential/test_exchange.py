@@ -14,7 +14,7 @@ from sequential.tasks import train
 from tagi_ddp import exchange
 
 SHARES = (30, 41)
-WAYS = ("_Fused", "_Bucket")
+WAYS = {"engine": ("_Fused", "_Bucket"), "torch": ("_Fused", "_Bucket", "_Overlapped")}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,16 @@ def mpi() -> Iterator[RankPool]:
     pool.close()
 
 
-def exchange_by(comm: Any, way: str, average: bool) -> tuple[str, Any]:
-    model = wrap(comm, "batch_norm", average=average)
-    model._exchange = getattr(exchange, way)(comm)
+def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, Any]:
+    model = wrap(comm, "batch_norm", average=average, compute=compute)
+    own = model._replica.parameters
+    bucket = model.compute.deltas if compute == "torch" else None
+    exchange._PART_BYTES = 256  # several parts
+    kind = getattr(exchange, way)
+    if kind is exchange._Overlapped:
+        assert len(exchange.split(own, exchange._PART_BYTES)) > 2
+    arguments = {"_Fused": (), "_Bucket": (bucket,), "_Overlapped": (own, bucket)}[way]
+    model._exchange = kind(comm, *arguments)
     train(model, "batch_norm", SHARES)
     with model.join():
         for step in range(3 * comm.rank):
@@ -42,18 +49,20 @@ def exchange_by(comm: Any, way: str, average: bool) -> tuple[str, Any]:
     return model.check_replicas(), parameters(model)
 
 
+@pytest.mark.parametrize("compute", WAYS)
 @pytest.mark.parametrize("average", [True, False])
-def test_fused_and_bucket_give_the_same_bits(shm: RankPool, average: bool) -> None:
-    answers = [shm.run(exchange_by, way, average, size=2) for way in WAYS]
+def test_all_ways_give_the_same_bits(shm: RankPool, average: bool, compute: str) -> None:
+    answers = [shm.run(exchange_by, compute, way, average, size=2) for way in WAYS[compute]]
     assert len({digest for ranks in answers for digest, _ in ranks}) == 1
 
 
+@pytest.mark.parametrize(("compute", "way"), [("engine", "_Bucket"), ("torch", "_Overlapped")])
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_backends_give_the_same(
-    shm: RankPool, backend: str, request: pytest.FixtureRequest
+    shm: RankPool, backend: str, compute: str, way: str, request: pytest.FixtureRequest
 ) -> None:
-    expected = shm.run(exchange_by, "_Fused", False, size=2)[0][1]
-    answers = request.getfixturevalue(backend).run(exchange_by, "_Bucket", False, limit=60)
+    expected = shm.run(exchange_by, compute, "_Fused", False, size=2)[0][1]
+    answers = request.getfixturevalue(backend).run(exchange_by, compute, way, False, limit=60)
     assert answers[0][0] == answers[1][0]
     assert distance(answers[0][1], expected) < 1e-6
 
@@ -64,7 +73,7 @@ def chosen(comm: Any) -> str:
 
 def test_choice(shm: RankPool) -> None:
     assert set(shm.run(chosen, size=4)) == {"_Fused"}
-    assert shm.run(chosen, size=1) == ["function"]
+    assert shm.run(chosen, size=1) == ["_Alone"]
 
 
 def five_ranks(comm: Any) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from rank_pool import RankPool
 
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import wrap
+from sequential.reports import set_delta_variances, wrap
 from tagi_ddp import (
     DDPConfig,
     DDPSequential,
@@ -47,20 +47,21 @@ def test_save_and_load(shm: RankPool, name: str, tmp_path: Path) -> None:
         assert same == "True"
 
 
-def collapse(comm: Any) -> dict[str, int]:
-    model = wrap(comm, "resnet", average=False)
+def collapse(comm: Any, compute: str) -> dict[str, int]:
+    model = wrap(comm, "resnet", average=False, compute=compute)
     x, y = NETWORKS["resnet"].batch(comm.rank, 4)
     learn(model, x, y)
     inner = model.model._cpp_backend.layers[2].main_block.layers[0]
-    inner.delta_var_w = [-1e9] * 7 + [0.0] * (inner.num_weights - 7)
+    set_delta_variances(model, inner, [-1e9] * 7 + [0.0] * (inner.num_weights - 7))
     inner.var_w = [1e-8] * inner.num_weights
     model._delta_samples = 1  # a cap factor of 0.1 lets the variance fall below 0
     model.step()
     return model.get_neg_var_w_counter()
 
 
-def test_negative_variances_are_counted(shm: RankPool) -> None:
-    for counts in shm.run(collapse, size=1):
+@pytest.mark.parametrize("compute", ["engine", "torch"])
+def test_negative_variances_are_counted(shm: RankPool, compute: str) -> None:
+    for counts in shm.run(collapse, compute, size=1):
         assert counts["Conv2d(4,6,8,8,3)"] == 7
         assert counts["Linear(96,5)"] == 0
 

@@ -10,7 +10,7 @@ import pytest
 from rank_pool import RankPool
 
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import Report, report, wrap
+from sequential.reports import Report, report, set_delta_variances, wrap
 from tagi_ddp import (
     CommunicatorError,
     DDPSequential,
@@ -20,8 +20,8 @@ from tagi_ddp import (
 )
 
 
-def refuse(comm: Any, value: float, culprit: int) -> tuple[Report, bool, bool]:
-    model = wrap(comm, average=False)
+def refuse(comm: Any, value: float, culprit: int, compute: str) -> tuple[Report, bool, bool]:
+    model = wrap(comm, average=False, compute=compute)
     x, y = NETWORKS["mlp"].batch(comm.rank, 8)
     learn(model, x, y)
     model.step()
@@ -29,7 +29,7 @@ def refuse(comm: Any, value: float, culprit: int) -> tuple[Report, bool, bool]:
     learn(model, x, y)
     if comm.rank == culprit:
         layer = model.model._cpp_backend.layers[2]
-        layer.delta_var_w = [value] + [0.0] * (layer.num_weights - 1)
+        set_delta_variances(model, layer, [value] + [0.0] * (layer.num_weights - 1))
     error = report(model.step)
     unchanged = model.check_replicas() == before
     learn(model, x, y)
@@ -37,10 +37,14 @@ def refuse(comm: Any, value: float, culprit: int) -> tuple[Report, bool, bool]:
     return error, unchanged, model.check_replicas() != before
 
 
+@pytest.mark.parametrize("compute", ["engine", "torch"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("size", "culprit"), [(1, 0), (2, 1), (3, 0)])
-def test_deltas_that_are_not_finite(shm: RankPool, value: float, size: int, culprit: int) -> None:
-    for rank, (error, unchanged, goes_on) in enumerate(shm.run(refuse, value, culprit, size=size)):
+def test_deltas_that_are_not_finite(
+    shm: RankPool, value: float, size: int, culprit: int, compute: str
+) -> None:
+    answers = shm.run(refuse, value, culprit, compute, size=size)
+    for rank, (error, unchanged, goes_on) in enumerate(answers):
         kind, text, ranks = error
         assert (kind, ranks) == (NotFiniteError.__name__, (culprit,))
         assert ("layer 2 (Linear(32,24))" in text) == (rank == culprit)

@@ -1,0 +1,90 @@
+"""Our OutputUpdater gives what pytagi's gives, for whoever computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tagi_ddp
+
+INPUTS, OUTPUTS = 3, 6
+WAYS = ("update", "update_using_indices", "update_heteros")
+
+
+def network(last: str) -> Any:
+    import pytagi
+    import pytagi.nn as nn
+
+    pytagi.manual_seed(5)
+    return nn.Sequential(nn.Linear(INPUTS, OUTPUTS), *([getattr(nn, last)()] if last else []))
+
+
+def observations(rng: np.random.Generator, way: str, batch: int) -> dict[str, np.ndarray]:
+    """Return what a method takes, flat, with some values that are no observations."""
+    if way == "update_using_indices":
+        picks = np.stack([rng.permutation(OUTPUTS)[:3] + 1 for _ in range(batch)])
+        count = picks.size
+        more = {"selected_idx": picks.ravel().astype(np.int32)}
+    else:
+        count, more = batch * (OUTPUTS if way == "update" else OUTPUTS // 2), {}
+    y = rng.standard_normal(count).astype(np.float32)
+    if way != "update_using_indices":
+        y[rng.random(count) < 0.2] = np.nan
+    given_variance = {"var_obs": rng.uniform(0, 2, count).astype(np.float32)}
+    return {"mu_obs": y, **(given_variance if way != "update_heteros" else {}), **more}
+
+
+@given(
+    way=st.sampled_from(WAYS),
+    last=st.sampled_from(["", "ReLU", "EvenExp", "Tanh"]),
+    batch=st.integers(1, 7),
+    seed=st.integers(0, 2**31),
+    kind=st.sampled_from([np.asarray, torch.from_numpy]),
+)
+def test_equal_to_pytagi(way: str, last: str, batch: int, seed: int, kind: Any) -> None:
+    from pytagi.nn import OutputUpdater
+
+    if way == "update_heteros":
+        last = "EvenExp"  # any other lets the noise's variance be negative
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((batch, INPUTS)).astype(np.float32)
+    seen = observations(rng, way, batch)
+    models = [tagi_ddp.accelerate(network(last), compute=c) for c in ("engine", "torch", "torch")]
+    for model in models:
+        model(x)
+    expected, ours, theirs = models
+    getattr(tagi_ddp.OutputUpdater(expected), way)(**seen)
+    getattr(tagi_ddp.OutputUpdater(ours), way)(**{k: kind(v) for k, v in seen.items()})
+    getattr(OutputUpdater("cpu"), way)(
+        output_states=theirs.output_z_buffer, delta_states=theirs.input_delta_z_buffer, **seen
+    )
+    for model in models:
+        model.backward()
+        model.step()
+    for name, values in expected.state_dict().items():
+        for model in (ours, theirs):
+            for got, value in zip(model.state_dict()[name], values, strict=True):
+                np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compute", ["engine", "torch"])
+def test_wrong_observations(compute: Any) -> None:
+    model = tagi_ddp.accelerate(network(""), compute=compute)
+    updater = tagi_ddp.OutputUpdater(model)
+    with pytest.raises(RuntimeError, match="forward"):
+        updater.update(np.ones(OUTPUTS), np.ones(OUTPUTS))
+    model(np.ones((2, INPUTS)))
+    with pytest.raises(ValueError, match="'mu_obs': 6"):
+        updater.update(np.ones(OUTPUTS), np.ones(OUTPUTS))
+    with pytest.raises(ValueError, match="var_obs"):
+        updater.update(np.ones(2 * OUTPUTS), np.ones(OUTPUTS))
+
+
+def test_plain_sequential() -> None:
+    with pytest.raises(TypeError, match="accelerate"):
+        tagi_ddp.OutputUpdater(network(""))  # type: ignore[arg-type]
