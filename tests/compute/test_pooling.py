@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tagi_ddp  # noqa: F401  (makes pytagi importable)
-from compute.oracle import compare
+from compute.oracle import Both, compare
 
 
 @dataclass
@@ -94,3 +95,18 @@ def test_pool_of_pool(kind: str) -> None:
         ]
 
     compare(layers, 13 * 13, 4)
+
+
+@settings(deadline=None)  # others may use the machine
+@given(case=cases(), seed=st.integers(0, 2**31))
+def test_first_of_equal_means(case: Case, seed: int) -> None:
+    """Variances tell which of the elements with the largest mean was chosen."""
+    import pytagi.nn as nn
+
+    both = Both(nn.Conv2d(1, 1, 1, in_width=case.side, in_height=case.side), case.make())
+    rng = np.random.default_rng(seed)
+    mean = rng.integers(0, 2, (2, case.side**2)).astype(np.float32)
+    variance = rng.uniform(0.1, 1, mean.shape).astype(np.float32)
+    innovation = rng.uniform(-1, 0, (2, 2 * case.places**2)).astype(np.float32)
+    ours = both.torch(mean, variance, innovation)
+    ours.assert_close(both.engine(mean, variance, innovation))
