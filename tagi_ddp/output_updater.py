@@ -57,9 +57,10 @@ class OutputUpdater:
 
     def _update(self, method: str, observations: dict[str, ArrayLike]) -> None:
         compute = self._model.compute
-        outputs, samples = compute.output_size, compute.samples
+        samples = compute.samples
         if samples == 0:
             raise RuntimeError(f"{method}() needs a forward() before it")
+        outputs = compute.output_size
         counts = {name: _size(value) for name, value in observations.items()}
         count = counts["mu_obs"]
         expected = {"update": samples * outputs, "update_heteros": samples * outputs // 2}
