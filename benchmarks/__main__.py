@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 from benchmarks.launch import ROOT, measure_family
 from benchmarks.report import describe_machine, print_table, write_json
 
+# By name, the number of ranks.
 FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
+TORCH_FAMILIES = (("compute", 1), ("scaling", 2), ("memory", 1), ("overlap", 2))
 
 
 def main() -> None:
@@ -22,8 +25,13 @@ def main() -> None:
     machine = describe_machine()
     print(machine)
     print(f"Load average before: {os.getloadavg()[0]:.2f}. Medians [quartiles].", flush=True)
+    families = FAMILIES
+    if importlib.util.find_spec("torch"):
+        families += TORCH_FAMILIES
+    else:
+        print("torch is not installed: no rows of what it computes.")
     start = time.monotonic()
-    rows = [row for family, n in FAMILIES for row in measure_family(family, n, options.quick)]
+    rows = [row for family, n in families for row in measure_family(family, n, options.quick)]
     print_table(rows)
     write_json(rows, machine, options.output)
     print(f"{time.monotonic() - start:.0f} s; written to {options.output}")

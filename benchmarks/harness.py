@@ -65,20 +65,27 @@ class Row:
 
 
 def measure(
-    communicator: Communicator, contenders: Sequence[Contender], rounds: int
+    communicator: Communicator,
+    contenders: Sequence[Contender],
+    rounds: int,
+    warm_up: bool = True,
 ) -> dict[str, Figure]:
     """Return the seconds that one call takes, by the contender's name; the same on all ranks.
 
     Each round takes one sample of each contender, so that whatever else the machine does meets all
-    of them; a first round warms up. A rank's time begins when all ranks are ready and ends when its
-    own call returns; that of a sample is the longest of all ranks'.
+    of them; with ``warm_up``, a round before them does not count. A rank's time begins when all
+    ranks are ready and ends when its own call returns; that of a sample is the longest of all
+    ranks'.
     """
     own = np.array(
-        [[_sample(communicator, contender) for contender in contenders] for _ in range(1 + rounds)]
+        [
+            [_sample(communicator, contender) for contender in contenders]
+            for _ in range(warm_up + rounds)
+        ]
     )
     everyone = np.empty((communicator.size, *own.shape))
     communicator.all_gather(own, everyone)
-    low, median, high = np.quantile(everyone.max(axis=0)[1:], (0.25, 0.5, 0.75), axis=0)
+    low, median, high = np.quantile(everyone.max(axis=0)[-rounds:], (0.25, 0.5, 0.75), axis=0)
     return {
         contender.name: Figure(float(median[i]), float(low[i]), float(high[i]))
         for i, contender in enumerate(contenders)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytagi
-from pytagi.nn import Linear, ReLU, Sequential
+from pytagi.nn import (
+    AvgPool2d,
+    BatchNorm2d,
+    Conv2d,
+    LayerBlock,
+    Linear,
+    MixtureReLU,
+    ReLU,
+    ResNetBlock,
+    Sequential,
+)
+
+from tagi_ddp import DDPSequential
 
 INPUTS = 784
 OUTPUTS = 11
@@ -18,10 +30,68 @@ def mlp(hidden: int) -> Sequential:
     )
 
 
-def require_equal(one: Sequential, other: Sequential) -> None:
+def cnn(channels: int) -> Sequential:
+    """Return two convolutions and two linear layers, for 28x28, with the same parameters always."""
+    pytagi.manual_seed(0)
+    return _initialised(
+        Conv2d(1, channels, 5, padding=2, in_width=28, in_height=28),
+        ReLU(),
+        AvgPool2d(2, 2),
+        Conv2d(channels, 2 * channels, 5, padding=2),
+        ReLU(),
+        AvgPool2d(2, 2),
+        Linear(2 * channels * 7 * 7, 100),
+        ReLU(),
+        Linear(100, OUTPUTS),
+    )
+
+
+def resnet18(channels: int) -> Sequential:
+    """Return a ResNet-18 for 32x32 in color, with the same parameters at every call.
+
+    Activations come before normalizations, and shortcuts have kernels of 2 x 2, as in pytagi's
+    examples.
+    """
+    pytagi.manual_seed(0)
+    layers = [Conv2d(3, channels, 3, bias=False, padding=1, in_width=32, in_height=32)]
+    layers += [MixtureReLU(), BatchNorm2d(channels), *_stage(channels, channels)]
+    for factor in (2, 4, 8):
+        layers += _stage(factor * channels // 2, factor * channels)
+    return _initialised(*layers, AvgPool2d(4, 4), Linear(8 * channels, OUTPUTS))
+
+
+def _stage(before: int, after: int) -> list[ResNetBlock]:
+    if before == after:
+        first = ResNetBlock(LayerBlock(*_main(after, after)))
+    else:
+        shortcut = Conv2d(before, after, 2, bias=False, stride=2)
+        first = ResNetBlock(
+            LayerBlock(*_main(before, after, stride=2, padding_type=2)),
+            LayerBlock(shortcut, MixtureReLU(), BatchNorm2d(after)),
+        )
+    return [first, ResNetBlock(LayerBlock(*_main(after, after)))]
+
+
+def _main(before: int, after: int, **options: int) -> list:
+    first = Conv2d(before, after, 3, bias=False, padding=1, **options)
+    second = Conv2d(after, after, 3, bias=False, padding=1)
+    return [first, MixtureReLU(), BatchNorm2d(after), second, MixtureReLU(), BatchNorm2d(after)]
+
+
+def _initialised(*layers: object) -> Sequential:
+    """Return the network with its parameters, which convolutions else get at their first batch."""
+    model = Sequential(*layers)
+    model.preinit_layer()
+    return model
+
+
+def require_equal(one: Sequential | DDPSequential, other: Sequential | DDPSequential) -> None:
     """Raise unless the means and variances agree to 1e-4 of their norm."""
-    for mine, theirs in zip(one.layers, other.layers, strict=True):
-        for name in ("mu_w", "var_w", "mu_b", "var_b"):
-            a, b = (np.array(getattr(layer, name), np.float32) for layer in (mine, theirs))
+    mine, theirs = one.state_dict(), other.state_dict()
+    for layer in theirs:
+        for name, a, b in zip(
+            ("mu_w", "var_w", "mu_b", "var_b"), mine[layer], theirs[layer], strict=False
+        ):
+            a, b = np.array(a, np.float32), np.array(b, np.float32)
             if np.linalg.norm(a - b) > 1e-4 * np.linalg.norm(b):
-                raise RuntimeError(f"{mine.get_layer_info()}: {name} differs; not the same work")
+                raise RuntimeError(f"{layer}: {name} differs; not the same work")

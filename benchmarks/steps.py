@@ -32,7 +32,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
 def _compare(communicator: Communicator, mpi: Any | Missing, hidden: int, rounds: int) -> list[Row]:
     # Equal deltas come from equal samples, of which each rank has its own.
     samples = np.random.default_rng(communicator.rank).standard_normal((BATCH, INPUTS), np.float32)
-    ours = DDPSequential(mlp(hidden), average=False, communicator=communicator)
+    ours = DDPSequential(mlp(hidden), average=False, communicator=communicator, compute="engine")
     plain = mlp(hidden)
     contenders = [
         Contender("ours", ours.step, _backward(ours, samples)),

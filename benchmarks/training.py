@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from pytagi import Utils
-from pytagi.nn import OutputUpdater, Sequential
+from pytagi.nn import Sequential
 
 from benchmarks.harness import Contender, Row, measure
 from benchmarks.networks import INPUTS, mlp, require_equal
+from benchmarks.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, init
 
 HIDDEN = 128
 THREADS = (1, 2, 4)  # of pytagi in one process
-CLASSES = 10
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
@@ -28,19 +26,24 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     size = communicator.size
     share = batch // size
     begin = communicator.rank * share
+    samples, labels = data(INPUTS, batch)
+
+    def train_on(model: Sequential | DDPSequential, part: slice) -> Callable[[], None]:
+        return trainer(model, samples[part], labels[part])
+
     # The first network of a process was a few percent slower than later ones, we do not know why:
     # it is one that is not measured.
-    _trainer(_network(1), batch, slice(batch))()
+    train_on(_network(1), slice(batch))()
     ours, one = _network(1), _network(1)
     alone = {threads: _network(threads) for threads in THREADS}
-    group = DDPSequential(ours, average=False, communicator=communicator)
-    single = DDPSequential(one, average=False, communicator=init("shm", 0, 1))
-    contenders = [Contender("ours", _trainer(group, batch, slice(begin, begin + share)))]
+    group = DDPSequential(ours, average=False, communicator=communicator, compute="engine")
+    single = DDPSequential(one, average=False, communicator=init("shm", 0, 1), compute="engine")
+    contenders = [Contender("ours", train_on(group, slice(begin, begin + share)))]
     contenders += [
-        Contender(f"{threads} threads", _trainer(network, batch, slice(batch)), alone=True)
+        Contender(f"{threads} threads", train_on(network, slice(batch)), alone=True)
         for threads, network in alone.items()
     ]
-    contenders.append(Contender("1 rank", _trainer(single, batch, slice(share)), alone=True))
+    contenders.append(Contender("1 rank", train_on(single, slice(share)), alone=True))
 
     for contender in contenders[:2]:
         if communicator.rank == 0 or not contender.alone:
@@ -74,23 +77,3 @@ def _network(threads: int) -> Sequential:
     network = mlp(HIDDEN)
     network.set_threads(threads)
     return network
-
-
-def _trainer(model: Sequential | DDPSequential, batch: int, part: slice) -> Callable[[], None]:
-    """Return a training step on ``part`` of a batch that is the same for all."""
-    generator = np.random.default_rng(0)
-    samples = generator.standard_normal((batch, INPUTS), np.float32)[part]
-    labels = generator.integers(CLASSES, size=batch)[part]
-    targets, nodes, _ = Utils().label_to_obs(labels, CLASSES)
-    variances = np.ones(targets.size, np.float32)
-    updater = OutputUpdater("cpu")
-
-    def train() -> None:
-        model(samples)
-        updater.update_using_indices(
-            model.output_z_buffer, targets, variances, nodes, model.input_delta_z_buffer
-        )
-        model.backward()
-        model.step()
-
-    return train

@@ -36,7 +36,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--output", str(output)]
     environment = {**os.environ, "TMPDIR": str(scratch)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(output.read_text())
@@ -52,7 +52,8 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
         assert "cores" in row["machine"]
         assert "pytagi 0.2.1" in row["machine"]
     targets = [row["target"] for row in rows if not row["name"].startswith("all_reduce")]
-    assert targets == [60, 2.5, 1.2, 1.9]
+    compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4
+    assert targets == [60, 2.5, 1.2, 1.9, *compute, 1.8, 1.8, 0.25, 0.25, None, None]
     assert not list(scratch.iterdir())
 
 

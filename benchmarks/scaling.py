@@ -1,0 +1,48 @@
+"""Training throughput of 2 ranks, computed by torch; see `rows`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.compute import CNN, MLP, TOYS, Case
+from benchmarks.harness import Contender, Row, measure
+from benchmarks.networks import require_equal
+from benchmarks.work import data, trainer
+from tagi_ddp import Communicator, DDPSequential, accelerate
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """(g) ranks of 1 thread against 1 rank of 1 thread, on the same global batch."""
+    cases = TOYS[:2] if quick else (replace(MLP, batch=1024), CNN)
+    return [_compare(communicator, case) for case in cases]
+
+
+def _compare(communicator: Communicator, case: Case) -> Row:
+    samples, labels = data(case.inputs, case.batch)
+    share = case.batch // communicator.size
+    part = slice(communicator.rank * share, (communicator.rank + 1) * share)
+    group = DDPSequential(
+        case.network(case.width), average=False, communicator=communicator, compute="torch"
+    )
+    single = accelerate(case.network(case.width), compute="torch")
+    for model in (single, group):
+        model.set_threads(1)
+    train_group = trainer(group, samples[part], labels[part])
+    train_single = trainer(single, samples, labels)
+    train_group()
+    train_single()
+    require_equal(group, single)
+    contenders = [
+        Contender("ours", train_group, calls=case.calls),
+        Contender("1 rank", train_single, calls=case.calls, alone=True),
+    ]
+    figures = measure(communicator, contenders, case.sgd_rounds)
+    return Row(
+        f"training by torch, {communicator.size} ranks, {case.name}, batch {case.batch}, "
+        "against 1 rank",
+        figures["ours"].rate(case.batch),
+        figures["1 rank"].rate(case.batch),
+        "samples/s",
+        1.8,
+    )
