@@ -85,6 +85,11 @@ class Network:
         self.input_size = self._chain.parts()[0].input_size
         self.bind()
 
+    @property
+    def lstms(self) -> dict[int, LSTM]:
+        """The LSTM layers by their index; as the engine, without those inside of blocks."""
+        return {i: layer for i, layer in enumerate(self._layers) if isinstance(layer, LSTM)}
+
     def bind(self) -> None:
         """Find the parameters again; call when `Replica.version` has changed."""
         parts = {id(part.handle): part for part in self._chain.parts()}

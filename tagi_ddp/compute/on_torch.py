@@ -163,7 +163,7 @@ class TorchCompute:
     def set_lstm_states(self, states: LSTMStates) -> None:
         """Let LSTM layers remember this."""
         for index, parts in states.items():
-            self.network.lstms[index].set_states(*parts)
+            self.network.lstms[index].set_states(*map(torch.as_tensor, parts))
 
 
 def _flat(tensor: torch.Tensor) -> FloatArray:

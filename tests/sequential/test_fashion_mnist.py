@@ -13,6 +13,7 @@ from tagi_ddp import DDPSequential, _backend, reduce_metrics
 from tagi_ddp.datasets import load_images
 
 STEPS = 40
+EPOCH = 60000 // 256
 BATCH = 256
 # With a small one, training amplifies rounding: one process that only sums each batch in another
 # order then ends up to 3 points away from itself.
@@ -35,20 +36,20 @@ def network() -> Any:
     return Sequential(Linear(784, 128), ReLU(), Linear(128, 128), ReLU(), Linear(128, 11))
 
 
-def error_after_training(comm: Any, way: str) -> float:
-    """Return the test error in percent after 40 global batches, the same for every ``way``."""
+def error_after_training(comm: Any, way: str, compute: str, steps: int) -> float:
+    """Return the test error in percent after some global batches, the same for every ``way``."""
     from pytagi import HRCSoftmaxMetric, Utils
     from pytagi.nn import OutputUpdater
 
     data = load_images("fashion-mnist")
     targets, nodes = (a.reshape(60000, -1) for a in Utils().label_to_obs(data.y_train, 10)[:2])
     metric, updater = HRCSoftmaxMetric(10), OutputUpdater("cpu")
-    model = (
-        network() if way == "engine" else DDPSequential(network(), None, False, communicator=comm)
-    )
+    model = network()
+    if way != "pytagi":
+        model = DDPSequential(model, None, False, communicator=comm, compute=compute)
     part = own_part([BATCH // comm.size] * comm.size, comm.rank)
     order = np.random.default_rng(5).permutation(60000)
-    for step in range(STEPS):
+    for step in range(steps):
         share = order[step * BATCH : (step + 1) * BATCH][part]
         model.forward(data.x_train[share].ravel())
         updater.update_using_indices(
@@ -81,11 +82,19 @@ def step_with_local_cap(model: DDPSequential) -> None:
     parameters.apply(bucket, 1.0, _backend.cap_factor(BATCH // model.communicator.size))
 
 
-def test_two_ranks_learn_what_one_process_learns(shm: RankPool) -> None:
-    (alone,) = shm.run(error_after_training, "engine", size=1, limit=120)
-    together = shm.run(error_after_training, "sum", size=2, limit=120)
+@pytest.mark.parametrize("compute", ["engine", "torch"])
+def test_two_ranks_learn_what_one_process_learns(shm: RankPool, compute: str) -> None:
+    (alone,) = shm.run(error_after_training, "pytagi", compute, STEPS, size=1, limit=120)
+    together = shm.run(error_after_training, "sum", compute, STEPS, size=2, limit=120)
     assert together[0] == together[1]
     assert abs(together[0] - alone) <= 0.2, (together, alone)
     assert alone < 40
-    local, _ = shm.run(error_after_training, "local cap", size=2, limit=120)
+    local, _ = shm.run(error_after_training, "local cap", compute, STEPS, size=2, limit=120)
     assert abs(local - alone) > 0.5, "this test cannot tell the cap factors apart"
+
+
+def test_torch_learns_in_an_epoch_what_the_engine_learns(shm: RankPool) -> None:
+    (engine,) = shm.run(error_after_training, "pytagi", "engine", EPOCH, size=1, limit=240)
+    (ours,) = shm.run(error_after_training, "sum", "torch", EPOCH, size=1, limit=240)
+    assert abs(ours - engine) <= 0.3
+    assert engine < 25

@@ -15,6 +15,7 @@ from sequential.reports import set_delta_variances, wrap
 from tagi_ddp import (
     DDPConfig,
     DDPSequential,
+    accelerate,
 )
 
 
@@ -64,6 +65,33 @@ def test_negative_variances_are_counted(shm: RankPool, compute: str) -> None:
     for counts in shm.run(collapse, compute, size=1):
         assert counts["Conv2d(4,6,8,8,3)"] == 7
         assert counts["Linear(96,5)"] == 0
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_lstm_states(steps: int) -> None:
+    import pytagi
+    from pytagi.nn import LSTM, Linear, Sequential
+
+    answers = []
+    for compute in ("engine", "torch"):
+        pytagi.manual_seed(3)
+        model = accelerate(Sequential(LSTM(2, 3, steps), Linear(3 * steps, 2)), compute)
+        x, y = np.ones((1, 2 * steps)), np.ones((1, 2))
+        outputs = []
+        for _ in range(2):
+            learn(model, x, y)
+            model.step()
+        states = model.get_lstm_states()
+        learn(model, x, y)
+        outputs.append(model.get_outputs())
+        model.set_lstm_states(states)
+        outputs.append(model(x))
+        model.reset_lstm_states()
+        outputs.append(model(x))
+        assert list(states) == [0]
+        answers.append([*outputs, tuple(np.concatenate([np.ravel(a) for a in states[0]]))])
+    for ours, engines in zip(*answers, strict=True):
+        np.testing.assert_allclose(ours, engines, rtol=1e-4, atol=1e-6)
 
 
 def interface(comm: Any) -> None:
