@@ -34,10 +34,10 @@ class Linear(Layer):
         mean, variance = states.viewed(self._inputs)
         weights, biases = self._weights, self._biases
         self._saved = States(mean, variance, states.jacobian) if training else None
-        mean_out = _affine(mean, weights.mu, None if biases is None else biases.mu)
-        variance_out = _affine(mean * mean, weights.var, None if biases is None else biases.var)
+        mean_out = product(mean, weights.mu, None if biases is None else biases.mu)
+        variance_out = product(mean * mean, weights.var, None if biases is None else biases.var)
         if variance is not None:
-            variance_out.addmm_(variance, torch.addcmul(weights.var, weights.mu, weights.mu).t())
+            variance_out += product(variance, torch.addcmul(weights.var, weights.mu, weights.mu))
         return States(mean_out, variance_out)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
@@ -47,18 +47,30 @@ class Linear(Layer):
         mean_delta = deltas.mean.view(-1, self._outputs)
         variance_delta = deltas.variance.view(-1, self._outputs)
         weights, biases = self._weights, self._biases
-        torch.mm(mean_delta.t(), mean, out=weights.delta_mu)
-        torch.mm(variance_delta.t(), mean * mean, out=weights.delta_var)
-        weights.scale_deltas()
+        sums = product(mean_delta.t(), mean.t())
+        torch.mul(sums, weights.var, out=weights.delta_mu)
+        sums = product(variance_delta.t(), (mean * mean).t())
+        torch.mul(sums, weights.var, out=weights.delta_var).mul_(weights.var)
         if biases is not None:
             torch.sum(mean_delta, 0, out=biases.delta_mu)
             torch.sum(variance_delta, 0, out=biases.delta_var)
             biases.scale_deltas()
         if not to_input:
             return deltas
-        below = Deltas(mean_delta @ weights.mu, variance_delta @ (weights.mu * weights.mu))
+        below = Deltas(
+            product(mean_delta, weights.mu.t()),
+            product(variance_delta, (weights.mu * weights.mu).t()),
+        )
         return scale(self._saved.jacobian, below)
 
 
-def _affine(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x weights^T + bias.
+
+    On the CPU by oneDNN, which torch takes for convolutions but not for matrices: twice as fast as
+    its default on AMD's processors.
+    """
+    if x.is_cpu and torch.backends.mkldnn.is_available():
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, bias, "none", [], "")
+        return output
     return torch.nn.functional.linear(x, weights, bias)
