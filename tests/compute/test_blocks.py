@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tagi_ddp  # noqa: F401  (makes pytagi importable)
 from compute.oracle import compare
 
-CHANNELS, SIZE = 3, 4
+CHANNELS, SIZE = 4, 4
 TOLERANCE = 1e-4  # of a whole network
 
 # What is in a chain: kinds of layers, and nested chains of blocks. No two activations in a row.
@@ -67,12 +67,14 @@ def build(items: list[Item]) -> list[Any]:
     items=CHAINS,
     activation=st.sampled_from([[], ["ReLU"]]),
     batch=st.integers(2, 5),
-    seed=st.integers(0, 2**31),
+    seed=st.integers(0, 2**31 - 1),
 )
 def test_nested(items: list[Item], activation: list[Item], batch: int, seed: int) -> None:
     def layers() -> list[Any]:
+        import pytagi
         import pytagi.nn as nn
 
+        pytagi.manual_seed(seed)
         # The engine cannot begin with a block.
         first = conv(2, CHANNELS, in_width=SIZE, in_height=SIZE)
         last = nn.Linear(CHANNELS * SIZE * SIZE, 4)
@@ -124,8 +126,10 @@ def test_a_single_layer(where: str) -> None:
     """The engine's backward passes by a layer that is alone in its LayerBlock."""
 
     def layers() -> list[Any]:
+        import pytagi
         import pytagi.nn as nn
 
+        pytagi.manual_seed(0)
         block, outputs = _alone(where)
         first = conv(2, 4, in_width=4, in_height=4)
         return [first, nn.ReLU(), block, nn.ReLU(), nn.Linear(outputs, 3)]
@@ -137,8 +141,10 @@ def test_a_single_layer(where: str) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_small_resnet(activation: str, exact: bool) -> None:
     def layers() -> list[Any]:
+        import pytagi
         import pytagi.nn as nn
 
+        pytagi.manual_seed(0)
         act = getattr(nn, activation)
         halved = {"stride": 2, "padding_type": 2}
 

@@ -16,6 +16,11 @@ from compute.oracle import Both, compare
 from tagi_ddp.compute.states import Deltas
 
 
+def tolerance(features: int) -> float:
+    """Return what sums of numbers of both signs allow: few of them may all be nearly zero."""
+    return 3e-5 if features >= 4 else 1e-3
+
+
 def with_parameters(layer: Any, seed: int) -> Any:
     """Return the layer with random parameters, as its own weights are all 1."""
     rng = np.random.default_rng(seed)
@@ -38,7 +43,7 @@ def with_parameters(layer: Any, seed: int) -> Any:
     before=st.booleans(),
     epsilon=st.sampled_from([1e-5, 1e-3, 0.5]),
     kind=st.sampled_from(["BatchNorm2d", "LayerNorm"]),
-    seed=st.integers(0, 2**31),
+    seed=st.integers(0, 2**31 - 1),
 )
 def test_vectors(
     features: int,
@@ -51,8 +56,10 @@ def test_vectors(
     seed: int,
 ) -> None:
     def layers() -> list[Any]:
+        import pytagi
         import pytagi.nn as nn
 
+        pytagi.manual_seed(seed)
         shape = features if kind == "BatchNorm2d" else [features]
         return [
             nn.Linear(6, features),
@@ -66,25 +73,27 @@ def test_vectors(
     # which ReLU makes, is not a number.
     single = batch == 1 if kind == "BatchNorm2d" else features == 1
     if not (single and before):
-        compare(layers, 6, batch, seed, exact)
+        compare(layers, 6, batch, seed, exact, tolerance(features))
 
 
 @settings(deadline=None)
 @given(
-    channels=st.integers(1, 5),
+    channels=st.integers(1, 8),
     size=st.integers(1, 6),
     batch=st.integers(2, 6),
     bias=st.booleans(),
     exact=st.booleans(),
     last=st.booleans(),
-    seed=st.integers(0, 2**31),
+    seed=st.integers(0, 2**31 - 1),
 )
 def test_images(
     channels: int, size: int, batch: int, bias: bool, exact: bool, last: bool, seed: int
 ) -> None:
     def layers() -> list[Any]:
+        import pytagi
         import pytagi.nn as nn
 
+        pytagi.manual_seed(seed)
         first = nn.Conv2d(2, channels, 1, in_width=size, in_height=size)
         return [
             first,
@@ -96,7 +105,24 @@ def test_images(
 
     # LayerNorm of one number, see above
     if channels * size * size > 1:
-        compare(layers, 2 * size * size, batch, seed, exact, tolerance=3e-5)
+        compare(layers, 2 * size * size, batch, seed, exact, tolerance(channels))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_digits(exact: bool) -> None:
+    """Where sums are of many numbers, all digits that float32 has are the engine's."""
+
+    def layers() -> list[Any]:
+        import pytagi
+        import pytagi.nn as nn
+
+        pytagi.manual_seed(1)
+        first = nn.Conv2d(3, 16, 3, padding=1, in_width=8, in_height=8)
+        batch = with_parameters(nn.BatchNorm2d(16), 1)
+        layer = with_parameters(nn.LayerNorm([16, 8, 8]), 2)
+        return [first, batch, nn.ReLU(), layer, nn.ReLU(), nn.Linear(1024, 10)]
+
+    compare(layers, 192, 8, exact=exact)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -135,7 +161,7 @@ def state(both: Both) -> list[np.ndarray]:
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(2, 9)), min_size=1, max_size=5),
     momentum=st.sampled_from([0.9, 0.25]),
-    seed=st.integers(0, 2**31),
+    seed=st.integers(0, 2**31 - 1),
 )
 def test_running_averages(steps: list[tuple[bool, int]], momentum: float, seed: int) -> None:
     """Forwards in training and in evaluation, in any order, leave what the engine leaves."""
