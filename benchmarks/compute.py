@@ -39,7 +39,7 @@ MLP = Case("MLP", networks.mlp, sgd.mlp, 128, 784, 256, 15, 5, 21, 31)
 CNN = Case("CNN", networks.cnn, sgd.cnn, 16, 784, 256, 20, 1, 3, 15)
 RESNET18 = Case("ResNet-18", networks.resnet18, sgd.resnet18, 64, 3072, 16, 20, 1, 1, 7)
 TOYS = (
-    Case("MLP", networks.mlp, sgd.mlp, 4, 784, 2, 15, 1, 1, 1),
+    Case("MLP", networks.mlp, sgd.mlp, 16, 784, 2, 15, 1, 1, 1),
     Case("CNN", networks.cnn, sgd.cnn, 2, 784, 2, 20, 1, 1, 1),
     Case("ResNet-18", networks.resnet18, sgd.resnet18, 2, 3072, 2, 20, 1, 1, 1),
 )
@@ -104,4 +104,4 @@ def _require_same_step(case: Case, ours: DDPSequential, engine: DDPSequential) -
     samples, labels = data(case.inputs, 2)
     for model in (ours, engine):
         trainer(model, samples, labels)()
-    networks.require_equal(ours, engine)
+    networks.require_equal(ours, engine, case.network(case.width))

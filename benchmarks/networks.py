@@ -85,13 +85,22 @@ def _initialised(*layers: object) -> Sequential:
     return model
 
 
-def require_equal(one: Sequential | DDPSequential, other: Sequential | DDPSequential) -> None:
-    """Raise unless the means and variances agree to 1e-4 of their norm."""
-    mine, theirs = one.state_dict(), other.state_dict()
-    for layer in theirs:
-        for name, a, b in zip(
-            ("mu_w", "var_w", "mu_b", "var_b"), mine[layer], theirs[layer], strict=False
-        ):
-            a, b = np.array(a, np.float32), np.array(b, np.float32)
-            if np.linalg.norm(a - b) > 1e-4 * np.linalg.norm(b):
-                raise RuntimeError(f"{layer}: {name} differs; not the same work")
+Model = Sequential | DDPSequential
+
+
+def require_equal(one: Model, other: Model, start: Model) -> None:
+    """Raise unless both have moved from ``start``'s parameters alike: to 1e-3 of the way."""
+    mine, theirs, before = map(_parameters, (one, other, start))
+    for name, value in theirs.items():
+        way = np.linalg.norm(value - before[name])
+        rounding = 1e-6 * np.linalg.norm(value)
+        if np.linalg.norm(mine[name] - value) > 1e-3 * way + rounding:
+            raise RuntimeError(f"{name} differs; not the same work")
+
+
+def _parameters(model: Model) -> dict[str, np.ndarray]:
+    return {
+        f"{layer} {name}": np.array(values, np.float32)
+        for layer, parts in model.state_dict().items()
+        for name, values in zip(("mu_w", "var_w", "mu_b", "var_b"), parts, strict=True)
+    }

@@ -46,7 +46,7 @@ def _compare(communicator: Communicator, hidden: int, batch: int, rounds: int) -
     ]
     for contender in contenders:
         contender.run()
-    require_equal(overlapped, plain)
+    require_equal(overlapped, plain, mlp(hidden))
     figures = {
         name: figure.in_unit(1e3)
         for name, figure in measure(communicator, contenders, rounds).items()

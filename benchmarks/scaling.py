@@ -32,7 +32,7 @@ def _compare(communicator: Communicator, case: Case) -> Row:
     train_single = trainer(single, samples, labels)
     train_group()
     train_single()
-    require_equal(group, single)
+    require_equal(group, single, case.network(case.width))
     contenders = [
         Contender("ours", train_group, calls=case.calls),
         Contender("1 rank", train_single, calls=case.calls, alone=True),

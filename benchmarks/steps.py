@@ -45,7 +45,7 @@ def _compare(communicator: Communicator, mpi: Any | Missing, hidden: int, rounds
         for contender in (contenders[0], contenders[2]):
             contender.prepare()
             contender.run()
-        require_equal(ours.model, public)
+        require_equal(ours, public, mlp(hidden))
     figures = {
         name: figure.in_unit(1e3)
         for name, figure in measure(communicator, contenders, rounds).items()
