@@ -72,7 +72,9 @@ def make_exchange(
     """
     if communicator.size == 1:
         return _Alone()
-    if isinstance(communicator, ShmCommunicator) and communicator.size <= _MOST_FUSED_RANKS:
+    on_host = isinstance(parameters, Parameters)
+    fits = isinstance(communicator, ShmCommunicator) and communicator.size <= _MOST_FUSED_RANKS
+    if on_host and fits:
         return _Fused(communicator)
     if bucket is None or 8 * parameters.size < 2 * _PART_BYTES:
         return _Bucket(communicator, bucket)

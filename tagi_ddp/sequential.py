@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import Choice, choose, make_compute
 from tagi_ddp.config import DDPConfig
 from tagi_ddp.engine.adapter import attach
-from tagi_ddp.exchange import StatisticsExchange, make_bucket, make_exchange
+from tagi_ddp.exchange import StatisticsExchange, make_exchange
 from tagi_ddp.replicas import (
     ReplicaMismatch,
     check_state,
@@ -64,6 +65,8 @@ class DDPSequential(SequentialInterface):
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten
             to thirty times faster; "auto" takes torch where it can, and warns where it cannot.
+        device: where torch computes, like "cuda:0". There the replica lives; the wrapped model is
+            brought up to date when it is read through this object.
 
     Raises:
         BackendUnavailable, Timeout, PeerLost: the ranks could not be brought together.
@@ -78,6 +81,7 @@ class DDPSequential(SequentialInterface):
         *,
         communicator: Communicator | Any | None = None,
         compute: Choice = "auto",
+        device: str = "cpu",
     ) -> None:
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
         if (config is None) == (communicator is None):
@@ -98,24 +102,23 @@ class DDPSequential(SequentialInterface):
         self._closed = False
         try:
             with self._or_abort():
-                self._attach(compute)
+                self._attach(compute, device)
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, compute: Choice) -> None:
-        self._replica = attach(self.model)
-        chosen = choose(self.model, self._replica, compute)
+    def _attach(self, compute: Choice, device: str) -> None:
+        replica = attach(self.model)
+        chosen = choose(self.model, replica, compute, device)
         options = {"average": self.average, "compute": chosen}
-        check_structure(self.communicator, self._replica, options)
-        bucket = None
-        if chosen == "torch":
-            bucket = make_bucket(self.communicator, self._replica.parameters)
-            self._replica.parameters.place_deltas(bucket)
-        self.compute = make_compute(chosen, self.model, self._replica, bucket)
+        check_structure(self.communicator, replica, options)
+        self.compute = make_compute(chosen, self.model, replica, self.communicator, device)
+        self._replica = self.compute.replica
         self._set_threads()
         copy_from_rank_0(self.communicator, self._replica)
-        self._exchange = make_exchange(self.communicator, self._replica.parameters, bucket)
+        self._exchange = make_exchange(
+            self.communicator, self._replica.parameters, self.compute.bucket
+        )
         self._exchange_statistics = StatisticsExchange(self.communicator, self._replica.statistics)
 
     def _set_threads(self) -> None:
@@ -147,25 +150,28 @@ class DDPSequential(SequentialInterface):
             var_x: their variances, of the same size; None: the inputs are exact.
 
         Returns:
-            means and variances of the outputs, each flat, batch * output size floats.
+            means and variances of the outputs, each flat, batch * output size floats; tensors on
+            the replica's device if torch computes and ``mu_x`` is a tensor, which needs no waiting
+            for the device.
         """
         with self._or_abort():
-            mean = _flat_floats("mu_x", mu_x)
-            variance = None if var_x is None else _flat_floats("var_x", var_x)
-            if variance is not None and variance.size != mean.size:
+            keep = self.compute.name == "torch"
+            mean = _flat_floats("mu_x", mu_x, keep)
+            variance = None if var_x is None else _flat_floats("var_x", var_x, keep)
+            if variance is not None and len(variance) != len(mean):
                 raise ValueError(
-                    f"var_x has {variance.size} elements, mu_x {mean.size}; give one variance for "
+                    f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
                     "each mean"
                 )
-            if mean.size == 0:
+            if len(mean) == 0:
                 self._forward_samples = 0
-                return mean, mean.copy()
-            self._check_input_size(mean.size)
+                return mean, mean + 0
+            self._check_input_size(len(mean))
             try:
                 outputs = self.compute.forward(mean, variance)
             except RuntimeError as error:
                 raise ValueError(
-                    f"the network refused mu_x with {mean.size} elements: {error}"
+                    f"the network refused mu_x with {len(mean)} elements: {error}"
                 ) from error
             self._forward_samples = self.compute.samples
             return outputs
@@ -198,6 +204,13 @@ class DDPSequential(SequentialInterface):
         Raises NotFiniteError, on all ranks and with every parameter as it was, when a delta of any
         rank is NaN or infinite.
         """
+        if self._replica.refused():
+            raise NotFiniteError(
+                "an earlier step was refused: its deltas were NaN or infinite. That step and this "
+                "one have changed no parameter. Look at the inputs, the targets and the "
+                "observation variance.",
+                [self.communicator.rank],
+            )
         with self._or_abort():
             if self._in_no_sync:
                 raise RuntimeError(
@@ -219,6 +232,7 @@ class DDPSequential(SequentialInterface):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load parameters; a collective call. What rank 0 gives is copied to all ranks."""
         with self._or_abort():
+            self._replica.export()
             if self.communicator.rank == 0:
                 self.model.load_state_dict(state_dict)
             copy_from_rank_0(self.communicator, self._replica)
@@ -226,6 +240,7 @@ class DDPSequential(SequentialInterface):
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing."""
         if self.communicator.rank == 0:
+            self._replica.export()
             self.model.save(filename)
 
     def load(self, filename: str) -> None:
@@ -234,6 +249,7 @@ class DDPSequential(SequentialInterface):
             if self.communicator.rank == 0:
                 if not os.path.isfile(filename):
                     raise FileNotFoundError(f"filename: there is no file {filename!r} on rank 0")
+                self._replica.export()
                 self.model.load(filename)
             copy_from_rank_0(self.communicator, self._replica)
 
@@ -286,6 +302,7 @@ class DDPSequential(SequentialInterface):
         """
         with self._or_abort():
             self._replica.pull()
+            self._replica.export()
             return check_state(self.communicator, self._replica)
 
     def close(self) -> None:
@@ -318,8 +335,8 @@ class DDPSequential(SequentialInterface):
                 parameters, Contribution(samples, not culprit, joined), self.average
             )
             if agreement.applies:
-                self._replica.push()
                 self._exchange_statistics(samples, agreement.batch)
+                self._replica.updated()
         if agreement.not_finite:
             where = f" (here: layer {culprit})" if culprit else ""
             raise NotFiniteError(
@@ -332,9 +349,8 @@ class DDPSequential(SequentialInterface):
 
     def _save_deltas(self) -> None:
         self._replica.pull()
-        size = 2 * self._replica.parameters.size
         if self._saved is None:
-            self._saved = np.zeros(size, np.float32)
+            self._saved = self._replica.zeros()
         self._replica.parameters.add_deltas_to(self._saved, self._replaced_layers())
         self._saved_samples += self._delta_samples
 
@@ -347,7 +363,7 @@ class DDPSequential(SequentialInterface):
         self._accumulating = False
         if self._saved_samples:
             self._saved_samples = 0
-            self._saved.fill(0)
+            self._saved = self._replica.zeros()
 
     def _check_input_size(self, size: int) -> None:
         first = self.model._cpp_backend.layers[0]
@@ -372,17 +388,24 @@ class DDPSequential(SequentialInterface):
             raise
 
 
-def accelerate(model: Any, compute: Choice = "auto") -> DDPSequential:
+def accelerate(model: Any, compute: Choice = "auto", device: str = "cpu") -> DDPSequential:
     """Return ``model`` with Sequential's own methods, computed by torch; one process, no group.
 
-    It is trained in place, as by the engine and with the same results. ``compute`` as for
-    `DDPSequential`.
+    It is trained in place, as by the engine and with the same results. ``compute`` and ``device``
+    as for `DDPSequential`.
     """
     alone = SingleCommunicator()
-    return DDPSequential(model, average=False, communicator=alone, compute=compute)
+    return DDPSequential(model, None, False, communicator=alone, compute=compute, device=device)
 
 
-def _flat_floats(name: str, value: ArrayLike) -> FloatArray:
+def _flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
+    """Return a flat array of float32, or, if they are kept, a flat tensor of a tensor."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        flat = value.detach().reshape(-1)
+        if keep_tensors:
+            return flat
+        value = flat.cpu().numpy()
     try:
         return np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
     except (TypeError, ValueError) as error:

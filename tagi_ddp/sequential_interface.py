@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp.compute import Compute, LSTMStates
+from tagi_ddp.engine.adapter import Replica
 
 FloatArray = NDArray[np.float32]
 
@@ -20,11 +21,13 @@ class SequentialInterface:
 
     model: Any
     compute: Compute
+    _replica: Replica
 
     def __getattr__(self, name: str) -> Any:
         """Return what only the model has."""
         if name.startswith("_") or name in ("model", "compute"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._replica.export()
         return getattr(self.model, name)
 
     def train(self) -> None:
@@ -104,4 +107,5 @@ class SequentialInterface:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters by layer: (mu_w, var_w, mu_b, var_b)."""
+        self._replica.export()
         return self.model.state_dict()

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.adapter import InPlace, Replica
 from tagi_ddp.engine.buffers import verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
@@ -25,6 +26,10 @@ class Compute(Protocol):
 
     #: "engine" or "torch"
     name: Literal["engine", "torch"]
+    #: the state, wherever it is kept
+    replica: Replica
+    #: where the deltas lie, [means | variances], if not in the engine or on a device
+    bucket: FloatArray | None
     output_z_buffer: Any
     input_delta_z_buffer: Any
 
@@ -37,7 +42,7 @@ class Compute(Protocol):
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the parameters' deltas, from the innovation of the last outputs.
 
-        Calls ``done(begin)`` whenever all deltas from ``begin`` on, in the flat sequence, are there.
+        Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
         """
         ...
 
@@ -80,7 +85,7 @@ class Compute(Protocol):
         ...
 
 
-def choose(model: Any, replica: Replica, choice: Choice) -> Literal["engine", "torch"]:
+def choose(model: Any, replica: Replica, choice: Choice, device: str) -> Literal["engine", "torch"]:
     """Return who computes ``model``.
 
     "auto" takes torch if it is installed and knows every layer; if not, the engine, with a warning
@@ -89,12 +94,16 @@ def choose(model: Any, replica: Replica, choice: Choice) -> Literal["engine", "t
     if choice not in ("auto", "engine", "torch"):
         raise ValueError(f'compute is {choice!r}; use "auto", "engine" or "torch"')
     if choice == "engine":
+        if device != "cpu":
+            raise ValueError(f'device is {device!r}, but compute="engine" runs on "cpu" only')
         return "engine"
     reason = _why_not_torch(model, replica)
     if reason is None:
         return "torch"
-    if choice == "torch":
-        raise ValueError(f'compute="torch" is not possible: {reason}; use compute="engine"')
+    if choice == "torch" or device != "cpu":
+        raise ValueError(
+            f'torch cannot compute this network: {reason}; use compute="engine" on "cpu"'
+        )
     warnings.warn(
         f"the engine computes this network, 10 to 30 times slower than torch would: {reason}. "
         'compute="engine" asks for it without this warning.',
@@ -113,20 +122,23 @@ def _why_not_torch(model: Any, replica: Replica) -> str | None:
         verify_buffers()
     except LayoutError as error:
         return str(error)
-    from tagi_ddp.compute.network import unsupported
+    from tagi_ddp.compute.network import why_not
 
-    layers = unsupported(model)
-    return f"torch does not compute {', '.join(layers)} here" if layers else None
+    return why_not(model)
 
 
 def make_compute(
-    name: Literal["engine", "torch"], model: Any, replica: Replica, deltas: FloatArray | None
+    name: Literal["engine", "torch"],
+    model: Any,
+    replica: Replica,
+    communicator: Communicator,
+    device: str,
 ) -> Compute:
-    """Return a `Compute`; torch's writes its deltas to ``deltas``, [means | variances]."""
+    """Return who computes the replica ``model`` of ``communicator``'s ranks on ``device``."""
     if name == "engine":
         from tagi_ddp.compute.on_engine import EngineCompute
 
-        return EngineCompute(model)
+        return EngineCompute(model, replica)
     from tagi_ddp.compute.on_torch import TorchCompute
 
-    return TorchCompute(model, replica, deltas)
+    return TorchCompute(model, replica, communicator, device)

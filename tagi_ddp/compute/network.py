@@ -30,6 +30,7 @@ from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.adapter import Replica
+from tagi_ddp.engine.pointers import LayoutError
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
     "Linear": Linear,
@@ -56,9 +57,19 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
 }
 
 
-def unsupported(model: Any) -> list[str]:
-    """Return the kinds of the model's layers that torch does not compute here, each once."""
-    return sorted(set(map(_kind, _leaves(model._cpp_backend.layers))) - set(_KINDS))
+def why_not(model: Any) -> str | None:
+    """Return why the model's layers cannot be computed here, or None."""
+    leaves = _leaves(model._cpp_backend.layers)
+    unknown = sorted(set(map(_kind, leaves)) - set(_KINDS))
+    if unknown:
+        return f"torch does not compute {', '.join(unknown)} here"
+    try:
+        for leaf in leaves:
+            if _kind(leaf) != "Embedding":  # it would copy its deltas
+                _build(leaf)
+    except (LayoutError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _build(handle: Any) -> Layer:
@@ -104,8 +115,8 @@ class Network:
             part.bind(weights, biases)
             if isinstance(part, BatchNorm2d):
                 part.bind_statistics(
-                    torch.from_numpy(arrays["mu_ra"]),
-                    torch.from_numpy(arrays["var_ra"]),
+                    torch.as_tensor(arrays["mu_ra"]),
+                    torch.as_tensor(arrays["var_ra"]),
                     arrays["first_batch"],
                 )
         self._begins = self._find_begins()
@@ -127,7 +138,7 @@ class Network:
         offset, count = block
         means, variances = self._deltas.chunk(2)
         part = slice(offset, offset + count)
-        return Gaussians(torch.from_numpy(mu), torch.from_numpy(var), means[part], variances[part])
+        return Gaussians(torch.as_tensor(mu), torch.as_tensor(var), means[part], variances[part])
 
     def forward(self, mean: Tensor, variance: Tensor | None, training: bool) -> States:
         """Return the outputs, [batch, outputs], of inputs [batch, inputs]."""

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tagi_ddp.compute import FloatArray, LSTMStates
+from tagi_ddp.engine.adapter import Replica
 
 
 class EngineCompute:
     """The model's own forward and backward."""
 
     name: Literal["engine"] = "engine"
+    bucket = None
 
-    def __init__(self, model: Any) -> None:
-        """Compute ``model``."""
+    def __init__(self, model: Any, replica: Replica) -> None:
+        """Compute ``model``, whose state is ``replica``."""
+        self.replica = replica
         self._model = model
         self._room = 0  # input elements for which the engine has buffers
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.compute import FloatArray, LSTMStates
+from tagi_ddp.compute.device import DeviceReplica
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.adapter import Replica
 from tagi_ddp.engine.buffers import OutputBuffers
+from tagi_ddp.exchange import make_bucket
+
+T = TypeVar("T", FloatArray, torch.Tensor)
 
 
 class TorchCompute:
@@ -19,18 +24,29 @@ class TorchCompute:
 
     name: Literal["torch"] = "torch"
 
-    def __init__(self, model: Any, replica: Replica, deltas: FloatArray) -> None:
-        """Compute ``model``, whose state is ``replica``; write deltas to [means | variances]."""
+    def __init__(
+        self, model: Any, replica: Replica, communicator: Communicator, device: str
+    ) -> None:
+        """Compute ``model``, whose state is ``replica``, on ``device``."""
         self._engine = model._cpp_backend
-        self._replica = replica
         self._first = model._cpp_backend.layers[0]
-        self.deltas = deltas
-        self.network = Network(model, replica, torch.from_numpy(deltas))
+        self._device = torch.device(device)
+        self.replica = replica
+        self.bucket: FloatArray | None = None
+        if device == "cpu":
+            self.bucket = make_bucket(communicator, replica.parameters)
+            replica.parameters.place_deltas(self.bucket)
+            deltas = torch.from_numpy(self.bucket)
+        else:
+            self.replica = DeviceReplica(replica, self._device, communicator.size == 1)
+            deltas = self.replica.parameters.deltas
+        self.network = Network(model, self.replica, deltas)
         self._buffers: OutputBuffers | None = None
         self.states: States | None = None  # the last outputs
         self.innovation: Deltas | None = None  # of them, if given on the device
         self._input_innovation: Deltas | None = None
-        self._bound = replica.version
+        self._bound = self.replica.version
+        self._shown = False  # whether the engine's buffers show the last outputs
         self._trained = False  # whether the last forward pass was one for training
 
     @property
@@ -44,42 +60,45 @@ class TorchCompute:
         return 0 if self.states is None else self.states.mean[0].numel()
 
     @torch.inference_mode()
-    def forward(
-        self, mean: FloatArray, variance: FloatArray | None
-    ) -> tuple[FloatArray, FloatArray]:
-        """Compute the outputs, and show them in the engine's buffers.
+    def forward(self, mean: T, variance: T | None) -> tuple[T, T]:
+        """Compute the outputs, numpy's of numpy's inputs, and tensors of tensors.
 
         In training the inputs are copied: the caller may use its memory again before backward.
         """
         self._find_parameters()
         training = bool(self._first.training)
-        width = self.network.input_size
-        inputs = [
-            None if array is None else torch.from_numpy(array).view(-1, width)
-            for array in (mean, variance)
-        ]
-        if training:
-            inputs = [None if tensor is None else tensor.clone() for tensor in inputs]
-        assert inputs[0] is not None
-        self.states = self.network.forward(inputs[0], inputs[1], training)
+        inputs = self._place(mean, training)
+        self.states = self.network.forward(
+            inputs, None if variance is None else self._place(variance, training), training
+        )
         self.innovation = None
-        self._trained = training
-        outputs = self.get_outputs()
-        self._show(*outputs)
-        return outputs
+        self._trained, self._shown = training, False
+        if isinstance(mean, torch.Tensor):
+            return self.states.mean.flatten(), self.states.variance_tensor().flatten()
+        return self.get_outputs()
+
+    def _place(self, array: T, copy: bool) -> torch.Tensor:
+        tensor = torch.as_tensor(array).reshape(-1, self.network.input_size)
+        return tensor.to(self._device, torch.float32, non_blocking=True, copy=copy)
 
     def _find_parameters(self) -> None:
-        self._replica.pull()
-        if self._bound != self._replica.version:
+        self.replica.pull()
+        if self._bound != self.replica.version:
             self.network.bind()
-            self._bound = self._replica.version
+            self._bound = self.replica.version
 
-    def _show(self, mean: FloatArray, variance: FloatArray) -> None:
-        assert self.states is not None
-        batch, width = self.states.batch, mean.size // self.states.batch
+    def _show(self) -> OutputBuffers:
+        """Write the last outputs to the engine's buffers, once; return the buffers."""
+        if self.states is None:
+            raise RuntimeError("there are no outputs before a forward()")
+        batch, width = self.samples, self.output_size
         if self._buffers is None or (self._buffers.batch, self._buffers.width) != (batch, width):
             self._buffers = OutputBuffers(batch, width)
-        self._buffers.write_states(mean, variance, _flat(self.states.jacobian_tensor()))
+        if not self._shown:
+            jacobian = _flat(self.states.jacobian_tensor())
+            self._buffers.write_states(*self.get_outputs(), jacobian)
+            self._shown = True
+        return self._buffers
 
     @torch.inference_mode()
     def backward(self, done: Callable[[int], None] | None = None) -> None:
@@ -91,10 +110,8 @@ class TorchCompute:
         deltas = self.innovation
         if deltas is None:
             shape = self.states.mean.shape
-            parts = (
-                torch.from_numpy(part).view(shape) for part in self._need_buffers().innovation()
-            )
-            deltas = Deltas(*parts)
+            parts = map(torch.from_numpy, self._show().innovation())
+            deltas = Deltas(*(part.view(shape).to(self._device) for part in parts))
         self._input_innovation = None
         to_input = bool(self._engine.input_state_update)
         below = self.network.backward(deltas, to_input, done)
@@ -116,32 +133,25 @@ class TorchCompute:
     @property
     def output_z_buffer(self) -> Any:
         """The last outputs in an object of the engine; None before the first forward."""
-        return self._buffers.states if self._buffers else None
+        return None if self.states is None else self._show().states
 
     @output_z_buffer.setter
     def output_z_buffer(self, value: Any) -> None:
-        self._need_buffers().states = value
+        self._show().states = value
 
     @property
     def input_delta_z_buffer(self) -> Any:
         """The outputs' innovation in an object of the engine; None before the first forward."""
-        return self._buffers.deltas if self._buffers else None
+        return None if self.states is None else self._show().deltas
 
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
-        self._need_buffers().deltas = value
+        self._show().deltas = value
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         """Set the innovation of the last outputs."""
-        for view, values in zip(
-            self._need_buffers().innovation(), (delta_mu, delta_var), strict=True
-        ):
+        for view, values in zip(self._show().innovation(), (delta_mu, delta_var), strict=True):
             view[:] = values
-
-    def _need_buffers(self) -> OutputBuffers:
-        if self._buffers is None:
-            raise RuntimeError("there are no outputs before a forward()")
-        return self._buffers
 
     def set_threads(self, count: int) -> None:
         """Set torch's threads, which all of this process share, and the engine's."""
@@ -167,5 +177,6 @@ class TorchCompute:
 
 
 def _flat(tensor: torch.Tensor) -> FloatArray:
-    array: FloatArray = tensor.reshape(-1).numpy()
+    """Return a copy on the host."""
+    array: FloatArray = tensor.reshape(-1).to("cpu", copy=True).numpy()
     return array

@@ -18,6 +18,8 @@ from tagi_ddp import _backend
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 
+FloatArray = NDArray[np.float32]
+
 
 class Replica(Protocol):
     """The state of one Sequential on the host."""
@@ -33,7 +35,23 @@ class Replica(Protocol):
         ...
 
     def push(self) -> None:
-        """Make changes of the means and variances known to the engine."""
+        """Make changes of the arrays of `state` known to all."""
+        ...
+
+    def updated(self) -> None:
+        """Make a change of ``parameters`` and ``statistics`` known to all."""
+        ...
+
+    def export(self) -> None:
+        """Make the engine's memory, and `state`, show the present state, wherever that is kept."""
+        ...
+
+    def refused(self) -> bool:
+        """Tell whether a step was refused, which nobody has been told yet."""
+        ...
+
+    def zeros(self) -> Any:
+        """Return zeros to sum deltas in, [means | variances], float32."""
         ...
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
@@ -108,6 +126,16 @@ class InPlace:
     def push(self) -> None:
         """Do nothing: the engine's memory is what has been changed."""
 
+    updated = export = push
+
+    def refused(self) -> bool:
+        """Say no: who refuses a step tells it at once."""
+        return False
+
+    def zeros(self) -> FloatArray:
+        """Return zeros to sum deltas in."""
+        return np.zeros(2 * self.parameters.size, np.float32)
+
     def state(self) -> list[tuple[str, NDArray[Any]]]:
         """Return views of the engine's vectors."""
         views: list[tuple[str, NDArray[Any]]] = []
@@ -176,6 +204,19 @@ class Copied:
         for layer, arrays in zip(self.layers, self._arrays, strict=True):
             for name in PARAMETERS:
                 setattr(layer.handle, name, arrays[name].tolist())
+
+    updated = push
+
+    def export(self) -> None:
+        """Do nothing: `updated` has."""
+
+    def refused(self) -> bool:
+        """Say no: who refuses a step tells it at once."""
+        return False
+
+    def zeros(self) -> FloatArray:
+        """Return zeros to sum deltas in."""
+        return np.zeros(2 * self.parameters.size, np.float32)
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
         """Return the copies."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tagi_ddp.engine.loader import load_engine
@@ -62,6 +62,8 @@ def window_of(handle: Any) -> Window:
     kind = type(handle).__name__
     _verify(kind)
     window = _read(handle)
+    if window.stride < 1:  # none was given: one window after the other
+        window = replace(window, stride=window.kernel)
     if window.padding_type not in (1, 2) and (window.padding or kind == "ConvTranspose2d"):
         raise ValueError(
             f"{handle.get_layer_info()} has padding {window.padding} of type "

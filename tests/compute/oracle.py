@@ -134,9 +134,9 @@ def compare(
         None if variance is None else torch.from_numpy(variance.copy()),
         training=False,
     ).mean.numel()
-    innovation = np.stack(
-        [rng.standard_normal(outputs), -rng.uniform(0.01, 1, outputs)]
-    ).astype(np.float32)
+    innovation = np.stack([rng.standard_normal(outputs), -rng.uniform(0.01, 1, outputs)]).astype(
+        np.float32
+    )
     _restore(saved)
     ours = both.torch(mean, variance, innovation)
     state = copy.deepcopy([array for array, _ in saved])

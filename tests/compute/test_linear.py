@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from compute.oracle import compare
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tagi_ddp  # noqa: F401  (makes pytagi importable)
+from compute.oracle import compare
 
 
 @given(

@@ -27,7 +27,7 @@ def set_delta_variances(model: DDPSequential, handle: Any, values: list[float]) 
         return
     index = [layer.handle for layer in model._replica.layers].index(handle)
     offset, count = model._replica.parameters.blocks[2 * index]
-    deltas = model.compute.deltas.reshape(2, -1)  # type: ignore[attr-defined]
+    deltas = model.compute.bucket.reshape(2, -1)
     deltas[1, offset : offset + count] = values
 
 

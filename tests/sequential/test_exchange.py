@@ -34,7 +34,7 @@ def mpi() -> Iterator[RankPool]:
 def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, Any]:
     model = wrap(comm, "batch_norm", average=average, compute=compute)
     own = model._replica.parameters
-    bucket = model.compute.deltas if compute == "torch" else None
+    bucket = model.compute.bucket
     exchange._PART_BYTES = 256  # several parts
     kind = getattr(exchange, way)
     if kind is exchange._Overlapped:

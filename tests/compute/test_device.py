@@ -1,0 +1,150 @@
+"""A replica on a device, "cpu:0" as a stand-in for a GPU, learns what one in place learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import RankPool
+from sequential.conftest import shm  # noqa: F401  (a fixture)
+from sequential.networks import NETWORKS, distance, fresh, learn, parameters
+
+from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
+
+DEVICES = ("cpu", "cpu:0")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_one_process(name: str, tmp_path: Path) -> None:
+    states = []
+    for device in DEVICES:
+        model = accelerate(fresh(name), device=device)
+        for step in range(3):
+            with model.no_sync():
+                learn(model, *NETWORKS[name].batch(step, 6))
+                learn(model, *NETWORKS[name].batch(step + 10, 5))
+            model.step()
+        first = model.check_replicas()
+        outputs = model(NETWORKS[name].batch(9, 4)[0])
+        model.save(str(tmp_path / "model"))
+        state = model.state_dict()
+        learn(model, *NETWORKS[name].batch(20, 6))
+        model.step()
+        changed = model.check_replicas()
+        if name != "layer_norm":  # the engine's own file of it holds the last batch's statistics
+            model.load(str(tmp_path / "model"))
+            assert model.state_dict() == state
+        model.load_state_dict(state)
+        learn(model, *NETWORKS[name].batch(21, 6))
+        model.step()
+        states.append((parameters(model), {"outputs": 2 * list(outputs)}))
+        assert first != changed
+    for ours, in_place in zip(*states, strict=True):
+        assert distance(ours, in_place) < 1e-5  # square roots differ in their last bit
+
+
+def ranks(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np.ndarray]]:
+    model = DDPSequential(fresh(name), None, average, communicator=comm, device=device)
+    with model.join():
+        for step in range(2 + comm.rank):
+            learn(model, *NETWORKS[name].batch(step + 10 * comm.rank, 5 + comm.rank))
+            model.step()
+    learn(model, *NETWORKS[name].batch(comm.rank, 5))
+    model.step()
+    model.check_replicas()
+    state = parameters(model)
+    if name == "batch_norm":
+        running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
+        state["running averages"] = 2 * [np.ravel(values) for values in running]
+    return state
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "batch_norm"])
+def test_ranks(shm: RankPool, name: str, average: bool) -> None:  # noqa: F811
+    answers = [shm.run(ranks, name, device, average, size=3) for device in DEVICES]
+    for in_place, on_device in zip(*answers, strict=True):
+        assert distance(on_device, in_place) < 1e-5
+
+
+def test_refused_step_is_told_at_the_next() -> None:
+    model = accelerate(fresh("mlp"), device="cpu:0")
+    x, y = NETWORKS["mlp"].batch(0, 6)
+    learn(model, x, y)
+    model.step()
+    before = model.check_replicas()
+    learn(model, np.where(x > 1, np.inf, x), y)
+    model.step()
+    assert model.check_replicas() == before
+    learn(model, x, y)
+    with pytest.raises(NotFiniteError, match="earlier step"):
+        model.step()
+    assert model.check_replicas() == before
+    learn(model, x, y)
+    model.step()
+    assert model.check_replicas() != before
+
+
+def test_refused_step_of_ranks(shm: RankPool) -> None:  # noqa: F811
+    assert shm.run(refuse_one, size=2) == [(1,), (1,)]
+
+
+def refuse_one(comm: Any) -> tuple[int, ...]:
+    model = DDPSequential(fresh("mlp"), communicator=comm, device="cpu:0")
+    x, y = NETWORKS["mlp"].batch(comm.rank, 6)
+    before = model.check_replicas()
+    learn(model, x * np.inf if comm.rank == 1 else x, y)
+    with pytest.raises(NotFiniteError) as error:
+        model.step()
+    assert model.check_replicas() == before
+    return error.value.ranks
+
+
+def test_negative_variances_are_counted() -> None:
+    model = accelerate(fresh("mlp"), device="cpu:0")
+    learn(model, *NETWORKS["mlp"].batch(0, 6))
+    parameters: Any = model._replica.parameters
+    parameters.var[:7] = 1e-8
+    parameters.deltas.chunk(2)[1][:7] = -1e9
+    model._delta_samples = 1  # a cap factor of 0.1 lets the variance fall below 0
+    model.step()
+    assert list(model.get_neg_var_w_counter().values()) == [7, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_stay_tensors(device: str) -> None:
+    models = [accelerate(fresh("mlp"), device=device) for _ in range(2)]
+    x, y = NETWORKS["mlp"].batch(0, 6)
+    variances = np.full(y.size, 0.25, np.float32)
+    for model, kind in zip(models, (np.asarray, torch.from_numpy), strict=True):
+        mean, variance = model(kind(x))
+        assert type(mean) is type(variance) is type(kind(x))
+        np.testing.assert_array_equal(mean, model.get_outputs()[0])
+        OutputUpdater(model).update(kind(y), kind(variances))
+        model.backward()
+        model.step()
+    assert models[0].check_replicas() == models[1].check_replicas()
+
+
+def test_inputs_may_change_before_backward() -> None:
+    digests = []
+    for spoil in (False, True):
+        model = accelerate(fresh("mlp"))
+        x, y = NETWORKS["mlp"].batch(0, 6)
+        mean, _ = model(x)
+        OutputUpdater(model).update(y, np.full(y.size, 0.25))
+        if spoil:
+            x[:] = 0
+            mean[:] = 0
+        model.backward()
+        model.step()
+        digests.append(model.check_replicas())
+    assert digests[0] == digests[1]
+
+
+def test_engine_has_no_devices() -> None:
+    with pytest.raises(ValueError, match="cuda:0"):
+        accelerate(fresh("mlp"), compute="engine", device="cuda:0")
