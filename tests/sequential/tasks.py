@@ -44,9 +44,7 @@ def train_alone(name: str, start: dict[str, list[np.ndarray]], batch: int) -> An
     return model
 
 
-def compare_with_one_process(
-    comm: Any, name: str, shares: Sequence[int], compute: Any
-) -> float:
+def compare_with_one_process(comm: Any, name: str, shares: Sequence[int], compute: Any) -> float:
     model = DDPSequential(fresh(name), average=False, communicator=comm, compute=compute)
     start = parameters(model)
     train(model, name, shares)
@@ -57,9 +55,7 @@ def compare_with_one_process(
     return distance(parameters(model), alone)
 
 
-def replicas(
-    comm: Any, name: str, shares: Sequence[int], average: bool, compute: Any
-) -> list[str]:
+def replicas(comm: Any, name: str, shares: Sequence[int], average: bool, compute: Any) -> list[str]:
     model = DDPSequential(fresh(name), average=average, communicator=comm, compute=compute)
     start = parameters(model)
     train(model, name, shares)
