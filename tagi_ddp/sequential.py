@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.compute import Choice, choose, make_compute
+from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
 from tagi_ddp.engine.adapter import attach
 from tagi_ddp.exchange import StatisticsExchange, make_exchange
@@ -67,6 +67,8 @@ class DDPSequential(SequentialInterface):
             to thirty times faster; "auto" takes torch where it can, and warns where it cannot.
         device: where torch computes, like "cuda:0". There the replica lives; the wrapped model is
             brought up to date when it is read through this object.
+        precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
+            digits of each factor, and sums in float32.
 
     Raises:
         BackendUnavailable, Timeout, PeerLost: the ranks could not be brought together.
@@ -82,6 +84,7 @@ class DDPSequential(SequentialInterface):
         communicator: Communicator | Any | None = None,
         compute: Choice = "auto",
         device: str = "cpu",
+        precision: Precision = "float32",
     ) -> None:
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
         if (config is None) == (communicator is None):
@@ -102,17 +105,19 @@ class DDPSequential(SequentialInterface):
         self._closed = False
         try:
             with self._or_abort():
-                self._attach(compute, device)
+                self._attach(compute, device, precision)
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, compute: Choice, device: str) -> None:
+    def _attach(self, compute: Choice, device: str, precision: Precision) -> None:
         replica = attach(self.model)
-        chosen = choose(self.model, replica, compute, device)
-        options = {"average": self.average, "compute": chosen}
+        chosen = choose(self.model, replica, compute, device, precision)
+        options = {"average": self.average, "compute": chosen, "precision": precision}
         check_structure(self.communicator, replica, options)
-        self.compute = make_compute(chosen, self.model, replica, self.communicator, device)
+        self.compute = make_compute(
+            chosen, self.model, replica, self.communicator, device, precision
+        )
         self._replica = self.compute.replica
         self._set_threads()
         copy_from_rank_0(self.communicator, self._replica)
@@ -388,14 +393,25 @@ class DDPSequential(SequentialInterface):
             raise
 
 
-def accelerate(model: Any, compute: Choice = "auto", device: str = "cpu") -> DDPSequential:
+def accelerate(
+    model: Any,
+    compute: Choice = "auto",
+    device: str = "cpu",
+    precision: Precision = "float32",
+) -> DDPSequential:
     """Return ``model`` with Sequential's own methods, computed by torch; one process, no group.
 
-    It is trained in place, as by the engine and with the same results. ``compute`` and ``device``
-    as for `DDPSequential`.
+    It is trained in place, as by the engine and with the same results. The options are those of
+    `DDPSequential`.
     """
-    alone = SingleCommunicator()
-    return DDPSequential(model, None, False, communicator=alone, compute=compute, device=device)
+    return DDPSequential(
+        model,
+        average=False,
+        communicator=SingleCommunicator(),
+        compute=compute,
+        device=device,
+        precision=precision,
+    )
 
 
 def _flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:

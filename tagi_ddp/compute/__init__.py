@@ -19,6 +19,7 @@ FloatArray = NDArray[np.float32]
 # By the index of the layer: means and variances of outputs, then of cells.
 LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
 Choice = Literal["auto", "engine", "torch"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 
 
 class Compute(Protocol):
@@ -85,7 +86,9 @@ class Compute(Protocol):
         ...
 
 
-def choose(model: Any, replica: Replica, choice: Choice, device: str) -> Literal["engine", "torch"]:
+def choose(
+    model: Any, replica: Replica, choice: Choice, device: str, precision: Precision
+) -> Literal["engine", "torch"]:
     """Return who computes ``model``.
 
     "auto" takes torch if it is installed and knows every layer; if not, the engine, with a warning
@@ -93,14 +96,18 @@ def choose(model: Any, replica: Replica, choice: Choice, device: str) -> Literal
     """
     if choice not in ("auto", "engine", "torch"):
         raise ValueError(f'compute is {choice!r}; use "auto", "engine" or "torch"')
+    if precision not in ("float32", "tf32", "bfloat16"):
+        raise ValueError(f'precision is {precision!r}; use "float32", "tf32" or "bfloat16"')
     if choice == "engine":
-        if device != "cpu":
-            raise ValueError(f'device is {device!r}, but compute="engine" runs on "cpu" only')
+        if (device, precision) != ("cpu", "float32"):
+            raise ValueError(
+                f'compute="engine" runs on "cpu" in "float32", not on {device!r} in {precision!r}'
+            )
         return "engine"
     reason = _why_not_torch(model, replica)
     if reason is None:
         return "torch"
-    if choice == "torch" or device != "cpu":
+    if choice == "torch" or (device, precision) != ("cpu", "float32"):
         raise ValueError(
             f'torch cannot compute this network: {reason}; use compute="engine" on "cpu"'
         )
@@ -133,6 +140,7 @@ def make_compute(
     replica: Replica,
     communicator: Communicator,
     device: str,
+    precision: Precision,
 ) -> Compute:
     """Return who computes the replica ``model`` of ``communicator``'s ranks on ``device``."""
     if name == "engine":
@@ -141,4 +149,4 @@ def make_compute(
         return EngineCompute(model, replica)
     from tagi_ddp.compute.on_torch import TorchCompute
 
-    return TorchCompute(model, replica, communicator, device)
+    return TorchCompute(model, replica, communicator, device, precision)

@@ -87,20 +87,29 @@ class Conv2d(Layer):
         return scale(self._saved.jacobian, below)
 
     def _convolve(self, images: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(images, weights, bias, *self._geometry())
+        if self.dtype == torch.float32:
+            return torch.convolution(images, weights, bias, *self._geometry())
+        images, weights = images.to(self.dtype), weights.to(self.dtype)
+        output = torch.convolution(images, weights, None, *self._geometry()).float()
+        return output if bias is None else output.add_(bias[:, None, None])
 
     def _correlate(
         self, delta: Tensor, images: Tensor, weights: Tensor, to_input: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sums over outputs for images (if asked for), weights and biases (if any)."""
-        channels = self._output[0]
-        return torch.ops.aten.convolution_backward(
-            padded(delta.reshape(-1, *self._output), self._extra_output),
-            images,
-            weights,
-            [channels],
+        delta = padded(delta.reshape(-1, *self._output), self._extra_output)
+        below, sums, bias_sums = torch.ops.aten.convolution_backward(
+            delta.to(self.dtype),
+            images.to(self.dtype),
+            weights.to(self.dtype),
+            [self._output[0]],
             *self._geometry(),
             [to_input, True, self._biases is not None],
+        )
+        return (
+            below.float() if to_input else delta,
+            sums.float(),
+            sums if self._biases is None else bias_sums.float(),
         )
 
     def _geometry(self) -> tuple[list[int], list[int], list[int], bool, list[int], int]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tagi_ddp.compute.states import Deltas, States
@@ -47,6 +48,8 @@ class Layer(ABC):
 
     #: Whether forward keeps its output for backward, so that no activation may overwrite it.
     keeps_output = False
+    #: What matrix products and convolutions are computed in; sums and all else are float32.
+    dtype = torch.float32
 
     def __init__(self, handle: Any) -> None:
         """Read the layer's options from the engine's object."""

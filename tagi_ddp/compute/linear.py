@@ -34,10 +34,14 @@ class Linear(Layer):
         mean, variance = states.viewed(self._inputs)
         weights, biases = self._weights, self._biases
         self._saved = States(mean, variance, states.jacobian) if training else None
-        mean_out = product(mean, weights.mu, None if biases is None else biases.mu)
-        variance_out = product(mean * mean, weights.var, None if biases is None else biases.var)
+        mean_out = self._product(mean, weights.mu, None if biases is None else biases.mu)
+        variance_out = self._product(
+            mean * mean, weights.var, None if biases is None else biases.var
+        )
         if variance is not None:
-            variance_out += product(variance, torch.addcmul(weights.var, weights.mu, weights.mu))
+            variance_out += self._product(
+                variance, torch.addcmul(weights.var, weights.mu, weights.mu)
+            )
         return States(mean_out, variance_out)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
@@ -47,9 +51,9 @@ class Linear(Layer):
         mean_delta = deltas.mean.view(-1, self._outputs)
         variance_delta = deltas.variance.view(-1, self._outputs)
         weights, biases = self._weights, self._biases
-        sums = product(mean_delta.t(), mean.t())
+        sums = self._product(mean_delta.t(), mean.t())
         torch.mul(sums, weights.var, out=weights.delta_mu)
-        sums = product(variance_delta.t(), (mean * mean).t())
+        sums = self._product(variance_delta.t(), (mean * mean).t())
         torch.mul(sums, weights.var, out=weights.delta_var).mul_(weights.var)
         if biases is not None:
             torch.sum(mean_delta, 0, out=biases.delta_mu)
@@ -58,10 +62,16 @@ class Linear(Layer):
         if not to_input:
             return deltas
         below = Deltas(
-            product(mean_delta, weights.mu.t()),
-            product(variance_delta, (weights.mu * weights.mu).t()),
+            self._product(mean_delta, weights.mu.t()),
+            self._product(variance_delta, (weights.mu * weights.mu).t()),
         )
         return scale(self._saved.jacobian, below)
+
+    def _product(self, x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.dtype == torch.float32:
+            return product(x, weights, bias)
+        output = product(x.to(self.dtype), weights.to(self.dtype)).float()
+        return output if bias is None else output.add_(bias)
 
 
 def product(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:

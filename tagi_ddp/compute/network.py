@@ -86,12 +86,19 @@ def _build(handle: Any) -> Layer:
 class Network:
     """All layers of a replica, bound to its means and variances, and to a bucket for the deltas."""
 
-    def __init__(self, model: Any, replica: Replica, deltas: Tensor) -> None:
-        """Build the layers; ``deltas`` is [means | variances], float32."""
+    def __init__(
+        self, model: Any, replica: Replica, deltas: Tensor, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Build the layers; ``deltas`` is [means | variances], float32.
+
+        Matrix products and convolutions are computed in ``dtype``.
+        """
         self._replica = replica
         self._deltas = deltas
         self._layers = [_build(layer) for layer in model._cpp_backend.layers]
         self._chain = Chain(None, self._layers)
+        for part in self._chain.parts():
+            part.dtype = dtype
         #: the number of elements of one sample of the input
         self.input_size = self._chain.parts()[0].input_size
         self.bind()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.compute import FloatArray, LSTMStates
+from tagi_ddp.compute import FloatArray, LSTMStates, Precision
 from tagi_ddp.compute.device import DeviceReplica
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, States
@@ -16,6 +20,7 @@ from tagi_ddp.engine.adapter import Replica
 from tagi_ddp.engine.buffers import OutputBuffers
 from tagi_ddp.exchange import make_bucket
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 T = TypeVar("T", FloatArray, torch.Tensor)
 
 
@@ -25,12 +30,18 @@ class TorchCompute:
     name: Literal["torch"] = "torch"
 
     def __init__(
-        self, model: Any, replica: Replica, communicator: Communicator, device: str
+        self,
+        model: Any,
+        replica: Replica,
+        communicator: Communicator,
+        device: str,
+        precision: Precision,
     ) -> None:
         """Compute ``model``, whose state is ``replica``, on ``device``."""
         self._engine = model._cpp_backend
         self._first = model._cpp_backend.layers[0]
         self._device = torch.device(device)
+        keep_freed_memory()
         self.replica = replica
         self.bucket: FloatArray | None = None
         if device == "cpu":
@@ -40,7 +51,9 @@ class TorchCompute:
         else:
             self.replica = DeviceReplica(replica, self._device, communicator.size == 1)
             deltas = self.replica.parameters.deltas
-        self.network = Network(model, self.replica, deltas)
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self.network = Network(model, self.replica, deltas, dtype)
+        self._tf32 = precision == "tf32"
         self._buffers: OutputBuffers | None = None
         self.states: States | None = None  # the last outputs
         self.innovation: Deltas | None = None  # of them, if given on the device
@@ -68,9 +81,10 @@ class TorchCompute:
         self._find_parameters()
         training = bool(self._first.training)
         inputs = self._place(mean, training)
-        self.states = self.network.forward(
-            inputs, None if variance is None else self._place(variance, training), training
-        )
+        with self._gpu_precision():
+            self.states = self.network.forward(
+                inputs, None if variance is None else self._place(variance, training), training
+            )
         self.innovation = None
         self._trained, self._shown = training, False
         if isinstance(mean, torch.Tensor):
@@ -80,6 +94,22 @@ class TorchCompute:
     def _place(self, array: T, copy: bool) -> torch.Tensor:
         tensor = torch.as_tensor(array).reshape(-1, self.network.input_size)
         return tensor.to(self._device, torch.float32, non_blocking=True, copy=copy)
+
+    @contextlib.contextmanager
+    def _gpu_precision(self) -> Iterator[None]:
+        """Let GPUs use TF32 if it was asked for, and only then; torch's default does, in part."""
+        if self._device.type != "cuda":
+            yield
+            return
+        switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+        before = [switch.fp32_precision for switch in switches]
+        for switch in switches:
+            switch.fp32_precision = "tf32" if self._tf32 else "ieee"
+        try:
+            yield
+        finally:
+            for switch, value in zip(switches, before, strict=True):
+                switch.fp32_precision = value
 
     def _find_parameters(self) -> None:
         self.replica.pull()
@@ -114,7 +144,8 @@ class TorchCompute:
             deltas = Deltas(*(part.view(shape).to(self._device) for part in parts))
         self._input_innovation = None
         to_input = bool(self._engine.input_state_update)
-        below = self.network.backward(deltas, to_input, done)
+        with self._gpu_precision():
+            below = self.network.backward(deltas, to_input, done)
         if to_input:
             self._input_innovation = below
 
@@ -174,6 +205,21 @@ class TorchCompute:
         """Let LSTM layers remember this."""
         for index, parts in states.items():
             self.network.lstms[index].set_states(*map(torch.as_tensor, parts))
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors for the next ones, in the whole process.
+
+    By default it returns large pieces to the kernel, and a third to half of a convolutional
+    network's step goes into getting them back. MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in
+    the environment overrule this.
+    """
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name in os.environ for name in names):
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def _flat(tensor: torch.Tensor) -> FloatArray:
