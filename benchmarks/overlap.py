@@ -1,4 +1,4 @@
-"""Reductions while backward goes on, over a network; see `rows`."""
+"""Reductions while backward goes on, on one host, where they are off; see `rows`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _compare(communicator: Communicator, hidden: int, batch: int, rounds: int) -
         DDPSequential(mlp(hidden), average=False, communicator=communicator, compute="torch")
         for _ in range(2)
     )
-    if not isinstance(overlapped._exchange, _Overlapped):
-        raise RuntimeError("this network's reductions do not begin in backward")
-    plain._exchange = _Bucket(communicator, plain._exchange._bucket)
+    parameters, bucket = overlapped._replica.parameters, overlapped.compute.bucket
+    overlapped._exchange = _Overlapped(communicator, parameters, bucket)
+    plain._exchange = _Bucket(communicator, plain.compute.bucket)
     contenders = [
         Contender(name, trainer(model, samples[part], labels[part]))
         for name, model in (("ours", overlapped), ("plain", plain))

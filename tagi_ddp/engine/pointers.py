@@ -129,6 +129,7 @@ def _platform_abis() -> tuple[bytes, ...]:
     )
 
 
+@functools.cache
 def _capsule_function(name: str, result: Any, *arguments: Any) -> Any:
     """Return a function of Python's C interface; own prototype, as ctypes shares the attribute."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))

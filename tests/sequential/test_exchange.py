@@ -35,12 +35,13 @@ def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, 
     model = wrap(comm, "batch_norm", average=average, compute=compute)
     own = model._replica.parameters
     bucket = model.compute.bucket
-    exchange._PART_BYTES = 256  # several parts
-    kind = getattr(exchange, way)
+    kind, part_bytes = getattr(exchange, way), exchange._PART_BYTES
+    exchange._PART_BYTES = 256
     if kind is exchange._Overlapped:
         assert len(exchange.split(own, exchange._PART_BYTES)) > 2
     arguments = {"_Fused": (), "_Bucket": (bucket,), "_Overlapped": (own, bucket)}[way]
     model._exchange = kind(comm, *arguments)
+    exchange._PART_BYTES = part_bytes
     train(model, "batch_norm", SHARES)
     with model.join():
         for step in range(3 * comm.rank):
@@ -67,13 +68,30 @@ def test_backends_give_the_same(
     assert distance(answers[0][1], expected) < 1e-6
 
 
-def chosen(comm: Any) -> str:
-    return type(wrap(comm)._exchange).__name__
+def chosen(comm: Any, compute: str) -> str:
+    return type(wrap(comm, compute=compute)._exchange).__name__
 
 
 def test_choice(shm: RankPool) -> None:
-    assert set(shm.run(chosen, size=4)) == {"_Fused"}
-    assert shm.run(chosen, size=1) == ["_Alone"]
+    assert set(shm.run(chosen, "engine", size=4)) == {"_Fused"}
+    assert set(shm.run(chosen, "torch", size=4)) == {"_Bucket"}
+    assert shm.run(chosen, "torch", size=1) == ["_Alone"]
+
+
+def chosen_between_hosts(comm: Any) -> list[str]:
+    kinds, own_name, own_size = [], exchange.socket.gethostname, exchange._PART_BYTES
+    for size in (1 << 10, own_size):
+        exchange._PART_BYTES = size
+        for name in ("one host", f"host {comm.rank}"):
+            exchange.socket.gethostname = lambda name=name: name
+            kinds.append(type(wrap(comm)._exchange).__name__)
+    exchange.socket.gethostname, exchange._PART_BYTES = own_name, own_size
+    return kinds
+
+
+def test_choice_between_hosts(gloo: RankPool) -> None:
+    expected = ["_Bucket", "_Overlapped", "_Bucket", "_Bucket"]
+    assert gloo.run(chosen_between_hosts, fresh=True) == [expected] * 2
 
 
 def five_ranks(comm: Any) -> tuple[str, str]:
