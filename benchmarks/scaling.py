@@ -14,7 +14,7 @@ from tagi_ddp import Communicator, DDPSequential, accelerate
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(g) ranks of 1 thread against 1 rank of 1 thread, on the same global batch."""
-    cases = TOYS[:2] if quick else (replace(MLP, batch=1024, calls=30), CNN)
+    cases = TOYS[:2] if quick else (replace(MLP, batch=1024), CNN)
     return [_compare(communicator, case) for case in cases]
 
 
