@@ -33,7 +33,8 @@ def train(options):
     if options.threads:
         net.set_threads(options.threads)
     # average=False: the sum of the ranks' deltas, which is the delta of the whole batch.
-    with DDPSequential(net, DDPConfig.from_env(), average=False) as model:
+    config = DDPConfig.from_env()
+    with DDPSequential(net, config, average=False, compute=options.compute) as model:
         seconds = fit(model, metric, data.x_train, data.y_train, options)
         error = test(model, metric, data.x_test, data.y_test, options.batch_size)
         replicas = model.check_replicas()
@@ -88,6 +89,7 @@ def arguments():
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
     parser.add_argument("--limit", type=int, help="take only so many images")
     parser.add_argument("--threads", type=int, help="of each process; default: its share of cores")
+    parser.add_argument("--compute", choices=("auto", "engine", "torch"), default="auto")
     return parser
 
 

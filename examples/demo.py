@@ -12,15 +12,17 @@ from classification import arguments, train
 import tagi_ddp
 
 RUNS = {
-    "1 process, 1 thread": (1, 1),
-    "1 process, 2 threads": (1, 2),
-    "2 processes, 1 thread each": (2, 1),
+    "the engine, 1 process, 1 thread": (1, 1, "engine"),
+    "torch, 1 process, 1 thread": (1, 1, "torch"),
+    "torch, 1 process, 2 threads": (1, 2, "torch"),
+    "torch, 2 processes, 1 thread each": (2, 1, "torch"),
 }
 
 
 def run(title, options, **changes):
-    processes, threads = RUNS[title]
-    options = argparse.Namespace(**{**vars(options), "threads": threads, **changes})
+    processes, threads, compute = RUNS[title]
+    settings = {"threads": threads, "compute": compute, **changes}
+    options = argparse.Namespace(**{**vars(options), **settings})
     return tagi_ddp.launch(train, processes, (options,), timeout=900)
 
 
@@ -28,11 +30,11 @@ def main():
     parser = arguments()
     parser.set_defaults(model="cnn", epochs=12)
     options = parser.parse_args()
-    one, threaded, two = RUNS
+    engine, one, threaded, two = RUNS
 
     print(f"One batch of {options.batch_size} images")
     first = {"limit": options.batch_size, "epochs": 1}
-    alone, shared = (run(title, options, **first)[0]["parameters"] for title in (one, two))
+    alone, shared = (run(title, options, **first)[0]["parameters"] for title in (engine, two))
     difference = np.linalg.norm(shared - alone) / np.linalg.norm(alone)
 
     results = {}
@@ -40,16 +42,17 @@ def main():
         print(f"\n{title}: {options.model}, {options.data}, {options.epochs} epochs")
         results[title] = run(title, options)
 
-    print(f"\n{'':28}training    speed-up    test error")
+    print(f"\n{'':34}training    speed-up    test error")
     seconds = {title: max(rank["seconds"] for rank in ranks) for title, ranks in results.items()}
     for title, ranks in results.items():
-        speedup = seconds[one] / seconds[title]
-        print(f"{title:28}{seconds[title]:6.1f} s{speedup:11.2f}{ranks[0]['error']:14.2%}")
+        speedup = seconds[engine] / seconds[title]
+        print(f"{title:34}{seconds[title]:6.1f} s{speedup:11.1f}{ranks[0]['error']:14.2%}")
 
     hashes = [rank["replicas"][:16] for rank in results[two]]
-    print(f"\n2 processes are {seconds[threaded] / seconds[two]:.2f} times as fast as 2 threads.")
+    print(f"\n2 processes are {seconds[one] / seconds[two]:.2f} times as fast as 1 with 1 thread, ")
+    print(f"and {seconds[threaded] / seconds[two]:.2f} times as fast as 1 with 2 threads.")
     print(f"The 2 replicas are equal bit for bit: {' = '.join(hashes)}")
-    print(f"After one batch, 2 processes and 1 differ by {difference:.0e} of the parameters' norm,")
+    print(f"After one batch, they and the engine differ by {difference:.0e} of the norm,")
     print("the rounding of sums. Training amplifies it: the test errors may differ by an image or")
     print("a few, as those of one process do when the images within a batch change places.")
     if len(os.sched_getaffinity(0)) < 2:
