@@ -110,3 +110,14 @@ def test_first_of_equal_means(case: Case, seed: int) -> None:
     innovation = rng.uniform(-1, 0, (2, 2 * case.places**2)).astype(np.float32)
     ours = both.torch(mean, variance, innovation)
     ours.assert_close(both.engine(mean, variance, innovation))
+
+
+@pytest.mark.parametrize("side", [4, 7])
+def test_whole_image_without_a_stride(side: int) -> None:
+    def layers() -> list[Any]:
+        import pytagi.nn as nn
+
+        first = nn.Conv2d(2, 3, 3, padding=1, in_width=side, in_height=side)
+        return [first, nn.ReLU(), nn.AvgPool2d(side), nn.Linear(3, 4)]
+
+    compare(layers, 2 * side * side, 5)
