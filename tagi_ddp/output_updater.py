@@ -57,6 +57,8 @@ class OutputUpdater:
 
     def _update(self, method: str, observations: dict[str, ArrayLike]) -> None:
         compute = self._model.compute
+        if self._model.has_empty_share and not any(map(_size, observations.values())):
+            return
         samples = compute.samples
         if samples == 0:
             raise RuntimeError(f"{method}() needs a forward() before it")

@@ -273,6 +273,11 @@ class DDPSequential(SequentialInterface):
 
     # --- beyond the engine's interface --------------------------------------------------------
 
+    @property
+    def has_empty_share(self) -> bool:
+        """Whether the last `forward` was given no samples."""
+        return self._forward_samples == 0
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let the deltas of several micro-batches add up before one `step` exchanges their sum.

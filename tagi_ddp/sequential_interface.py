@@ -21,6 +21,7 @@ class SequentialInterface:
 
     model: Any
     compute: Compute
+    has_empty_share: bool
     _replica: Replica
 
     def __getattr__(self, name: str) -> Any:

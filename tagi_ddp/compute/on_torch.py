@@ -88,7 +88,8 @@ class TorchCompute:
         self.innovation = None
         self._trained, self._shown = training, False
         if isinstance(mean, torch.Tensor):
-            return self.states.mean.flatten(), self.states.variance_tensor().flatten()
+            outputs = self.states.mean, self.states.variance_tensor()
+            return outputs[0].flatten().clone(), outputs[1].flatten().clone()
         return self.get_outputs()
 
     def _place(self, array: T, copy: bool) -> torch.Tensor:

@@ -122,7 +122,10 @@ def compare(
 
     ``exact`` inputs have no variance. Both start from the parameters that the engine has drawn.
     """
+    import pytagi
+
     rng = np.random.default_rng(seed)
+    pytagi.manual_seed(seed % 2**31)
     both = Both(*make())
     mean = rng.standard_normal((batch, inputs)).astype(np.float32)
     variance = None if exact else rng.uniform(0.1, 1, (batch, inputs)).astype(np.float32)

@@ -95,6 +95,20 @@ def test_wrong_observations(compute: Any) -> None:
         updater.update(np.ones(2 * OUTPUTS), np.ones(OUTPUTS))
 
 
+def test_empty_share() -> None:
+    model = tagi_ddp.accelerate(network(""), compute="torch")
+    updater, nothing = tagi_ddp.OutputUpdater(model), np.empty(0)
+    model(np.ones((2, INPUTS)))
+    with pytest.raises(ValueError, match="'mu_obs': 0"):
+        updater.update(nothing, nothing)
+    model(nothing)
+    updater.update(nothing, nothing)
+    model.backward()
+    before = model.check_replicas()
+    model.step()
+    assert model.check_replicas() == before
+
+
 def test_plain_sequential() -> None:
     with pytest.raises(TypeError, match="accelerate"):
         tagi_ddp.OutputUpdater(network(""))  # type: ignore[arg-type]
