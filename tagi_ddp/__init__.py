@@ -1,5 +1,6 @@
 """Train pytagi networks on many processes, GPUs and machines."""
 
+from tagi_ddp.accelerate import accelerate
 from tagi_ddp.communicators import (
     BackendUnavailable,
     Communicator,
@@ -16,7 +17,7 @@ from tagi_ddp.engine.loader import cuda_available
 from tagi_ddp.launch import launch
 from tagi_ddp.output_updater import OutputUpdater
 from tagi_ddp.replicas import ReplicaMismatch
-from tagi_ddp.sequential import DDPSequential, NotFiniteError, accelerate
+from tagi_ddp.sequential import DDPSequential, NotFiniteError
 from tagi_ddp.supervisor import LaunchError
 
 # `import pytagi` works from here on, also where Python does not read our .pth file.

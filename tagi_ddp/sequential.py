@@ -13,11 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
-from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
 from tagi_ddp.engine.adapter import attach
 from tagi_ddp.exchange import StatisticsExchange, make_exchange
+from tagi_ddp.micro_batches import MicroBatches
 from tagi_ddp.replicas import (
     ReplicaMismatch,
     check_state,
@@ -98,9 +98,7 @@ class DDPSequential(SequentialInterface):
         self.average = bool(average)
         self._forward_samples: int | None = None  # of the forward pass that backward would follow
         self._delta_samples: int | None = None  # behind the engine's deltas that step would apply
-        self._saved: FloatArray | None = None  # deltas of earlier micro-batches
-        self._saved_samples = 0
-        self._accumulating = False
+        self._accumulating = False  # until the next step
         self._in_no_sync = False
         self._closed = False
         try:
@@ -119,6 +117,7 @@ class DDPSequential(SequentialInterface):
             chosen, self.model, replica, self.communicator, device, precision
         )
         self._replica = self.compute.replica
+        self._micro_batches = MicroBatches(self._replica)
         self._set_threads()
         copy_from_rank_0(self.communicator, self._replica)
         self._exchange = make_exchange(
@@ -191,7 +190,7 @@ class DDPSequential(SequentialInterface):
             if self._forward_samples is None:
                 raise RuntimeError("backward() needs a forward() before it")
             if self._forward_samples and self._accumulating and self._delta_samples:
-                self._save_deltas()
+                self._micro_batches.save(self._delta_samples)
             if self._forward_samples:
                 self._exchange.discard()
                 self.compute.backward(None if self._accumulating else self._started)
@@ -224,10 +223,8 @@ class DDPSequential(SequentialInterface):
             if self._delta_samples is None:
                 raise RuntimeError("step() needs a backward() before it")
             self._replica.pull()
-            if self._saved_samples:
-                self._replica.parameters.add_to_deltas(self._saved, self._replaced_layers())
-            samples = self._delta_samples + self._saved_samples
-        self._forget_deltas()
+            samples = self._delta_samples + self._micro_batches.take()
+        self._delta_samples, self._accumulating = None, False
         self._update(samples)
 
     def barrier(self) -> None:
@@ -357,24 +354,6 @@ class DDPSequential(SequentialInterface):
             )
         return agreement.all_joined
 
-    def _save_deltas(self) -> None:
-        self._replica.pull()
-        if self._saved is None:
-            self._saved = self._replica.zeros()
-        self._replica.parameters.add_deltas_to(self._saved, self._replaced_layers())
-        self._saved_samples += self._delta_samples
-
-    def _replaced_layers(self) -> list[bool]:
-        """Tell for each layer whether backward replaces its deltas; else they add up there."""
-        return [not layer.accumulates for layer in self._replica.layers]
-
-    def _forget_deltas(self) -> None:
-        self._delta_samples = None
-        self._accumulating = False
-        if self._saved_samples:
-            self._saved_samples = 0
-            self._saved = self._replica.zeros()
-
     def _check_input_size(self, size: int) -> None:
         first = self.model._cpp_backend.layers[0]
         # A recurrent layer's input is a sequence whose length the engine checks itself.
@@ -396,27 +375,6 @@ class DDPSequential(SequentialInterface):
         except BaseException as error:
             self.communicator.abort(f"{type(error).__name__}: {error}")
             raise
-
-
-def accelerate(
-    model: Any,
-    compute: Choice = "auto",
-    device: str = "cpu",
-    precision: Precision = "float32",
-) -> DDPSequential:
-    """Return ``model`` with Sequential's own methods, computed by torch; one process, no group.
-
-    It is trained in place, as by the engine and with the same results. The options are those of
-    `DDPSequential`.
-    """
-    return DDPSequential(
-        model,
-        average=False,
-        communicator=SingleCommunicator(),
-        compute=compute,
-        device=device,
-        precision=precision,
-    )
 
 
 def _flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:

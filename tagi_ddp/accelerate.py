@@ -1,0 +1,30 @@
+"""One network, one process, computed by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.compute import Choice, Precision
+from tagi_ddp.sequential import DDPSequential
+
+
+def accelerate(
+    model: Any,
+    compute: Choice = "auto",
+    device: str = "cpu",
+    precision: Precision = "float32",
+) -> DDPSequential:
+    """Return ``model`` with Sequential's own methods, computed by torch; one process, no group.
+
+    It is trained in place, as by the engine and with the same results. The options are those of
+    `DDPSequential`.
+    """
+    return DDPSequential(
+        model,
+        average=False,
+        communicator=SingleCommunicator(),
+        compute=compute,
+        device=device,
+        precision=precision,
+    )
