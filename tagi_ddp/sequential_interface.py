@@ -87,6 +87,15 @@ class SequentialInterface:
     def input_state_update(self, value: bool) -> None:
         self.model.input_state_update = value
 
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that a smoother is to remember."""
+        return int(self.model.num_samples)
+
+    @num_samples.setter
+    def num_samples(self, value: int) -> None:
+        self.model.num_samples = value
+
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         """Return the innovation of the last inputs: means and variances, each flat."""
         return self.compute.get_input_states()

@@ -1,0 +1,89 @@
+"""Who computes, and what is said of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from sequential.networks import NETWORKS, fresh, learn, parameters
+
+from tagi_ddp import accelerate
+from tagi_ddp.engine import buffers, pointers, windows
+
+
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)
+    )
+
+
+def without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> Any:
+        raise pointers.LayoutError("mu_a is elsewhere")
+
+    buffers.verify_buffers.cache_clear()
+    monkeypatch.setattr(buffers.OutputBuffers, "write_states", unknown)
+
+
+def without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: Any) -> Any:
+        raise pointers.LayoutError("the stride is elsewhere")
+
+    monkeypatch.setattr(windows, "_read", unknown)
+
+
+def through_public_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAGI_DDP_ENGINE_ACCESS", "public")
+
+
+REASONS = {
+    without_torch: "pip install",
+    without_buffers: "mu_a is elsewhere",
+    without_windows: "the stride is elsewhere",
+    through_public_interface: "memory cannot be used in place",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.__name__)
+def test_the_engine_where_torch_cannot(reason: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason(monkeypatch)
+    with pytest.warns(RuntimeWarning, match=REASONS[reason]) as record:
+        model = accelerate(fresh("cnn"))
+    assert len(record) == 1
+    assert model.compute.name == "engine"
+    with pytest.raises(ValueError, match=REASONS[reason]):
+        accelerate(fresh("cnn"), "torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate(fresh("cnn"), "engine")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_torch_where_it_can(name: str) -> None:
+    assert accelerate(fresh(name)).compute.name == "torch"
+
+
+def test_smoothers_stay_on_the_engine() -> None:
+    import pytagi
+    from pytagi.nn import SLSTM, Sequential, SLinear
+
+    def network() -> Any:
+        pytagi.manual_seed(3)
+        return Sequential(SLSTM(1, 4, 1), SLinear(4, 1))
+
+    with pytest.warns(RuntimeWarning, match="SLSTM, SLinear"):
+        model = accelerate(network())
+    plain = network()
+    for one in (model, plain):
+        one.num_samples = 5
+        for sample in range(5):
+            learn(one, np.full((1, 1), sample / 5, np.float32), np.ones((1, 1), np.float32))
+            one.step()
+        one.smoother()
+    for ours, engines in zip(*(m.get_outputs_smoother() for m in (model, plain)), strict=True):
+        np.testing.assert_array_equal(ours, engines)
+    assert str(parameters(model)) == str(parameters(plain))
