@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -239,6 +240,8 @@ def _environment_store(rank: int, deadline: float) -> dist.Store:
             f"MASTER_ADDR to its name and MASTER_PORT to a free port on all ranks ({error})"
         ) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not hosts:
+        _await_listener(address, port, deadline)
     limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
     try:
         return dist.TCPStore(
@@ -250,6 +253,20 @@ def _environment_store(rank: int, deadline: float) -> dist.Store:
             f"MASTER_PORT={port}, where rank 0 should listen: {error}",
             [0] if rank else [],
         ) from error
+
+
+def _await_listener(address: str, port: int, deadline: float) -> None:
+    """Return when somebody listens there, or at the deadline.
+
+    A TCPStore that comes too early tries again after a third of a second or more.
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), left).close()
+        except OSError:
+            time.sleep(_STORE_SLICE)
+        else:
+            return
 
 
 def _devices(address: str) -> list[Any]:
