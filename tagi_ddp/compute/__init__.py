@@ -106,6 +106,7 @@ def choose(
         return "engine"
     reason = _why_not_torch(model, replica)
     if reason is None:
+        _check_device(device)
         return "torch"
     if choice == "torch" or (device, precision) != ("cpu", "float32"):
         raise ValueError(
@@ -118,6 +119,16 @@ def choose(
         stacklevel=2,
     )
     return "engine"
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        text = str(error).splitlines()[0]
+        raise ValueError(f"device is {device!r}, which torch cannot use: {text}") from error
 
 
 def _why_not_torch(model: Any, replica: Replica) -> str | None:

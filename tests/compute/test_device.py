@@ -145,6 +145,12 @@ def test_inputs_may_change_before_backward() -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_unknown_device(device: str) -> None:
+    with pytest.raises(ValueError, match=device):
+        accelerate(fresh("mlp"), device=device)
+
+
 def test_engine_has_no_devices() -> None:
     with pytest.raises(ValueError, match="cuda:0"):
         accelerate(fresh("mlp"), compute="engine", device="cuda:0")
