@@ -49,7 +49,7 @@ def main():
         print(f"{title:34}{seconds[title]:6.1f} s{speedup:11.1f}{ranks[0]['error']:14.2%}")
 
     hashes = [rank["replicas"][:16] for rank in results[two]]
-    print(f"\n2 processes are {seconds[one] / seconds[two]:.2f} times as fast as 1 with 1 thread, ")
+    print(f"\n2 processes are {seconds[one] / seconds[two]:.2f} times as fast as 1 with 1 thread,")
     print(f"and {seconds[threaded] / seconds[two]:.2f} times as fast as 1 with 2 threads.")
     print(f"The 2 replicas are equal bit for bit: {' = '.join(hashes)}")
     print(f"After one batch, they and the engine differ by {difference:.0e} of the norm,")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
-from tagi_ddp.compute import Choice, Precision, choose, make_compute
+from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
 from tagi_ddp.engine.adapter import attach
 from tagi_ddp.exchange import StatisticsExchange, make_exchange
@@ -27,7 +27,6 @@ from tagi_ddp.replicas import (
 )
 from tagi_ddp.sequential_interface import SequentialInterface
 
-FloatArray = NDArray[np.float32]
 # What a Sequential and its layers have before anybody calls set_threads.
 _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 

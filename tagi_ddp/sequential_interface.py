@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tagi_ddp.compute import Compute, LSTMStates
+from tagi_ddp.compute import Compute, FloatArray, LSTMStates
 from tagi_ddp.engine.adapter import Replica
-
-FloatArray = NDArray[np.float32]
 
 
 class SequentialInterface:
@@ -52,7 +47,10 @@ class SequentialInterface:
         self.model.output_to_host()
 
     def get_device_with_index(self) -> str:
-        """Return the replica's device, like "cpu:0" or "cuda:1"."""
+        """Return where the output buffers are, which is what pytagi's OutputUpdater wants to know.
+
+        On "cpu:0", whatever device torch computes on.
+        """
         device = str(self.model.device)
         return device if ":" in device else f"{device}:0"
 

@@ -92,7 +92,7 @@ def choose(
     """Return who computes ``model``.
 
     "auto" takes torch if it is installed and knows every layer; if not, the engine, with a warning
-    that says why. Raises ValueError or ImportError when "torch" is asked for and cannot be had.
+    that says why. Raises ValueError when "torch" is asked for and cannot be had.
     """
     if choice not in ("auto", "engine", "torch"):
         raise ValueError(f'compute is {choice!r}; use "auto", "engine" or "torch"')

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tagi_ddp.compute import FloatArray
 from tagi_ddp.engine.adapter import Replica
 from tagi_ddp.engine.layers import PARAMETERS
 
-FloatArray = NDArray[np.float32]
 _STATISTICS = ("mu_ra", "var_ra")
 
 

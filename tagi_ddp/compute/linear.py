@@ -33,7 +33,7 @@ class Linear(Layer):
         """Propagate: mean W a + b; variance (W^2 + var W) var a + var W a^2 + var b."""
         mean, variance = states.viewed(self._inputs)
         weights, biases = self._weights, self._biases
-        self._saved = States(mean, variance, states.jacobian) if training else None
+        self._saved = States(mean, None, states.jacobian) if training else None
         mean_out = self._product(mean, weights.mu, None if biases is None else biases.mu)
         variance_out = self._product(
             mean * mean, weights.var, None if biases is None else biases.var

@@ -131,6 +131,15 @@ class TorchCompute:
             self._shown = True
         return self._buffers
 
+    def _show_innovation(self) -> OutputBuffers:
+        """Move an innovation given on the device to the engine's buffers; return them."""
+        buffers, given = self._show(), self.innovation
+        if given is not None:
+            for view, part in zip(buffers.innovation(), (given.mean, given.variance), strict=True):
+                view[:] = _flat(part)
+            self.innovation = None
+        return buffers
+
     @torch.inference_mode()
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Compute the deltas of all parameters; ``done(begin)`` after each layer that has some."""
@@ -174,7 +183,7 @@ class TorchCompute:
     @property
     def input_delta_z_buffer(self) -> Any:
         """The outputs' innovation in an object of the engine; None before the first forward."""
-        return None if self.states is None else self._show().deltas
+        return None if self.states is None else self._show_innovation().deltas
 
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
@@ -182,7 +191,9 @@ class TorchCompute:
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         """Set the innovation of the last outputs."""
-        for view, values in zip(self._show().innovation(), (delta_mu, delta_var), strict=True):
+        for view, values in zip(
+            self._show_innovation().innovation(), (delta_mu, delta_var), strict=True
+        ):
             view[:] = values
 
     def set_threads(self, count: int) -> None:
@@ -212,8 +223,8 @@ class TorchCompute:
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors for the next ones, in the whole process.
 
-    By default it returns large pieces to the kernel, and a third to half of a convolutional
-    network's step goes into getting them back. MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in
+    By default it returns large pieces to the kernel, and about a third of a convolutional network's
+    step goes into getting them back. MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in
     the environment overrule this.
     """
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")

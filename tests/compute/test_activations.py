@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tagi_ddp  # noqa: F401  (makes pytagi importable)
 from compute.oracle import Both, compare
 from tagi_ddp.compute.states import Deltas
 

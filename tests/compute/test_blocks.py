@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tagi_ddp  # noqa: F401  (makes pytagi importable)
 from compute.oracle import compare
 
 CHANNELS, SIZE = 4, 4

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import tagi_ddp  # noqa: F401  (makes pytagi importable)
 from compute.oracle import compare
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
-from sequential.conftest import shm  # noqa: F401  (a fixture)
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
 
 from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
@@ -64,7 +63,7 @@ def ranks(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "batch_norm"])
-def test_ranks(shm: RankPool, name: str, average: bool) -> None:  # noqa: F811
+def test_ranks(shm: RankPool, name: str, average: bool) -> None:
     answers = [shm.run(ranks, name, device, average, size=3) for device in DEVICES]
     for in_place, on_device in zip(*answers, strict=True):
         assert distance(on_device, in_place) < 1e-5
@@ -88,7 +87,7 @@ def test_refused_step_is_told_at_the_next() -> None:
     assert model.check_replicas() != before
 
 
-def test_refused_step_of_ranks(shm: RankPool) -> None:  # noqa: F811
+def test_refused_step_of_ranks(shm: RankPool) -> None:
     assert shm.run(refuse_one, size=2) == [(1,), (1,)]
 
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tagi_ddp  # noqa: F401  (makes pytagi importable)
 from compute.oracle import Both
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas

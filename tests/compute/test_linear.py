@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tagi_ddp  # noqa: F401  (makes pytagi importable)
 from compute.oracle import compare
 
 

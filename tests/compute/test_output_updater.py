@@ -95,6 +95,25 @@ def test_wrong_observations(compute: Any) -> None:
         updater.update(np.ones(2 * OUTPUTS), np.ones(OUTPUTS))
 
 
+def test_the_buffer_shows_the_innovation_and_may_change_it() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, INPUTS)).astype(np.float32)
+    seen = observations(rng, "update_using_indices", 2)
+    shown, states = [], []
+    for compute in ("engine", "torch"):
+        model = tagi_ddp.accelerate(network(""), compute=compute)
+        model(x)
+        tagi_ddp.OutputUpdater(model).update_using_indices(**seen)
+        deltas = model.input_delta_z_buffer
+        shown.append(np.array([deltas.delta_mu, deltas.delta_var])[:, : 2 * OUTPUTS])
+        model.set_delta_z(*np.full((2, 2 * OUTPUTS), -0.5, np.float32))
+        model.backward()
+        model.step()
+        states.append([np.concatenate(values) for values in model.state_dict().values()])
+    np.testing.assert_allclose(shown[1], shown[0], rtol=1e-5)
+    np.testing.assert_allclose(states[1], states[0], rtol=1e-5)
+
+
 def test_empty_share() -> None:
     model = tagi_ddp.accelerate(network(""), compute="torch")
     updater, nothing = tagi_ddp.OutputUpdater(model), np.empty(0)

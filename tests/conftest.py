@@ -1,4 +1,4 @@
-"""The pool of processes that the tests of whole models share."""
+"""The pool of processes that tests of whole models share."""
 
 from __future__ import annotations
 
