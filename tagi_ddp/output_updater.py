@@ -72,8 +72,8 @@ class OutputUpdater:
             or set(counts.values()) != {count}
         ):
             raise ValueError(
-                f"{method}() got {counts} elements for {samples} samples of {outputs} outputs; give "
-                "one for each observed output, and in all arrays as many"
+                f"{method}() got {counts} elements for {samples} samples of {outputs} outputs; "
+                "give one for each observed output, and in all arrays as many"
             )
         if compute.name == "torch":
             self._update_on_torch(method, observations)
