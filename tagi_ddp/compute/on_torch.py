@@ -85,6 +85,8 @@ class TorchCompute:
             self.states = self.network.forward(
                 inputs, None if variance is None else self._place(variance, training), training
             )
+        if training:
+            self.replica.updated()  # running statistics
         self.innovation = None
         self._trained, self._shown = training, False
         if isinstance(mean, torch.Tensor):

@@ -69,6 +69,16 @@ def test_ranks(shm: RankPool, name: str, average: bool) -> None:
         assert distance(on_device, in_place) < 1e-5
 
 
+def test_a_forward_alone_moves_running_statistics() -> None:
+    means = []
+    for device in DEVICES:
+        model = accelerate(fresh("batch_norm"), device=device)
+        model(NETWORKS["batch_norm"].batch(0, 6)[0])
+        means.append(np.ravel(model.get_norm_mean_var()["BatchNorm2d()_1"][0]))
+    np.testing.assert_allclose(means[1], means[0], rtol=1e-5)
+    assert means[0].any()
+
+
 def test_refused_step_is_told_at_the_next() -> None:
     model = accelerate(fresh("mlp"), device="cpu:0")
     x, y = NETWORKS["mlp"].batch(0, 6)
