@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from stand_in.build import build
-from stand_in.client import DTYPES, Client, run_clients
+from stand_in.client import DTYPES, IN_PROGRESS, Client, run_clients
 
 Libraries = tuple[Path, Path]
 SUM, PROD, MAX, MIN, AVG = range(5)
@@ -18,7 +19,8 @@ FAULT = "TAGI_DDP_STAND_IN_FAULT"
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
-    return build(tmp_path_factory.mktemp("stand_in"))
+    folder = tmp_path_factory.mktemp("stand_in")
+    return build(folder, omit=["ncclGetErrorString", "cuDeviceTotalMem_v2"])
 
 
 def data(rank: int, count: int, dtype: str) -> np.ndarray:
@@ -114,14 +116,14 @@ def streams(c: Client) -> None:
     # Without an order between the streams: the second waits for the first all the same.
     late, early = np.ones(100_000, "float32"), np.ones(8, "float32")
     if c.rank == 1:
-        time.sleep(0.5)
+        time.sleep(0.3)
     transfer = "ncclRecv" if c.rank == 1 else "ncclSend"
     assert c.launch(transfer, comm, late, late.size, 7, 1 - c.rank) == 0
     arguments = (early, early, 8, 7, SUM, comm, other)
     assert c.settle(c.call("ncclAllReduce", *arguments), comm) == 0
     sent, reduced = c.mark(c.stream), c.mark(other)
     if c.rank == 0:  # too large to be sent before it is received
-        assert c.pending(sent, 0.2)
+        assert c.pending(sent, 0.1)
         assert c.pending(reduced, 0)
     assert not c.pending(reduced, 5)
     assert not c.pending(sent, 0)
@@ -134,24 +136,97 @@ def test_streams(libraries: Libraries) -> None:
     run_clients(libraries, 2, streams)
 
 
+def state_after(c: Client, fault: str) -> tuple[int, bool]:
+    """The state after up to two operations, and whether what was started does not end."""
+    values = np.ones(8, "float32")
+    os.environ[FAULT] = ""
+    comm = c.connect()
+    os.environ[FAULT] = fault
+    code = 0
+    for _ in range(2):
+        if code == 0:
+            code = c.call("ncclAllReduce", values, values, 8, 7, SUM, comm, c.stream)
+            code = c.settle(code, comm, limit=0.1)
+    os.environ[FAULT] = ""
+    event = c.mark(c.stream)
+    pending = c.pending(event, 0.1)
+    code = c.state(comm) if code == 0 else code
+    if code == IN_PROGRESS:
+        assert c.launch("ncclAllReduce", comm, values, values, 8, 7, SUM) == 5
+    start = time.monotonic()
+    c.check("ncclCommAbort", comm)
+    assert not c.pending(event, 1)
+    assert time.monotonic() - start < 1
+    return code, pending
+
+
+# What the ranks of `state_after` report.
+FAULTS = {
+    "=2": [(2, False), (2, False)],
+    "=2@1": [(0, True), (2, False)],
+    ":hang": [(0, True), (0, True)],
+    ":async=6@1": [(0, True), (6, True)],
+    ":progress": [(IN_PROGRESS, False), (IN_PROGRESS, False)],
+}
+
+
+def test_faults_of_operations(libraries: Libraries) -> None:
+    faults = [f"ncclAllReduce{fault}#{call}" for fault in FAULTS for call in (1, 2)]
+    results = run_clients(libraries, 2, lambda c: [state_after(c, fault) for fault in faults])
+    expected = [FAULTS[fault.removeprefix("ncclAllReduce")[:-2]] for fault in faults]
+    for fault, states, values in zip(faults, zip(*results, strict=True), expected, strict=True):
+        assert list(states) == values, fault
+
+
 def hangs(c: Client) -> None:
     """Calls that differ, and ranks that die, leave operations that only an abort ends."""
-    values = np.ones(8, "float32")
-    for fault, operation in (("", (7, SUM)), ("", (7, MAX)), ("remote", None)):
+    for fault in ("", "remote"):
+        comm, values = c.connect(), np.ones(8, "float32")
         os.environ[FAULT] = fault
-        comm = c.connect()
-        if c.rank == 1 and operation is None:
+        if fault and c.rank == 1:
             os._exit(1)
-        dtype, op = operation if operation and c.rank == 1 else (7, MIN)
-        assert c.launch("ncclAllReduce", comm, values, values, 8, dtype, op) == 0
+        assert c.launch("ncclAllReduce", comm, values, values, 8, 7, SUM + 2 * c.rank) == 0
         event = c.mark(c.stream)
-        assert c.pending(event, 0.2)
+        assert c.pending(event, 0.1)
         assert c.state(comm) == (6 if fault else 0)
-        start = time.monotonic()
         c.check("ncclCommAbort", comm)
         assert not c.pending(event, 1)
-        assert time.monotonic() - start < 1
+        assert (values == 1).all()
 
 
 def test_hangs(libraries: Libraries) -> None:
     run_clients(libraries, 2, hangs, dying=1)
+
+
+def other_faults(c: Client) -> None:
+    """Faults of the start, of versions and of the driver."""
+    for fault, code in (("=3", 3), (":hang", IN_PROGRESS), (":async=2", 2)):
+        os.environ[FAULT] = f"ncclCommInitRankConfig{fault}"
+        begun, comm = c.begin()
+        assert c.settle(begun, comm, limit=0.1) == code
+        if fault != "=3":
+            c.check("ncclCommAbort", comm)
+        last = b"stand-in: injected in ncclCommInitRankConfig"
+        assert c.nccl.ncclGetLastError(None) == last
+    version = ctypes.c_int()
+    for fault, expected in (("", 22807), ("ncclGetVersion:value=21403", 21403)):
+        os.environ[FAULT] = fault
+        c.check("ncclGetVersion", ctypes.byref(version))
+        assert version.value == expected
+    os.environ[FAULT] = "ncclGetVersion=2,cuEventQuery=700@1#3,cuCtxPushCurrent_v2=999"
+    event = c.new("cuEventCreate", 2)
+    assert [c.call("cuEventQuery", event) for _ in range(3)] == [0, 0, 700 * c.rank]
+    assert c.call("ncclGetVersion", ctypes.byref(version)) == 2
+    context = ctypes.c_void_p()
+    c.check("cuCtxPopCurrent_v2", ctypes.byref(context))
+    assert c.call("cuStreamSynchronize", c.stream) == 201
+    assert c.call("cuCtxPushCurrent_v2", context) == 999
+    os.environ[FAULT] = ""
+    assert c.begin()[0] == 1
+    c.check("cuCtxPushCurrent_v2", context)
+    assert not hasattr(c.nccl, "ncclGetErrorString")  # left out of the build
+    assert not hasattr(c.cuda, "cuDeviceTotalMem_v2")
+
+
+def test_other_faults(libraries: Libraries) -> None:
+    run_clients(libraries, 2, other_faults)

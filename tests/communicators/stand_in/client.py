@@ -1,7 +1,7 @@
-"""A process that calls the stand-ins by ctypes: ``python client.py <nccl> <cuda> <rank> <size> <run>``.
+"""A process that calls the stand-ins by ctypes.
 
-It reads a function, pickled, from standard input, calls it with its `Client` and writes what that
-returns to standard output.
+``python client.py <nccl> <cuda> <rank> <size> <run>`` reads a pickled function from standard input,
+calls it with its `Client` and writes what that returns to standard output.
 """
 
 from __future__ import annotations

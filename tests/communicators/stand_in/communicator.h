@@ -95,6 +95,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
         }
     }
 
+    bool finalized() const { return finalized_; }
+
     // The place of the next batch in the order of the calls.
     size_t draw_ticket() {
         const std::lock_guard lock(mutex_);
@@ -111,6 +113,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     // No more operations; "in progress" until those given are over.
     int finalize(const Fault& fault) {
         if (state() == in_progress) return invalid_usage;
+        finalized_ = true;
         in_background([this, fault] {
             const bool done = drain();
             if (fault.kind == Fault::Kind::async) return fault.number;
@@ -236,6 +239,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     bool running_ = false;
     size_t tickets_ = 0;
     size_t turn_ = 0;
+    std::atomic<bool> finalized_{false};
     std::atomic<bool> aborted_{false};
     Mesh mesh_;
 };

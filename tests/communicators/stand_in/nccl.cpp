@@ -157,6 +157,7 @@ int check(const char* function, Communicator& communicator, const Operation& o) 
         return refuse(invalid_usage, "called while the call before it is in progress");
     }
     if (state != success) return refuse(state, "called after an error");
+    if (communicator.finalized()) return refuse(invalid_usage, "called after ncclCommFinalize");
     if (size_of(o.dtype) == 0) return refuse(invalid_argument, "no such type");
     if (o.op < sum || o.op > avg) return refuse(invalid_argument, "no such reduction");
     if (o.op == avg && !is_float(o.dtype)) {
