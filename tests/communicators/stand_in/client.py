@@ -89,12 +89,10 @@ class Client:
 
     def settle(self, code: int, *comms: ctypes.c_void_p, limit: float = 5.0) -> int:
         """Return the code of a call on the communicators once it is known."""
-        end = time.monotonic() + limit
-        if code == IN_PROGRESS:
-            for comm in comms:
-                while (code := self.state(comm)) == IN_PROGRESS and time.monotonic() < end:
-                    time.sleep(1e-4)
-        return code
+        if code != IN_PROGRESS:
+            return code
+        self.until(lambda: all(self.state(comm) != IN_PROGRESS for comm in comms), limit)
+        return max(map(self.state, comms))
 
     def launch(self, function: str, comm: ctypes.c_void_p, *args: Any) -> int:
         """Call an operation on the client's stream, without waiting for its end."""
@@ -109,13 +107,16 @@ class Client:
         self.check("cuEventRecord", event, stream)
         return event
 
-    def pending(self, event: ctypes.c_void_p, seconds: float) -> bool:
+    def pending(self, event: ctypes.c_void_p, limit: float) -> bool:
         """Whether the event is not reached within some time."""
-        end = time.monotonic() + seconds
-        while (code := self.call("cuEventQuery", event)) == 600 and time.monotonic() < end:
-            time.sleep(1e-3)
-        assert code in (0, 600)
-        return code == 600
+        return not self.until(lambda: self.call("cuEventQuery", event) == 0, limit)
+
+    def until(self, condition: Callable[[], bool], limit: float) -> bool:
+        """Wait for the condition; return whether it came true."""
+        end = time.monotonic() + limit
+        while not (true := condition()) and time.monotonic() < end:
+            time.sleep(1e-4)
+        return true
 
 
 def as_argument(value: Any) -> Any:
@@ -132,41 +133,40 @@ def run_clients(
     dying: int | None = None,
     limit: float = 20.0,
 ) -> list[Any]:
-    """Return ``function(client, *args)`` of `size` processes, None of the one that is to die."""
+    """Return ``function(client, *args)`` of `size` processes but the dying one."""
     cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
     task, run, end = cloudpickle.dumps((function, args)), secrets.token_hex(8), time.monotonic()
     command = [sys.executable, __file__, *map(str, libraries)]
-    processes = []
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), run],
+            env={**os.environ, "TAGI_DDP_STAND_IN_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
     try:
-        for rank in range(size):
-            environment = {**os.environ, "TAGI_DDP_STAND_IN_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(
-                    [*command, str(rank), str(size), run],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-            )
-            processes[rank].stdin.write(task)
-            processes[rank].stdin.close()
-            processes[rank].stdin = None
+        for process in processes:  # all of them before the first is waited for
+            process.stdin.write(task)
+            process.stdin.flush()
         results = []
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=max(end + limit - time.monotonic(), 0.1))
-            assert process.returncode == 0 or rank == dying, f"rank {rank} failed"
-            results.append(None if rank == dying else pickle.loads(output))
+            if rank == dying:
+                continue
+            assert process.returncode == 0, f"rank {rank} failed"
+            results.append(pickle.loads(output))
         return results
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-            process.stdout.close()
+            process.communicate()
 
 
 def main() -> None:
     nccl, cuda, rank, size, run = sys.argv[1:]
-    function, args = cloudpickle.loads(sys.stdin.buffer.read())
+    function, args = cloudpickle.load(sys.stdin.buffer)
     result = function(Client(nccl, cuda, int(rank), int(size), run), *args)
     sys.stdout.buffer.write(pickle.dumps(result))
 

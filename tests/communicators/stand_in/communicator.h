@@ -60,26 +60,31 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
         bool over = false;
     };
 
+    // An error stays.
     int state() {
         const std::lock_guard lock(mutex_);
-        return state_;
+        return error_ != success ? error_ : background_ > 0 || stays_ ? in_progress : success;
     }
 
     // "In progress" until `leave`, for a thread that works for the communicator.
     void enter() {
         const std::lock_guard lock(mutex_);
-        state_ = in_progress;
         ++background_;
     }
 
-    void leave(int state) {
+    // With "in progress" as its result, that stays.
+    void leave(int result) {
         const std::lock_guard lock(mutex_);
-        state_ = state;
+        if (result == in_progress) {
+            stays_ = true;
+        } else if (result != success) {
+            error_ = result;
+        }
         --background_;
         changed_.notify_all();
     }
 
-    // "In progress" until `work`, on a thread of its own, returns the next state.
+    // "In progress" until `work` returns its result, on a thread of its own.
     void in_background(std::function<int()> work) {
         enter();
         std::thread([self = shared_from_this(), work = std::move(work)] {
@@ -150,16 +155,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
         const bool faulty = batch.fault.kind != Fault::Kind::none;
         const Mesh::Result result = faulty ? Mesh::Result::stuck : run_all(batch.operations);
         lock.lock();
-        if (result == Mesh::Result::lost && batch.reports_loss) state_ = remote_failure;
-        if (batch.fault.kind == Fault::Kind::async) state_ = batch.fault.number;
+        if (result == Mesh::Result::lost && batch.reports_loss) error_ = remote_failure;
+        if (batch.fault.kind == Fault::Kind::async) error_ = batch.fault.number;
         running_ = false;
-        changed_.notify_all();
-        if (result != Mesh::Result::done) {
-            changed_.wait(lock, [&] { return aborted_.load(); });
-            return;
+        if (result == Mesh::Result::done) {
+            ++turn_;
+            batch.over = true;
         }
-        ++turn_;
-        batch.over = true;
+        changed_.notify_all();
+        changed_.wait(lock, [&] { return aborted_ || batch.over; });
     }
 
     const int rank;
@@ -234,7 +238,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    int state_ = success;
+    int error_ = success;
+    bool stays_ = false;  // in progress
     int background_ = 0;  // threads that still work for the communicator
     bool running_ = false;
     size_t tickets_ = 0;

@@ -137,12 +137,12 @@ int launch(const std::vector<Call>& calls) {
     // One thread for all: in the streams, too, the order is that of the calls.
     std::thread([batches] {
         dawdle();
-        std::vector<int> states;
+        std::vector<int> results;
         for (const auto& batch : batches) {
             const bool stays = batch->fault.kind == Fault::Kind::progress;
-            states.push_back(stays ? in_progress : enqueue(batch));
+            results.push_back(stays ? in_progress : enqueue(batch));
         }
-        for (size_t i = 0; i < batches.size(); ++i) batches[i]->communicator->leave(states[i]);
+        for (size_t i = 0; i < batches.size(); ++i) batches[i]->communicator->leave(results[i]);
     }).detach();
     return in_progress;
 }
