@@ -94,9 +94,16 @@ class Client:
         self.until(lambda: all(self.state(comm) != IN_PROGRESS for comm in comms), limit)
         return max(map(self.state, comms))
 
-    def launch(self, function: str, comm: ctypes.c_void_p, *args: Any) -> int:
-        """Call an operation on the client's stream, without waiting for its end."""
-        return self.settle(self.call(function, *args, comm, self.stream), comm)
+    def launch(
+        self,
+        function: str,
+        comm: ctypes.c_void_p,
+        *args: Any,
+        on: ctypes.c_void_p | None = None,
+        limit: float = 5.0,
+    ) -> int:
+        """Call an operation, on the client's stream unless told, without waiting for its end."""
+        return self.settle(self.call(function, *args, comm, on or self.stream), comm, limit=limit)
 
     def run(self, function: str, comm: ctypes.c_void_p, *args: Any) -> None:
         assert self.launch(function, comm, *args) == 0
