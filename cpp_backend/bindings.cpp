@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/layer_layout.h"
+#include "python/nccl_binding.h"
 #include "python/shm_binding.h"
 #include "update/parameters.h"
 #include "update/statistics.h"
@@ -290,8 +291,10 @@ void bind_update(nb::module_& module) {
 }  // namespace tagi_ddp
 
 NB_MODULE(_backend, module) {
+    nb::set_leak_warnings(false);  // the traceback of a last error outlives the interpreter's end
     nb::register_exception_translator(tagi_ddp::translate_error);
     tagi_ddp::bind_shm(module);
+    tagi_ddp::bind_nccl(module);
     tagi_ddp::bind_engine(module);
     tagi_ddp::bind_update(module);
 }

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,15 @@ class RankPool:
     mpirun starts them for the backend "mpi", else a nursery forks them.
     """
 
-    def __init__(self, backend: str, size: int, nursery: Nursery | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        size: int,
+        nursery: Nursery | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.backend = backend
+        self._environment = dict(environment or {})
         self.size = size
         self.pids: dict[int, int] = {}
         self._nursery = nursery
@@ -137,6 +144,7 @@ class RankPool:
             "RANK_POOL_KEY": key.hex(),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
+            **self._environment,
         }
         with Listener("\0" + address, "AF_UNIX", backlog=16, authkey=key) as listener:
             if self.backend == "mpi":

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from tagi_ddp.communicators import buffers
-from tagi_ddp.communicators.buffers import Elements, elements
+from tagi_ddp.communicators.buffers import Elements
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.errors import (
     CommunicatorError,
@@ -23,6 +23,7 @@ from tagi_ddp.communicators.errors import (
 from tagi_ddp.communicators.tasks import Lane
 
 C = TypeVar("C", bound="BaseCommunicator")
+E = TypeVar("E", bound=Elements)
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Call:
         return max(0.01, self.deadline - time.monotonic())
 
 
-class BaseCommunicator(ABC):
+class BaseCommunicator(ABC, Generic[E]):
     """Checks arguments, numbers the calls and runs them in order; subclasses move the data.
 
     Messages out have a lane of their own, so that ranks which send to each other with
@@ -90,8 +91,8 @@ class BaseCommunicator(ABC):
         timeout: float | None = None,
     ) -> Work | None:
         """Reduce ``buffer`` over all ranks into ``out``, in place when ``out`` is None."""
-        source = elements(buffer, "buffer", writable=out is None)
-        target = source if out is None else elements(out, "out", writable=True)
+        source = self._elements(buffer, "buffer", writable=out is None)
+        target = source if out is None else self._elements(out, "out", writable=True)
         buffers.check_op(op, source.dtype)
         buffers.check_result(source, target, source.count, in_place=True)
         call = self._call("all_reduce", f"{source}, op={op}", timeout)
@@ -107,7 +108,7 @@ class BaseCommunicator(ABC):
     ) -> Work | None:
         """Copy ``buffer`` of rank ``root`` into ``buffer`` of every other rank."""
         root = buffers.check_rank(root, "root", self.size)
-        data = elements(buffer, "buffer", writable=root != self.rank)
+        data = self._elements(buffer, "buffer", writable=root != self.rank)
         call = self._call("broadcast", f"{data}, root={root}", timeout)
         return self._run(call, lambda: self._broadcast(call, data, root), async_op)
 
@@ -121,8 +122,8 @@ class BaseCommunicator(ABC):
         timeout: float | None = None,
     ) -> Work | None:
         """Concatenate every rank's ``buffer``, in rank order, into ``out`` of every rank."""
-        source = elements(buffer, "buffer")
-        target = elements(out, "out", writable=True)
+        source = self._elements(buffer, "buffer")
+        target = self._elements(out, "out", writable=True)
         if counts is None:
             sizes = [source.count] * self.size
         else:
@@ -147,8 +148,8 @@ class BaseCommunicator(ABC):
         timeout: float | None = None,
     ) -> Work | None:
         """Reduce ``buffer`` over all ranks and leave rank r its slice of the result in ``out``."""
-        source = elements(buffer, "buffer")
-        target = elements(out, "out", writable=True)
+        source = self._elements(buffer, "buffer")
+        target = self._elements(out, "out", writable=True)
         buffers.check_op(op, source.dtype)
         sizes = buffers.check_counts(counts, "counts", self.size, source.count, "buffer")
         buffers.check_result(source, target, sizes[self.rank])
@@ -168,8 +169,8 @@ class BaseCommunicator(ABC):
         timeout: float | None = None,
     ) -> Work | None:
         """Send ``send_counts[r]`` elements to each r and receive ``recv_counts[r]`` from it."""
-        source = elements(buffer, "buffer")
-        target = elements(out, "out", writable=True)
+        source = self._elements(buffer, "buffer")
+        target = self._elements(out, "out", writable=True)
         sent = buffers.check_counts(send_counts, "send_counts", self.size, source.count, "buffer")
         received = buffers.check_counts(recv_counts, "recv_counts", self.size, target.count, "out")
         buffers.check_result(source, target, target.count)
@@ -193,7 +194,7 @@ class BaseCommunicator(ABC):
         timeout: float | None = None,
     ) -> Work | None:
         """Send ``buffer`` to rank ``dst``, which calls `recv`; dst must be another rank."""
-        data = elements(buffer, "buffer")
+        data = self._elements(buffer, "buffer")
         call = self._message("send", "to", "dst", dst, data, tag, timeout)
         return self._run(call, lambda: self._send(call, data, dst), async_op, self._send_lane)
 
@@ -207,7 +208,7 @@ class BaseCommunicator(ABC):
         timeout: float | None = None,
     ) -> Work | None:
         """Receive into ``buffer`` what rank ``src`` sends; src must be another rank."""
-        data = elements(buffer, "buffer", writable=True)
+        data = self._elements(buffer, "buffer", writable=True)
         call = self._message("recv", "from", "src", src, data, tag, timeout)
         return self._run(call, lambda: self._recv(call, data, src), async_op)
 
@@ -260,31 +261,33 @@ class BaseCommunicator(ABC):
     # What a subclass does. A source is never written to unless it is the target.
 
     @abstractmethod
-    def _all_reduce(self, call: Call, source: Elements, target: Elements, op: ReduceOp) -> None: ...
+    def _elements(self, buffer: Buffer, name: str, *, writable: bool = False) -> E:
+        """Return the elements of the argument called ``name``; raise what is wrong with it."""
 
     @abstractmethod
-    def _broadcast(self, call: Call, data: Elements, root: int) -> None: ...
+    def _all_reduce(self, call: Call, source: E, target: E, op: ReduceOp) -> None: ...
 
     @abstractmethod
-    def _all_gather(
-        self, call: Call, source: Elements, target: Elements, counts: list[int]
-    ) -> None: ...
+    def _broadcast(self, call: Call, data: E, root: int) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, call: Call, source: E, target: E, counts: list[int]) -> None: ...
 
     @abstractmethod
     def _reduce_scatter(
-        self, call: Call, source: Elements, target: Elements, counts: list[int], op: ReduceOp
+        self, call: Call, source: E, target: E, counts: list[int], op: ReduceOp
     ) -> None: ...
 
     @abstractmethod
     def _all_to_all(
-        self, call: Call, source: Elements, target: Elements, sent: list[int], received: list[int]
+        self, call: Call, source: E, target: E, sent: list[int], received: list[int]
     ) -> None: ...
 
     @abstractmethod
-    def _send(self, call: Call, data: Elements, dst: int) -> None: ...
+    def _send(self, call: Call, data: E, dst: int) -> None: ...
 
     @abstractmethod
-    def _recv(self, call: Call, data: Elements, src: int) -> None: ...
+    def _recv(self, call: Call, data: E, src: int) -> None: ...
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...
@@ -312,7 +315,7 @@ class BaseCommunicator(ABC):
         preposition: str,
         role: str,
         peer: int,
-        data: Elements,
+        data: E,
         tag: int,
         timeout: float | None,
     ) -> Call:

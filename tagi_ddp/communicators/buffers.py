@@ -18,25 +18,43 @@ INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a buffer: its own memory as a flat array.
-
-    ``array`` has shape [count]; numpy has no bfloat16, so there it holds the bits as uint16.
-    """
+    """The elements of a buffer: their number, and where its own memory begins."""
 
     dtype: str
-    array: np.ndarray
+    count: int
+    address: int
 
     @property
-    def count(self) -> int:
-        """The number of elements."""
-        return self.array.size
+    def end(self) -> int:
+        """The address behind the last element."""
+        return self.address + self.count * item_size(self.dtype)
 
     def __str__(self) -> str:
         """Return for example "float32[8]"."""
         return f"{self.dtype}[{self.count}]"
 
 
-def elements(buffer: Buffer, name: str, *, writable: bool = False) -> Elements:
+@dataclass(frozen=True)
+class HostElements(Elements):
+    """Elements in host memory, as a flat array too.
+
+    ``array`` has shape [count]; numpy has no bfloat16, so there it holds the bits as uint16.
+    """
+
+    array: np.ndarray
+
+    @classmethod
+    def of(cls, dtype: str, flat: np.ndarray) -> HostElements:
+        """Return the elements of a flat array."""
+        return cls(dtype, flat.size, flat.ctypes.data, flat)
+
+
+def item_size(dtype: str) -> int:
+    """Return the bytes of one element."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElements:
     """Return the elements of the argument called ``name``, sharing its memory.
 
     Raises:
@@ -52,36 +70,38 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> Elements:
         )
     dtype = buffer.dtype.name
     if dtype not in FLOATS + INTEGERS or not buffer.dtype.isnative:
-        raise TypeError(_unsupported(name, str(buffer.dtype)))
+        raise TypeError(unsupported(name, str(buffer.dtype)))
     if not buffer.flags.c_contiguous:
-        raise ValueError(_not_contiguous(name, "numpy.ascontiguousarray()"))
+        raise ValueError(not_contiguous(name, "numpy.ascontiguousarray()"))
     if writable and not buffer.flags.writeable:
         raise ValueError(f"{name} is read-only, but the result is written to it; pass a copy")
     flat = buffer.reshape(-1)
-    return Elements(dtype, flat.view(np.uint16) if dtype == "bfloat16" else flat)
+    return HostElements.of(dtype, flat.view(np.uint16) if dtype == "bfloat16" else flat)
 
 
-def _tensor_elements(tensor: Any, name: str, torch: Any) -> Elements:
+def _tensor_elements(tensor: Any, name: str, torch: Any) -> HostElements:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in FLOATS + INTEGERS:
-        raise TypeError(_unsupported(name, dtype))
+        raise TypeError(unsupported(name, dtype))
     if tensor.device.type != "cpu":
         raise ValueError(
             f"{name} lives on {tensor.device}, but this communicator's buffers live on the cpu"
         )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(_not_contiguous(name, ".contiguous()"))
+        raise ValueError(not_contiguous(name, ".contiguous()"))
     flat = tensor.detach().reshape(-1)
     if dtype == "bfloat16":
-        return Elements(dtype, flat.view(torch.int16).numpy().view(np.uint16))
-    return Elements(dtype, flat.numpy())
+        return HostElements.of(dtype, flat.view(torch.int16).numpy().view(np.uint16))
+    return HostElements.of(dtype, flat.numpy())
 
 
-def _unsupported(name: str, dtype: str) -> str:
+def unsupported(name: str, dtype: str) -> str:
+    """Return what is wrong with a buffer of this dtype."""
     return f"{name} has dtype {dtype}; supported are {', '.join(FLOATS + INTEGERS)}"
 
 
-def _not_contiguous(name: str, remedy: str) -> str:
+def not_contiguous(name: str, remedy: str) -> str:
+    """Return what is wrong with a buffer that is strided."""
     return f"{name} is not C-contiguous; pass {remedy} of it"
 
 
@@ -91,8 +111,8 @@ def check_result(source: Elements, out: Elements, expected: int, *, in_place: bo
         raise TypeError(f"out has dtype {out.dtype}, but buffer has {source.dtype}")
     if out.count != expected:
         raise ValueError(f"out has {out.count} elements, but {expected} will be written")
-    same = in_place and source.array.ctypes.data == out.array.ctypes.data
-    if not same and np.may_share_memory(source.array, out.array):
+    same = in_place and source.address == out.address
+    if not same and source.address < out.end and out.address < source.end:
         raise ValueError("out overlaps buffer; pass memory of its own")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 from tagi_ddp.communicators import buffers
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable
+from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import LaunchEnvironment, detect
 
@@ -37,13 +39,14 @@ def init(
     Args:
         backend: "shm" (one host), "mpi" (mpi4py), "gloo" (torch.distributed), or "auto": shm when
             all ranks are on this host, else mpi under an MPI launcher, else gloo. A world of one
-            is always "single".
+            is "single", unless "nccl" is asked for. "nccl" is for GPUs, on one host or many.
         rank: this process's number; None: the launcher's.
         world_size: the number of processes; None: the launcher's.
         job: a name that all ranks give and no other job of this user on this host; None: the
             launcher's.
         timeout: the limit of this call, and the default limit of every wait, in seconds.
-        device: where buffers live; None or "cpu".
+        device: where buffers live: "cpu", or "cuda:<number>" for nccl, by default that of the
+            local rank.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -52,8 +55,7 @@ def init(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if device not in (None, "cpu"):
-        raise ValueError(f"device must be None or 'cpu', got {device!r}")
+    _check_device(device, backend)
     timeout = buffers.check_timeout(timeout)
     environment = detect()
     if world_size is None:
@@ -61,7 +63,7 @@ def init(
     if buffers.check_integer(world_size, "world_size") < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     rank = buffers.check_rank(environment.rank if rank is None else rank, "rank", world_size)
-    if world_size == 1:
+    if world_size == 1 and backend != "nccl":
         return SingleCommunicator(timeout)
     if backend == "auto":
         backend = _choose(environment, world_size)
@@ -71,7 +73,7 @@ def init(
         return _module("mpi", "mpi4py", "openmpi").create(rank, world_size, environment, timeout)
     if backend == "gloo":
         return _module("gloo", "torch", "torch").create(rank, world_size, job, timeout)
-    raise BackendUnavailable("nccl is not part of this release; use shm, mpi, gloo or auto")
+    return _nccl(rank, world_size, environment, job, timeout, device)
 
 
 def as_communicator(group: Any) -> Communicator:
@@ -120,6 +122,33 @@ def _shm(rank: int, world_size: int, job: str | None, timeout: float) -> Communi
         )
     create = _module("shm", "tagi_ddp._backend", "").create
     return create(rank, world_size, f"{job}/{next(_orders[job])}", timeout)
+
+
+def _nccl(
+    rank: int,
+    world_size: int,
+    environment: LaunchEnvironment,
+    job: str | None,
+    timeout: float,
+    device: str | None,
+) -> Communicator:
+    """Return an NCCL communicator; a host communicator of the same ranks brings them together."""
+    nccl = _module("nccl", "tagi_ddp._backend", "")
+    number = environment.local_rank if device is None else int(device.removeprefix("cuda:"))
+    if world_size == 1:
+        return nccl.create(rank, 1, number, timeout, lambda own: [own])
+    with init("auto", rank, world_size, job=job, timeout=timeout) as host:
+        return nccl.create(
+            rank, world_size, number, timeout, lambda own: all_gather_object(host, own)
+        )
+
+
+def _check_device(device: str | None, backend: str) -> None:
+    if backend == "nccl":
+        if device is not None and re.fullmatch(r"cuda:\d{1,4}", device) is None:
+            raise ValueError(f"device must be None or 'cuda:<number>' for nccl, got {device!r}")
+    elif device not in (None, "cpu"):
+        raise ValueError(f"device must be None or 'cpu' for {backend}, got {device!r}")
 
 
 def _module(backend: str, needs: str, extra: str) -> ModuleType:

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.buffers import HostElements
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
 from tagi_ddp.communicators.meeting import Transfer
-from tagi_ddp.communicators.peers import PeerCommunicator, connect
+from tagi_ddp.communicators.peers import PeerCommunicator
 from tagi_ddp.communicators.watch import Channel, Watch
+from tagi_ddp.communicators.watched import meet, opened
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -99,11 +101,11 @@ class GlooCommunicator(PeerCommunicator):
         )
         return _Collective([work])
 
-    def _engine_send(self, array: np.ndarray, dst: int, limit: float) -> Transfer:
-        return _Message(self._group.send([_bytes(array)], dst, 0), limit)
+    def _engine_send(self, data: HostElements, dst: int, limit: float) -> Transfer:
+        return _Message(self._group.send([_bytes(data.array)], dst, 0), limit)
 
-    def _engine_recv(self, array: np.ndarray, src: int, limit: float) -> Transfer:
-        return _Message(self._group.recv([_bytes(array)], src, 0), limit)
+    def _engine_recv(self, data: HostElements, src: int, limit: float) -> Transfer:
+        return _Message(self._group.recv([_bytes(data.array)], src, 0), limit)
 
     def _engine_split(
         self, call: Call, color: int | None, key: int, part: GlooCommunicator | None
@@ -191,7 +193,7 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     # All ranks are through with the store, and wait in `open_engine` until rank 0 has closed it:
     # neither the next call nor torch's own groups at this address find these keys.
     del keys, store
-    return _open(comm, timeout, deadline)
+    return opened(comm, comm.open_engine, timeout, deadline)
 
 
 def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
@@ -199,7 +201,7 @@ def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
     deadline = time.monotonic() + timeout
     store = dist.distributed_c10d._get_process_group_store(group)
     comm = _connect(group.rank(), group.size(), store, timeout, deadline)
-    return _open(comm, timeout, deadline)
+    return opened(comm, comm.open_engine, timeout, deadline)
 
 
 def _connect(
@@ -217,17 +219,8 @@ def _connect(
             time.sleep(_STORE_SLICE)
         return [store.get(name) for name in names]
 
-    return connect(GlooCommunicator, rank, size, timeout, deadline, exchange)
-
-
-def _open(comm: GlooCommunicator, timeout: float, deadline: float) -> GlooCommunicator:
-    try:
-        comm.open_engine(Call("init", "", timeout, deadline=deadline))
-    except BaseException as error:
-        comm.abort(f"init ended in {error!r}")
-        comm.close()
-        raise
-    return comm
+    watch = meet(GlooCommunicator.backend, rank, size, timeout, deadline, exchange)
+    return GlooCommunicator(rank, size, timeout, watch)
 
 
 def _environment_store(rank: int, deadline: float) -> dist.Store:

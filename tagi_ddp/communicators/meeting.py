@@ -1,4 +1,4 @@
-"""One operation of a `PeerCommunicator`: who must come, who has, and who is through."""
+"""One operation of a `WatchedCommunicator`: who must come, who has, and who is through."""
 
 from __future__ import annotations
 

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.buffers import HostElements
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.meeting import Transfer
-from tagi_ddp.communicators.peers import PeerCommunicator, close_all, connect
+from tagi_ddp.communicators.peers import PeerCommunicator
 from tagi_ddp.communicators.watch import Watch
+from tagi_ddp.communicators.watched import close_all, meet
 from tagi_ddp.engine.loader import LIBMPI, STUB, loaded_libraries
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
@@ -75,11 +77,11 @@ class MpiCommunicator(PeerCommunicator):
             self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
         )
 
-    def _engine_send(self, array: np.ndarray, dst: int, limit: float) -> Transfer:
-        return _Request(self._mpi.Isend([array, _type(array)], dst))
+    def _engine_send(self, data: HostElements, dst: int, limit: float) -> Transfer:
+        return _Request(self._mpi.Isend([data.array, _type(data.array)], dst))
 
-    def _engine_recv(self, array: np.ndarray, src: int, limit: float) -> Transfer:
-        return _Request(self._mpi.Irecv([array, _type(array)], src))
+    def _engine_recv(self, data: HostElements, src: int, limit: float) -> Transfer:
+        return _Request(self._mpi.Irecv([data.array, _type(data.array)], src))
 
     def _engine_split(
         self, call: Call, color: int | None, key: int, part: MpiCommunicator | None
@@ -151,7 +153,8 @@ def create(
 
     copy, request = world.Idup()
     complete(request, "copy its world")
-    comm = connect(MpiCommunicator, rank, world_size, timeout, deadline, exchange)
+    watch = meet(MpiCommunicator.backend, rank, world_size, timeout, deadline, exchange)
+    comm = MpiCommunicator(rank, world_size, timeout, watch)
     comm.open_engine(copy)
     return comm
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tagi_ddp.communicators.base import BaseCommunicator, Call
-from tagi_ddp.communicators.buffers import Elements
+from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.errors import CommunicatorError
 
 
-class SingleCommunicator(BaseCommunicator):
+class SingleCommunicator(BaseCommunicator[HostElements]):
     """A group whose only rank is this process."""
 
     backend = "single"
@@ -17,31 +17,45 @@ class SingleCommunicator(BaseCommunicator):
         """Make rank 0 of 1; nothing ever waits for ``timeout`` seconds."""
         super().__init__(0, 1, timeout)
 
-    def _all_reduce(self, call: Call, source: Elements, target: Elements, op: ReduceOp) -> None:
+    _elements = staticmethod(elements)
+
+    def _all_reduce(
+        self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
+    ) -> None:
         target.array[...] = source.array
 
-    def _broadcast(self, call: Call, data: Elements, root: int) -> None:
+    def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
         pass
 
     def _all_gather(
-        self, call: Call, source: Elements, target: Elements, counts: list[int]
+        self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
         target.array[...] = source.array
 
     def _reduce_scatter(
-        self, call: Call, source: Elements, target: Elements, counts: list[int], op: ReduceOp
+        self,
+        call: Call,
+        source: HostElements,
+        target: HostElements,
+        counts: list[int],
+        op: ReduceOp,
     ) -> None:
         target.array[...] = source.array
 
     def _all_to_all(
-        self, call: Call, source: Elements, target: Elements, sent: list[int], received: list[int]
+        self,
+        call: Call,
+        source: HostElements,
+        target: HostElements,
+        sent: list[int],
+        received: list[int],
     ) -> None:
         target.array[...] = source.array
 
-    def _send(self, call: Call, data: Elements, dst: int) -> None:
+    def _send(self, call: Call, data: HostElements, dst: int) -> None:
         raise AssertionError("there is no other rank to send to")
 
-    def _recv(self, call: Call, data: Elements, src: int) -> None:
+    def _recv(self, call: Call, data: HostElements, src: int) -> None:
         raise AssertionError("there is no other rank to receive from")
 
     def _barrier(self, call: Call) -> None:

@@ -193,7 +193,7 @@ class Watch:
         if kind is Kind.ENTER:
             self.entered[rank, channel, number] = content
         elif kind is Kind.LEAVE:
-            self.left[rank, channel] = number
+            self.left[rank, channel] = max(number, self.left.get((rank, channel), -1))
         elif kind is Kind.WAITING:
             self.waiting[rank, channel] = number
         elif kind is Kind.FAIL:

@@ -36,7 +36,7 @@ def preload() -> None:
     """
     libmpi = _load(LIBMPI, _mpi_candidates())
     _load(LIBMPI_CXX, _siblings(LIBMPI_CXX, libmpi))
-    _load(LIBNCCL, _nccl_candidates())
+    _load(LIBNCCL, nccl_candidates())
 
 
 def loaded_libraries() -> dict[str, str]:
@@ -186,9 +186,9 @@ def _mpi_candidates() -> Iterator[str]:
             yield os.path.join(entry, name)
 
 
-def _nccl_candidates() -> Iterator[str]:
+def nccl_candidates() -> Iterator[str]:
     """Yield the libraries that torch may load later, in torch's order, then any other."""
-    for folder in ("nvidia/nccl/lib", "torch/lib"):
+    for folder in ("nvidia/nccl/lib", "nvidia/cu13/lib", "torch/lib"):
         for entry in sys.path:
             yield os.path.join(entry, folder, LIBNCCL)
     for folder in _lib_folders():

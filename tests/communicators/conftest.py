@@ -11,6 +11,7 @@ import pytest
 pytest.register_assert_rewrite("contract")
 
 from rank_pool import Nursery, RankPool  # noqa: E402
+from stand_in.build import build  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,8 +53,23 @@ def pool(
     backend = request.cls.backend
     key = (backend, size if backend == "mpi" else max(request.cls.sizes))
     if key not in pools:
-        pools[key] = RankPool(*key)
+        pools[key] = RankPool(*key, environment=environment_of(request))
     return pools[key]
+
+
+def environment_of(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return the variables of the ranks of the test's backend."""
+    if request.cls.backend != "nccl":
+        return {}
+    environment: dict[str, str] = request.getfixturevalue("stand_in")
+    return environment
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
+    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"))
+    return {"TAGI_DDP_LIBNCCL": str(nccl), "TAGI_DDP_LIBCUDA": str(cuda)}
 
 
 @pytest.fixture
@@ -61,7 +77,7 @@ def doomed(
     request: pytest.FixtureRequest, pools: dict[tuple[str, int], RankPool], size: int
 ) -> Iterator[RankPool]:
     """Processes of this test alone, which may die."""
-    pool = RankPool(request.cls.backend, size)
+    pool = RankPool(request.cls.backend, size, environment=environment_of(request))
     yield pool
     pool.kill()
     pool.close()

@@ -101,7 +101,7 @@ def streams(c: Client) -> None:
     # Without an order between the streams, the second operation waits for the first all the same.
     signal, third = c.connect(), c.new("cuStreamCreateWithPriority", 1, -1)
     if c.rank == 1:
-        c.run("ncclBroadcast", signal, last, last, 8, 7, 0)
+        c.run("ncclBroadcast", signal, ones, ones, 8, 7, 0)
     large, function = np.ones(100_000, "float32"), "ncclRecv" if c.rank == 1 else "ncclSend"
     assert c.launch(function, comm, large, large.size, 7, 1 - c.rank) == 0
     assert c.launch("ncclAllReduce", comm, last, last, 8, 7, SUM, on=other) == 0
@@ -109,7 +109,7 @@ def streams(c: Client) -> None:
     if c.rank == 0:  # too large to be sent before it is received
         assert c.pending(sent, 0.1)
         assert c.pending(reduced, 0)
-        assert c.launch("ncclBroadcast", signal, last, last, 8, 7, 0, on=third) == 0
+        assert c.launch("ncclBroadcast", signal, ones, ones, 8, 7, 0, on=third) == 0
     assert not c.pending(reduced, 5)
     assert not c.pending(sent, 5)
     c.check("ncclCommDestroy", comm)

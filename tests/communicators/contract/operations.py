@@ -245,6 +245,6 @@ class OperationsContract:
         assert len(set(pool.run(large, size=size))) == 1
 
     def test_properties(self, pool: RankPool, size: int) -> None:
-        name = "single" if size == 1 else pool.backend
-        expected = [(rank, size, name, "cpu", 20.0) for rank in range(size)]
+        device = "cuda:0" if pool.backend == "nccl" else "cpu"
+        expected = [(rank, size, pool.backend, device, 20.0) for rank in range(size)]
         assert pool.run(properties, size=size) == expected

@@ -1,0 +1,86 @@
+// One rank of an NCCL communicator. Nothing here waits for the device or for other ranks longer
+// than it is told to: operations are put into a stream, and who wants to know asks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "../communicator.h"
+#include "cuda.h"
+#include "nccl.h"
+
+namespace tagi_ddp {
+
+class NcclRank;
+
+// Operations that were called together.
+class NcclOperation {
+ public:
+    explicit NcclOperation(std::shared_ptr<NcclRank> rank);
+
+    // Waits up to `limit` seconds until NCCL has put it into the stream; only then may another
+    // begin. These throw std::runtime_error with NCCL's or CUDA's text.
+    bool enqueued(double limit);
+    // Tells whether its turn has come: all before it, of the caller's stream too, is complete.
+    bool started() const;
+    // Waits up to `limit` seconds until it is complete; throws if the rank was aborted before.
+    bool complete(double limit) const;
+    // What `stream` gets from now on comes after it; the host does not wait.
+    void order(uintptr_t stream) const;
+
+ private:
+    friend class NcclRank;
+    std::shared_ptr<NcclRank> rank_;
+    Event started_, finished_;
+    bool enqueued_ = false;
+};
+
+class NcclRank : public std::enable_shared_from_this<NcclRank> {
+ public:
+    // Begins to connect to the other ranks; `ready` tells when all are.
+    NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
+             int size, const NcclId& id);
+    NcclRank(const NcclRank&) = delete;
+    NcclRank& operator=(const NcclRank&) = delete;
+    ~NcclRank();
+
+    // Waits up to `limit` seconds until nothing is in progress on the host.
+    bool ready(double limit);
+
+    // Runs `calls`, which call the operations below, as one group: after what is in `stream` now,
+    // if it is given. Pointers are device memory, left alone until the operation is complete.
+    std::shared_ptr<NcclOperation> group(std::optional<uintptr_t> stream,
+                                         const std::function<void()>& calls);
+    void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op);
+    void broadcast(const Buffer& buffer, int root);
+    void all_gather(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts);
+    void reduce_scatter(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
+                        ReduceOp op);
+    void all_to_all(const Buffer& in, const Buffer& out, const std::vector<size_t>& send_counts,
+                    const std::vector<size_t>& recv_counts);
+    void send(const Buffer& buffer, int dst);
+    void recv(const Buffer& buffer, int src);
+
+    // Ends all operations here, and frees everything; what is not complete on the other ranks never
+    // will be.
+    void abort();
+
+ private:
+    friend class NcclOperation;
+    void check(int code, const char* function);
+    bool in_progress();
+    void* alive() const;
+
+    std::shared_ptr<const Nccl> nccl_;
+    std::shared_ptr<const Device> device_;
+    Stream stream_;
+    int rank_, size_;
+    std::mutex mutex_;  // NCCL's calls, and whether there is a communicator
+    void* communicator_ = nullptr;
+};
+
+}  // namespace tagi_ddp

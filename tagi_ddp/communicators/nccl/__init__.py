@@ -1,0 +1,6 @@
+"""Ranks with a CUDA device each, over NCCL."""
+
+from tagi_ddp.communicators.nccl.communicator import NcclCommunicator, create
+from tagi_ddp.communicators.nccl.work import NcclWork
+
+__all__ = ["NcclCommunicator", "NcclWork", "create"]

@@ -1,0 +1,396 @@
+"""Ranks with a CUDA device each, by NCCL: operations are put into a stream, nobody waits for them.
+
+Buffers live on the device. A blocking call returns when its operation is complete; with
+``async_op=True`` it returns an `NcclWork`, whose ``order()`` lets the caller's stream wait instead
+of the host. A thread looks after operations that nobody waits for: when one fails or its time is
+up, the communicator is aborted on all ranks, and the next call says why.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import pickle
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tagi_ddp._backend import Device, NcclRank
+from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
+from tagi_ddp.communicators.errors import (
+    BackendUnavailable,
+    CommunicatorError,
+)
+from tagi_ddp.communicators.meeting import Transfer
+from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
+from tagi_ddp.communicators.nccl.libraries import find_device, open_nccl
+from tagi_ddp.communicators.nccl.plan import Plan, merge
+from tagi_ddp.communicators.nccl.ring import RingMeeting
+from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
+from tagi_ddp.communicators.nccl.work import Group, NcclWork
+from tagi_ddp.communicators.tasks import Lane
+from tagi_ddp.communicators.watch import Channel, Kind, Watch
+from tagi_ddp.communicators.watched import WatchedCommunicator, meet, opened
+
+# NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
+_WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
+_TICK = 0.05  # seconds between two looks at what nobody waits for
+
+
+class NcclCommunicator(WatchedCommunicator[DeviceElements]):
+    """A rank of an NCCL communicator of its own."""
+
+    backend = "nccl"
+
+    def __init__(self, rank: int, size: int, timeout: float, watch: Watch, device: Device) -> None:
+        """Make rank ``rank`` of ``size`` on ``device``; `open_engine` comes next."""
+        super().__init__(rank, size, timeout, watch)
+        self.device = f"cuda:{device.ordinal}"
+        self._device = device
+        self._nccl = open_nccl()
+        # One for collectives, one for the messages of each direction of each pair.
+        self._engines: dict[str, NcclRank] = {}
+        self._enqueueing = threading.RLock()  # operations in the order of the calls
+        self._pending: deque[NcclWork] = deque()
+        self._completed = 0  # the last collective that is complete here, as all before it
+        self._told: dict[int, int] = {}  # what of that a rank that waits has been told
+        self._grouped: list[tuple[Call, Plan]] | None = None
+        self._ending = threading.Event()
+
+    def open_engine(self, call: Call) -> None:
+        """Connect the ranks' devices; ``call`` is what their errors name."""
+        meeting = self._meeting(call, channels=(Channel.SETUP, Channel.SETUP))
+        try:
+            meeting.carry(Connection(self, "all", self.rank, self.size))
+        except RuntimeError as error:
+            meeting.explain(error)
+        meeting.gather(None)
+        meeting.leave()
+        threading.Thread(
+            target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
+        ).start()
+
+    # Several operations as one, and objects of the host.
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[Group]:
+        """Run the collectives that are called in the block as one, which starts at its end.
+
+        In the block every call returns None; the group that the block gets is their `Work`.
+        """
+        group = Group()
+        with self._enqueueing:
+            if self._grouped is not None:
+                raise RuntimeError("group() inside of group(): end the first block before")
+            self._grouped = calls = []
+            try:
+                yield group
+            finally:
+                self._grouped = None
+            if calls:
+                arguments = "; ".join(f"{call.name}({call.arguments})" for call, _ in calls)
+                call = Call("group", arguments, max(call.limit for call, _ in calls))
+                group.work = self._start(call, lambda: merge([plan for _, plan in calls]))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, in rank order, by way of the hosts."""
+        gathered: list[Any] = []
+
+        def gather() -> None:
+            own = base64.b64encode(pickle.dumps(value)).decode()
+            meeting = self._meeting(call)
+            notes = {**meeting.gather(own), self.rank: own}
+            meeting.leave()
+            gathered.extend(pickle.loads(base64.b64decode(notes[r])) for r in range(self.size))
+
+        call = self._call("all_gather_object", "", None)
+        super()._run(call, gather, False)
+        return gathered
+
+    # Operations, as plans.
+
+    def _elements(self, buffer: Buffer, name: str, *, writable: bool = False) -> DeviceElements:
+        return device_elements(buffer, name, self._device, writable=writable)
+
+    def _all_reduce(  # type: ignore[override]
+        self, call: Call, source: DeviceElements, target: DeviceElements, op: ReduceOp
+    ) -> Plan:
+        narrow = target
+        if _must_widen(source, op):
+            source = target = self._widened(source)
+        return Plan(
+            lambda: self._engine.all_reduce(source.memory, target.memory, op),
+            source.stream,
+            [source, target, narrow],
+            _narrowing(target, narrow),
+        )
+
+    def _broadcast(  # type: ignore[override]
+        self, call: Call, data: DeviceElements, root: int
+    ) -> Plan:
+        return Plan(lambda: self._engine.broadcast(data.memory, root), data.stream, [data])
+
+    def _all_gather(  # type: ignore[override]
+        self, call: Call, source: DeviceElements, target: DeviceElements, counts: list[int]
+    ) -> Plan:
+        return Plan(
+            lambda: self._engine.all_gather(source.memory, target.memory, counts),
+            source.stream,
+            [source, target],
+        )
+
+    def _reduce_scatter(  # type: ignore[override]
+        self,
+        call: Call,
+        source: DeviceElements,
+        target: DeviceElements,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> Plan:
+        narrow = target
+        if _must_widen(source, op):
+            source, target = self._widened(source), self._widened(target)
+        return Plan(
+            lambda: self._engine.reduce_scatter(source.memory, target.memory, counts, op),
+            source.stream,
+            [source, target, narrow],
+            _narrowing(target, narrow),
+        )
+
+    def _all_to_all(  # type: ignore[override]
+        self,
+        call: Call,
+        source: DeviceElements,
+        target: DeviceElements,
+        sent: list[int],
+        received: list[int],
+    ) -> Plan:
+        def fits(a: int, b: int) -> str:
+            return f"sends {a} elements and expects {b}"
+
+        return Plan(
+            lambda: self._engine.all_to_all(source.memory, target.memory, sent, received),
+            source.stream,
+            [source, target],
+            notes={r: fits(sent[r], received[r]) for r in self._others},
+            expected={r: fits(received[r], sent[r]) for r in self._others},
+        )
+
+    def _barrier(self, call: Call) -> None:
+        for work in list(self._pending):
+            work.wait()
+        super()._barrier(call)
+
+    def _engine_send(self, data: DeviceElements, dst: int, limit: float) -> Transfer:
+        connection = Connection(self, f"{self.rank} to {dst}", 0, 2)
+        return Message(connection, data, lambda engine: engine.send(data.memory, 1))
+
+    def _engine_recv(self, data: DeviceElements, src: int, limit: float) -> Transfer:
+        connection = Connection(self, f"{src} to {self.rank}", 1, 2)
+        return Message(connection, data, lambda engine: engine.recv(data.memory, 0))
+
+    def _engine_split(
+        self, call: Call, color: int | None, key: int, part: NcclCommunicator | None
+    ) -> None:
+        if part is not None:
+            part.open_engine(Call("init", "", call.left(), deadline=call.deadline))
+
+    def _part(self, rank: int, size: int, watch: Watch) -> NcclCommunicator:
+        return NcclCommunicator(rank, size, self.timeout, watch, self._device)
+
+    def _widened(self, narrow: DeviceElements) -> DeviceElements:
+        """Return a copy in the dtype in which its sums are made."""
+        torch = import_torch(f"a reduction of {narrow.dtype}")
+        wide = narrow.tensor().to(getattr(torch, _WIDE[narrow.dtype]))
+        return DeviceElements(
+            _WIDE[narrow.dtype], narrow.count, wide.data_ptr(), wide, narrow.stream
+        )
+
+    # Order and the end.
+
+    @property
+    def _engine(self) -> NcclRank:
+        return self._engines["all"]
+
+    def connect(self, name: str, rank: int, size: int) -> NcclRank | None:
+        """Begin to connect rank ``rank`` of ``size``, once; None until rank 0's invitation is here.
+
+        Raises RuntimeError with NCCL's text.
+        """
+        if name in self._engines:
+            return self._engines[name]
+        key = f"nccl {name}"
+        if rank == 0 and key not in self._watch.kept:
+            self._watch.tell_value(key, self._nccl.unique_id())
+        invitation = self._watch.kept.get(key)
+        if invitation is None:
+            return None
+        engine = NcclRank.connect(self._nccl, self._device, rank, size, invitation)
+        self._engines[name] = engine
+        return engine
+
+    def await_note(self, seconds: float) -> None:
+        """Wait until something is heard of another rank, at most ``seconds``."""
+        known = len(self._watch.kept)
+        self._watch.until(lambda: len(self._watch.kept) > known, time.monotonic() + seconds)
+
+    def _run(
+        self, call: Call, body: Callable[[], Any], async_op: bool, lane: Lane | None = None
+    ) -> Work | None:
+        if call.peer or call.name in ("barrier", "split"):
+            return super()._run(call, body, async_op, lane)
+        if self._grouped is not None:
+            with self._enqueueing:
+                self._check_open(call.name)
+                self._grouped.append((call, body()))
+            return None
+        work = self._start(call, body)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _start(self, call: Call, plan_of: Callable[[], Plan]) -> NcclWork:
+        with self._enqueueing:
+            with self._lock:
+                self._check_open(call.name)
+                self._numbers["collectives"] += 1
+                call.number = self._numbers["collectives"]
+            self._check_failure(call)
+            meeting = self._ring(call)
+            try:
+                plan = plan_of()
+                meeting.enter(plan)
+                try:
+                    operation = self._engine.group(plan.stream, plan.enqueue)
+                    call.deadline = time.monotonic() + call.limit
+                    meeting.carry(Enqueued(operation))
+                except RuntimeError as error:
+                    if isinstance(error, CommunicatorError):
+                        raise
+                    meeting.explain(error)
+            except CommunicatorError as error:
+                self._fail(error, str(error))
+                raise
+            except BaseException as error:
+                reason = f"{call.title} ended in {type(error).__name__}: {error}"
+                self._fail(CommunicatorError(f"{self._where(call.title)}: {reason}"), reason)
+                raise
+            call.deadline = math.inf  # until its turn comes
+            work = NcclWork(
+                call,
+                plan,
+                operation,
+                meeting,
+                self._where(call.title),
+                lambda error: self._fail(error, str(error)),
+            )
+            self._pending.append(work)
+            return work
+
+    def _ring(self, call: Call) -> RingMeeting:
+        return RingMeeting(
+            self._watch,
+            self._where(call.title),
+            self.rank,
+            call,
+            self._others,
+            (Channel.COLLECTIVE, Channel.COLLECTIVE),
+            lambda: self._failure,
+        )
+
+    def look_after(self) -> None:
+        """Let go of what is complete, and let ranks that wait know how far this one is.
+
+        Raises the error of an operation that failed.
+        """
+        while self._pending and self._pending[0].poll():
+            self._completed = self._pending.popleft().number
+        watch = self._watch
+        watch.until(lambda: True, 0.0)
+        waiting = [
+            rank
+            for (rank, channel), number in list(watch.waiting.items())
+            if channel is Channel.COLLECTIVE and self._told.get(rank, 0) < number <= self._completed
+        ]
+        for rank in waiting:
+            self._told[rank] = self._completed
+        watch.tell(waiting, Kind.LEAVE, Channel.COLLECTIVE, self._completed)
+
+    def _announce(self, error: CommunicatorError, reason: str) -> None:
+        super()._announce(error, reason)
+        self._engine_close(clean=False)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(CommunicatorError):
+            for work in list(self._pending):
+                work.wait()
+            self.look_after()
+        self._copied = self._completed
+        for kind in (Kind.WAITING, Kind.LEAVE):  # the others answer how far they are
+            self._watch.tell(self._others, kind, Channel.COLLECTIVE, self._completed)
+        super()._leave()
+        self._ending.set()
+
+    def _engine_close(self, clean: bool) -> None:
+        # All ranks are through with all operations, so there is nothing that this could hurt.
+        for engine in list(self._engines.values()):
+            with contextlib.suppress(RuntimeError):
+                engine.abort()
+
+
+def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
+    return source.dtype in _WIDE and ("int" in source.dtype or op in ("sum", "mean"))
+
+
+def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> Callable[[], None] | None:
+    """Return what copies a wide result to where it belongs, if it is not there."""
+    if wide is narrow:
+        return None
+    return lambda: narrow.tensor().copy_(wide.tensor())
+
+
+def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
+    while not ending.wait(_TICK):
+        comm = reference()
+        if comm is None:
+            return
+        with contextlib.suppress(CommunicatorError):
+            comm.look_after()
+
+
+def create(
+    rank: int,
+    world_size: int,
+    device: int,
+    timeout: float,
+    exchange: Callable[[tuple[str, bytes]], Sequence[tuple[str, bytes]]],
+) -> NcclCommunicator:
+    """Return this rank's communicator on the device with this number.
+
+    ``exchange`` returns what every rank gives it: how the ranks find each other. Raises
+    BackendUnavailable, on all ranks, when one cannot take part.
+    """
+    deadline = time.monotonic() + timeout
+    problem, found = "", None
+    try:
+        found = find_device(device)
+        open_nccl()
+    except BackendUnavailable as error:
+        problem = str(error)
+
+    def exchange_records(record: bytes) -> Sequence[bytes]:
+        answers = exchange((problem, record))
+        if problems := [f"rank {r}: {text}" for r, (text, _) in enumerate(answers) if text]:
+            raise BackendUnavailable("; ".join(problems))
+        return [record for _, record in answers]
+
+    watch = meet(NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records)
+    assert found is not None, "else exchange_records has raised"
+    comm = NcclCommunicator(rank, world_size, timeout, watch, found)
+    return opened(comm, comm.open_engine, timeout, deadline)

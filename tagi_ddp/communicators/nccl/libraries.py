@@ -1,0 +1,84 @@
+"""Where NCCL's and CUDA's libraries are: opened when a communicator needs them, never before."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+from tagi_ddp._backend import Cuda, Device, Nccl
+from tagi_ddp.communicators.errors import BackendUnavailable
+from tagi_ddp.engine.loader import LIBNCCL, STUB, loaded_libraries, nccl_candidates
+
+_INSTALL = "pip install nvidia-nccl-cu12, or nvidia-nccl-cu13, as the driver's CUDA is 12 or 13"
+
+
+def open_cuda() -> Cuda:
+    """Return CUDA's driver library: TAGI_DDP_LIBCUDA if that is set, else the system's.
+
+    Raises BackendUnavailable.
+    """
+    path = os.environ.get("TAGI_DDP_LIBCUDA") or "libcuda.so.1"
+    try:
+        return _open_cuda(path)
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"CUDA cannot be used here: {error}. nccl needs NVIDIA's driver and a GPU; shm, mpi "
+            "and gloo do not"
+        ) from error
+
+
+def open_nccl() -> Nccl:
+    """Return NCCL's library, 2.18 or newer.
+
+    The first that can be used of: the one that TAGI_DDP_LIBNCCL names, and then no other; what this
+    process has loaded already; that of PyPI's wheels for CUDA 12 or 13; the system's.
+
+    Raises BackendUnavailable.
+    """
+    chosen = os.environ.get("TAGI_DDP_LIBNCCL")
+    if chosen == STUB:
+        raise BackendUnavailable("TAGI_DDP_LIBNCCL is 'stub', so there is no NCCL; unset it")
+    reasons = []
+    for path in [chosen] if chosen else _candidates():
+        try:
+            return _open_nccl(path)
+        except RuntimeError as error:
+            if chosen or os.path.exists(path):
+                reasons.append(str(error))
+    why = "; ".join(reasons) or f"no {LIBNCCL} was found"
+    raise BackendUnavailable(
+        f"NCCL cannot be used here: {why}. {_INSTALL}, or set TAGI_DDP_LIBNCCL to its path"
+    )
+
+
+def find_device(number: int) -> Device:
+    """Return the CUDA device with this number; raise BackendUnavailable if there is none."""
+    cuda = open_cuda()
+    count = cuda.device_count
+    if number >= count:
+        raise BackendUnavailable(
+            f"there is no cuda:{number}: CUDA shows {count} devices here. Start fewer ranks on "
+            "this host, or give device="
+        )
+    try:
+        return Device(cuda, number)
+    except RuntimeError as error:
+        raise BackendUnavailable(f"cuda:{number} cannot be used: {error}") from error
+
+
+def _candidates() -> Iterator[str]:
+    loaded = loaded_libraries().get(LIBNCCL, STUB)
+    if loaded != STUB:
+        yield loaded
+    yield from nccl_candidates()
+
+
+@functools.cache
+def _open_cuda(path: str) -> Cuda:
+    return Cuda(path)
+
+
+@functools.cache
+def _open_nccl(path: str) -> Nccl:
+    return Nccl(path)

@@ -1,0 +1,99 @@
+"""The meeting of ranks for an operation in a stream, which starts before they have met."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+from tagi_ddp._backend import NcclOperation
+from tagi_ddp.communicators import errors
+from tagi_ddp.communicators.errors import Mismatch
+from tagi_ddp.communicators.meeting import Meeting
+from tagi_ddp.communicators.nccl.plan import Plan
+from tagi_ddp.communicators.watch import Kind
+
+_FEW = 8  # ranks, whose notes cost less than NCCL's call itself
+_SLICE = 0.02  # seconds at the device between two looks at the notes
+
+
+class RingMeeting(Meeting):
+    """A collective in which nobody waits for notes before it starts.
+
+    A few ranks all tell each other what they call, and compare; of many, each tells the next one
+    only: if not all call the same, two neighbours differ. Where what is right differs by the rank
+    (in all_to_all), all tell all.
+    """
+
+    def enter(self, plan: Plan) -> None:
+        """Tell this call to those who compare; do not wait for theirs."""
+        call, size = self._call, len(self._peers) + 1
+        few = size <= _FEW
+        after = self._peers if few else [(self._rank + 1) % size]
+        before = self._peers if few else [(self._rank - 1) % size]
+        notes = plan.notes or dict.fromkeys(after, "")
+        self._expected = plan.expected or dict.fromkeys(before, "")
+        for rank, note in notes.items():
+            content = json.dumps([call.name, call.arguments, note]).encode()
+            self._watch.tell([rank], Kind.ENTER, self._own, call.number, content)
+        self._watch.until(self._interrupted, 0.0)
+
+    def follow(self, operation: NcclOperation, end: float) -> bool:
+        """Wait until ``end`` at most; return whether it is complete, and the ranks' calls fit.
+
+        The time of the call's own limit counts from the operation's turn on.
+        """
+        call, watch = self._call, self._watch
+        call.waits_for = lambda: self._to_blame(self._unfinished())
+        while True:
+            now = time.monotonic()
+            try:
+                if operation.complete(min(_SLICE, max(0.0, end - now))):
+                    break
+                if math.isinf(call.deadline) and operation.started():
+                    call.deadline = time.monotonic() + call.limit
+            except RuntimeError as error:
+                self.explain(error)
+            watch.until(self._interrupted, 0.0)
+            now = time.monotonic()
+            if now > call.deadline - call.limit / 2:
+                self._announce()
+            if now > call.deadline:
+                self._time_out(call.waits_for())
+            if now > end:
+                return False
+        call.deadline = min(call.deadline, time.monotonic() + call.limit)
+        if not watch.until(self._fits, min(end, call.deadline)):
+            if time.monotonic() < call.deadline:
+                return False
+            self._time_out(call.waits_for())
+        for rank in self._expected:
+            watch.entered.pop((rank, self._theirs, call.number), None)
+        return True
+
+    def _interrupted(self) -> bool:
+        # Who closed did so when all were through with what it had called: it will not come.
+        self._fits()
+        self._check(self._unfinished(), self._watch.died | self._watch.closed)
+        return False
+
+    def _fits(self) -> bool:
+        """Tell whether all notes have come; raise Mismatch for one that does not fit."""
+        call, came = self._call, 0
+        for rank, expected in self._expected.items():
+            note = self._watch.entered.get((rank, self._theirs, call.number))
+            if note is None:
+                continue
+            came += 1
+            name, arguments, content = json.loads(note)
+            if (name, arguments) != (call.name, call.arguments):
+                others = {rank: f"{name}({arguments})"}
+                what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
+                raise Mismatch(f"{self._where}: {what}", [rank])
+            if content != expected:
+                raise Mismatch(
+                    f"{self._where}: rank {rank} {content}, but this rank {expected}. Make what a "
+                    "rank sends what the other expects.",
+                    [rank],
+                )
+        return came == len(self._expected)

@@ -1,0 +1,131 @@
+"""An operation of NCCL under way: how it ends, for who waits and for who does not."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from tagi_ddp._backend import NcclOperation
+from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.errors import CommunicatorError, Timeout
+from tagi_ddp.communicators.nccl.plan import Plan
+from tagi_ddp.communicators.nccl.ring import RingMeeting
+
+
+class NcclWork:
+    """What ``async_op=True`` returns on devices."""
+
+    def __init__(
+        self,
+        call: Call,
+        plan: Plan,
+        operation: NcclOperation,
+        meeting: RingMeeting,
+        where: str,
+        fail: Callable[[CommunicatorError], None],
+    ) -> None:
+        """Follow ``operation``; ``fail`` breaks the communicator."""
+        self.number = call.number
+        self._call = call
+        self._plan: Plan | None = plan
+        self._operation = operation
+        self._meeting = meeting
+        self._where = where
+        self._fail = fail
+        self._lock = threading.Lock()
+        self._complete = False
+        self._error: CommunicatorError | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until complete; raise its error if it failed.
+
+        ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
+        """
+        limit = self._call.limit if timeout is None else timeout
+        end = time.monotonic() + limit
+        while not self._poll(end):
+            if timeout is None and not math.isinf(self._call.deadline):
+                end = self._call.deadline + 1.0  # its turn came late; it ends by its own limit
+            else:
+                missing = self._call.waits_for()
+                what = f"not complete in {limit:g} s"
+                if math.isinf(self._call.deadline):
+                    what += ": the work before it in the caller's stream is not"
+                text = f"{self._where}: {what}. It goes on; wait again."
+                raise Timeout(text, missing)
+        self._finish()
+
+    def done(self) -> bool:
+        """Tell, without blocking, whether it is complete or has failed."""
+        try:
+            return self.poll()
+        except CommunicatorError:
+            return True
+
+    def order(self) -> None:
+        """Let what the caller's stream gets from now on come after it; the host does not wait.
+
+        If it fails, the next operation says so. For host objects, `wait`.
+        """
+        plan = self._plan
+        if plan is None:
+            return
+        if plan.stream is None:
+            self.wait()
+            return
+        if self._error is not None:
+            raise self._error
+        try:
+            self._operation.order(plan.stream)
+        except RuntimeError as error:
+            raise CommunicatorError(f"{self._where}: {error}") from error
+        self._finish()
+
+    def poll(self) -> bool:
+        """Tell, without blocking, whether it is complete; raise its error if it failed."""
+        return self._poll(0.0)
+
+    def _finish(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.after is not None:
+            plan.after()
+
+    def _poll(self, end: float) -> bool:
+        left = max(0.0, end - time.monotonic())
+        if not self._lock.acquire(timeout=left):
+            return False
+        try:
+            if self._error is not None:
+                raise self._error
+            if not self._complete:
+                self._complete = self._meeting.follow(self._operation, end)
+            return self._complete
+        except CommunicatorError as error:
+            if self._error is None:
+                self._error = error
+                self._fail(error)
+            raise
+        finally:
+            self._lock.release()
+
+
+class Group:
+    """The `Work` of a group of operations, from the block's end on."""
+
+    work: NcclWork | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until complete; raise its error if it failed."""
+        if self.work is not None:
+            self.work.wait(timeout)
+
+    def done(self) -> bool:
+        """Tell, without blocking, whether it is complete or has failed."""
+        return self.work is None or self.work.done()
+
+    def order(self) -> None:
+        """Let what the caller's stream gets from now on come after it; the host does not wait."""
+        if self.work is not None:
+            self.work.order()

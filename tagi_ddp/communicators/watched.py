@@ -1,0 +1,198 @@
+"""Communicators over somebody else's engine, made safe by a `Watch` beside it.
+
+An engine may hang, crash or mix up data when ranks fail or do not call the same. So the ranks tell
+each other over the watch what they call, how it ends, and that they are still there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tagi_ddp.communicators.base import BaseCommunicator, Call, E
+from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
+from tagi_ddp.communicators.meeting import Meeting, Transfer
+from tagi_ddp.communicators.watch import Channel, Failure, Watch
+from tagi_ddp.communicators.wire import Listener
+
+W = TypeVar("W", bound="WatchedCommunicator")
+
+
+class WatchedCommunicator(BaseCommunicator[E]):
+    """A rank with a watch on all others; a subclass adds the engine and its collectives."""
+
+    def __init__(self, rank: int, size: int, timeout: float, watch: Watch) -> None:
+        """Make rank ``rank`` of ``size``; its engine is yet to be opened."""
+        super().__init__(rank, size, timeout)
+        self._watch = watch
+        self._others = [r for r in range(size) if r != rank]
+        self._copied = 0  # the last collective that used the engine
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._process = os.getpid()
+        _open.add(self)
+
+    @abstractmethod
+    def _engine_send(self, data: E, dst: int, limit: float) -> Transfer: ...
+
+    @abstractmethod
+    def _engine_recv(self, data: E, src: int, limit: float) -> Transfer: ...
+
+    @abstractmethod
+    def _engine_split(self: W, call: Call, color: int | None, key: int, part: W | None) -> None:
+        """Open the engine of ``part``; on a rank that is in no part it is None."""
+
+    @abstractmethod
+    def _engine_close(self, clean: bool) -> None:
+        """Free the engine; unless ``clean``, without waiting for what may be stuck in it."""
+
+    def _part(self: W, rank: int, size: int, watch: Watch) -> W:
+        """Return a communicator of some of the ranks, whose engine is yet to be opened."""
+        return type(self)(rank, size, self.timeout, watch)
+
+    def _send(self, call: Call, data: E, dst: int) -> None:
+        meeting = self._meeting(call, [dst], (Channel.SEND, Channel.RECV))
+        meeting.gather(None)
+        meeting.carry(self._engine_send(data, dst, call.left()))
+        self._sent[dst] = call.number
+
+    def _recv(self, call: Call, data: E, src: int) -> None:
+        meeting = self._meeting(call, [src], (Channel.RECV, Channel.SEND))
+        meeting.gather(None)
+        meeting.carry(self._engine_recv(data, src, call.left()))
+        meeting.leave()
+
+    def _barrier(self, call: Call) -> None:
+        self._meet(call).leave()
+
+    def _split(self: W, call: Call, color: int | None, key: int) -> W | None:
+        with Listener() as listener:
+            own = [color, key, listener.record.decode()]
+            meeting = self._meeting(call)
+            notes = {**meeting.gather(own), self.rank: own}
+            part: W | None = None
+            if color is not None:
+                members = sorted((notes[r][1], r) for r in notes if notes[r][0] == color)
+                ranks = [rank for _, rank in members]
+                records = [notes[rank][2].encode() for rank in ranks]
+                rank = ranks.index(self.rank)
+                sockets, missing = listener.connect(rank, records, call.deadline)
+                if missing:
+                    absent = [ranks[r] for r in missing]
+                    what = timeout_text(absent, call.limit)
+                    raise Timeout(f"{self._where(call.title)}: {what}", absent)
+                part = self._part(rank, len(ranks), Watch(sockets))
+        try:
+            self._engine_split(call, color, key, part)
+        except BaseException as error:
+            if part is not None:
+                part.abort(f"{call.title} ended in {error!r}")
+                part.close()
+            raise
+        meeting.leave()
+        return part
+
+    # Meetings, and the end.
+
+    def _meet(self, call: Call) -> Meeting:
+        """Return the meeting of all ranks for ``call`` once they have come."""
+        meeting = self._meeting(call)
+        meeting.gather(None)
+        return meeting
+
+    def _meeting(
+        self,
+        call: Call,
+        peers: list[int] | None = None,
+        channels: tuple[Channel, Channel] = (Channel.COLLECTIVE, Channel.COLLECTIVE),
+    ) -> Meeting:
+        return Meeting(
+            self._watch,
+            self._where(call.title),
+            self.rank,
+            call,
+            self._others if peers is None else peers,
+            channels,
+            lambda: self._failure,
+        )
+
+    def _announce(self, error: CommunicatorError, reason: str) -> None:
+        self._watch.tell_failure(Failure(type(error).__name__, error.ranks, reason))
+
+    def _leave(self) -> None:
+        # The others may still be reading what this rank's engine sent.
+        self._watch.until(self._all_through, time.monotonic() + self.timeout)
+        clean = self._failure is None and not self._watch.failures
+        self._engine_close(clean)
+        self._watch.close()
+        _open.discard(self)
+
+    def _all_through(self) -> bool:
+        watch = self._watch
+        if self._failure is not None or watch.failures:
+            return True
+        return all(
+            watch.left.get((rank, Channel.COLLECTIVE), 0) >= self._copied
+            and watch.left.get((rank, Channel.RECV), 0) >= self._sent[rank]
+            for rank in self._others
+            if rank not in watch.died | watch.closed
+        )
+
+    def end_with_process(self) -> None:
+        """Close; abort first, so that the others learn the reason, if an error ends the process."""
+        if self._process != os.getpid():
+            return  # a fork: the connections are its parent's
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+
+_open: weakref.WeakSet[WatchedCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def close_all() -> None:
+    """Close every open communicator of this process, which ends."""
+    for communicator in list(_open):
+        communicator.end_with_process()
+
+
+def meet(
+    backend: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    deadline: float,
+    exchange: Callable[[bytes], Sequence[bytes]],
+) -> Watch:
+    """Return this rank's watch on all others.
+
+    ``exchange(record)`` returns every rank's record; it raises what keeps it from that.
+    """
+    with Listener() as listener:
+        records = exchange(listener.record)
+        sockets, missing = listener.connect(rank, records, deadline)
+    if missing:
+        for connection in sockets.values():
+            connection.close()
+        where = f"init on rank {rank} of {size} ({backend})"
+        raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
+    return Watch(sockets)
+
+
+def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:
+    """Return ``comm`` with its engine open; if that fails, the other ranks learn why."""
+    try:
+        open_engine(Call("init", "", timeout, deadline=deadline))
+    except BaseException as error:
+        comm.abort(f"init ended in {error!r}")
+        comm.close()
+        raise
+    return comm
