@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +30,16 @@ _PART_BYTES = 4 << 20
 
 
 class Exchange(ABC):
-    """Exchanges the deltas of all ranks and applies them; nothing is applied if a rank refuses."""
+    """Exchanges the deltas of all ranks and applies them; nothing is applied if a rank refuses.
+
+    And averages the running statistics over the ranks, weighted by their batches.
+    """
+
+    def __init__(self, communicator: Communicator, statistics: RunningStatistics) -> None:
+        """Remember whom to exchange with."""
+        self._communicator = communicator
+        self._statistics = statistics
+        self._statistics_buffer = np.empty(statistics.size, np.float32)
 
     # Those that do not begin before the step have nothing to do here.
 
@@ -48,8 +59,20 @@ class Exchange(ABC):
     @abstractmethod
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
-    ) -> Agreement:
-        """Return what the ranks agreed on; `Agreement.applies` tells whether it was applied."""
+    ) -> Agreement | None:
+        """Return what the ranks agreed on; `Agreement.applies` tells whether it was applied.
+
+        None: the device knows, and `Replica.take_refused` will tell.
+        """
+
+    def average_statistics(self, batch: int, total: int) -> None:
+        """Average, after a step that applies; ``batch`` samples of this rank, ``total`` of all."""
+        buffer = self._statistics_buffer
+        if self._communicator.size == 1 or buffer.size == 0:
+            return
+        self._statistics.pack(buffer, batch)
+        self._communicator.all_reduce(buffer)
+        self._statistics.unpack(buffer, total)
 
 
 def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarray:
@@ -66,22 +89,39 @@ def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarra
 
 
 def make_exchange(
-    communicator: Communicator, parameters: Parameters, bucket: np.ndarray | None = None
+    communicator: Communicator, replica: Any, bucket: np.ndarray | None = None
 ) -> Exchange:
-    """Return the fastest exchange for a communicator.
+    """Return the fastest exchange of a replica's deltas over a communicator.
 
-    ``bucket`` is where the parameters' deltas lie, if not in the engine's layers.
+    ``bucket`` is where the parameters' deltas lie, if not in the engine's layers or on a device.
     """
+    parameters, statistics = replica.parameters, replica.statistics
+    if isinstance(parameters, Parameters):
+        if communicator.device != "cpu":
+            raise ValueError(
+                f"the communicator works on {communicator.device}, but the replica lives on the "
+                "CPU: give device= and compute='torch', or another backend"
+            )
+    elif communicator.size == 1 or communicator.device != "cpu":
+        return _OnDevice(communicator, replica)
+    else:
+        warnings.warn(
+            f"the replica's deltas go from the device to the host and back at every step, as the "
+            f"{communicator.backend} communicator works on the host: NCCL would be faster "
+            "(backend='nccl'; tagi-ddp doctor tells what it needs)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return _Bucket(communicator, statistics)
     if communicator.size == 1:
-        return _Alone()
+        return _Alone(communicator, statistics)
     if bucket is not None:
         large = bucket.nbytes >= 2 * _PART_BYTES
         if large and len(set(all_gather_object(communicator, socket.gethostname()))) > 1:
-            return _Overlapped(communicator, parameters, bucket)
-        return _Bucket(communicator, bucket)
-    on_host = isinstance(parameters, Parameters)
+            return _Overlapped(communicator, statistics, parameters, bucket)
+        return _Bucket(communicator, statistics, bucket)
     fits = isinstance(communicator, ShmCommunicator) and communicator.size <= _MOST_FUSED_RANKS
-    return _Fused(communicator) if on_host and fits else _Bucket(communicator)
+    return _Fused(communicator, statistics) if fits else _Bucket(communicator, statistics)
 
 
 class _Alone(Exchange):
@@ -99,9 +139,6 @@ class _Alone(Exchange):
 class _Fused(Exchange):
     """Over shared memory, in cache-sized chunks, in one call."""
 
-    def __init__(self, communicator: ShmCommunicator) -> None:
-        self._communicator = communicator
-
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
     ) -> Agreement:
@@ -111,8 +148,13 @@ class _Fused(Exchange):
 class _Bucket(Exchange):
     """Over any communicator: agree, reduce one bucket of all deltas, apply it."""
 
-    def __init__(self, communicator: Communicator, bucket: np.ndarray | None = None) -> None:
-        self._communicator = communicator
+    def __init__(
+        self,
+        communicator: Communicator,
+        statistics: RunningStatistics,
+        bucket: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(communicator, statistics)
         self._in_place = bucket is not None
         self._bucket = bucket
 
@@ -141,9 +183,13 @@ class _Overlapped(Exchange):
     """
 
     def __init__(
-        self, communicator: Communicator, parameters: Parameters, bucket: np.ndarray
+        self,
+        communicator: Communicator,
+        statistics: RunningStatistics,
+        parameters: Parameters,
+        bucket: np.ndarray,
     ) -> None:
-        self._communicator = communicator
+        super().__init__(communicator, statistics)
         self._bucket = bucket
         self._parts = split(parameters, _PART_BYTES)
         self._works: list[Work] = []
@@ -188,6 +234,30 @@ class _Overlapped(Exchange):
         return agreement
 
 
+class _OnDevice(Exchange):
+    """Deltas that lie on a device are reduced there, in place; the host does not wait.
+
+    What the ranks agree on comes last: if an operation before it was aborted it is never complete,
+    and then nothing is applied.
+    """
+
+    def __init__(self, communicator: Communicator, replica: Any) -> None:
+        super().__init__(communicator, replica.statistics)
+        self._replica = replica
+
+    def first_not_finite(self, parameters: Any) -> str:
+        return ""  # `words_of` looks, on the device
+
+    def __call__(
+        self, parameters: Any, contribution: Contribution, average: bool
+    ) -> Agreement | None:
+        agreement = self._replica.agree(self._communicator, contribution, average)
+        return agreement.on_host() if contribution.joined else None
+
+    def average_statistics(self, batch: int, total: int) -> None:
+        """Do nothing: that was a part of the step."""
+
+
 def split(parameters: Parameters, size: int) -> list[tuple[int, int]]:
     """Return parts of the flat sequence, the last first: whole layers, at least ``size`` bytes."""
     layers = [begin for begin, _ in parameters.blocks[::2]]
@@ -209,21 +279,3 @@ def _agree(communicator: Communicator, contribution: Contribution) -> Agreement:
             for batch, finite, joined in everyone.reshape(-1, 3)
         ]
     )
-
-
-class StatisticsExchange:
-    """Averages the running statistics over the ranks, weighted by their batches."""
-
-    def __init__(self, communicator: Communicator, statistics: RunningStatistics) -> None:
-        """Remember what to average."""
-        self._communicator = communicator
-        self._statistics = statistics
-        self._buffer = np.empty(statistics.size, np.float32)
-
-    def __call__(self, batch: int, total: int) -> None:
-        """Average; ``batch`` samples of this rank, ``total`` of all ranks."""
-        if self._communicator.size == 1 or self._buffer.size == 0:
-            return
-        self._statistics.pack(self._buffer, batch)
-        self._communicator.all_reduce(self._buffer)
-        self._statistics.unpack(self._buffer, total)

@@ -7,8 +7,6 @@ import os
 import socket
 from typing import Any
 
-import numpy as np
-
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.engine.adapter import Replica
 
@@ -37,15 +35,6 @@ def check_state(communicator: Communicator, replica: Replica) -> str:
     return hashlib.sha256("".join(own.values()).encode()).hexdigest()
 
 
-def copy_from_rank_0(communicator: Communicator, replica: Replica) -> None:
-    """Give every rank rank 0's means, variances and running statistics."""
-    replica.pull()
-    for _, array in replica.state():
-        if array.size:
-            communicator.broadcast(array)
-    replica.push()
-
-
 def share_of_cores(communicator: Communicator) -> int:
     """Return how many threads this rank may run: its part of the cores that it may use, at least 1.
 
@@ -62,10 +51,8 @@ def share_of_cores(communicator: Communicator) -> int:
 def _require_equal(communicator: Communicator, own: dict[str, str]) -> None:
     """Compare what the ranks say of each layer, the layers in order."""
     entries = list(own.items())
-    digest = np.frombuffer(hashlib.sha256(repr(entries).encode()).digest()[:8], np.uint64)
-    digests = np.empty(communicator.size, np.uint64)
-    communicator.all_gather(digest, digests)
-    if (digests == digests[0]).all():
+    digest = hashlib.sha256(repr(entries).encode()).hexdigest()
+    if len(set(all_gather_object(communicator, digest))) == 1:
         return
     first, *others = all_gather_object(communicator, entries)
     for rank, theirs in enumerate(others, start=1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +13,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tagi_ddp._backend import Contribution
-from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
+from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
 from tagi_ddp.engine.adapter import attach
-from tagi_ddp.exchange import StatisticsExchange, make_exchange
+from tagi_ddp.exchange import make_exchange
 from tagi_ddp.micro_batches import MicroBatches
+from tagi_ddp.placement import adopt, connect
 from tagi_ddp.replicas import (
     ReplicaMismatch,
     check_state,
     check_structure,
-    copy_from_rank_0,
     share_of_cores,
 )
 from tagi_ddp.sequential_interface import SequentialInterface
@@ -64,8 +65,9 @@ class DDPSequential(SequentialInterface):
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten
             to thirty times faster; "auto" takes torch where it can, and warns where it cannot.
-        device: where torch computes, like "cuda:0". There the replica lives; the wrapped model is
-            brought up to date when it is read through this object.
+        device: where torch computes, like "cuda:0"; by default the GPU of the local rank for NCCL,
+            else the CPU. There the replica lives; the wrapped model is brought up to date when it
+            is read through this object.
         precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
             digits of each factor, and sums in float32.
 
@@ -82,18 +84,22 @@ class DDPSequential(SequentialInterface):
         *,
         communicator: Communicator | Any | None = None,
         compute: Choice = "auto",
-        device: str = "cpu",
+        device: str | None = None,
         precision: Precision = "float32",
     ) -> None:
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
         if (config is None) == (communicator is None):
             raise TypeError("give either config or communicator")
         self._own_communicator = communicator is None
-        if communicator is None:
-            communicator = init(config.backend, config.rank, config.world_size)
-        self.communicator: Communicator = as_communicator(communicator)
+        self.communicator: Communicator
+        if config is not None:
+            self.communicator, device = connect(config, device)
+        else:
+            self.communicator, device = adopt(communicator, device)
         self.model = model
-        self.config = config or DDPConfig([], "auto", communicator.rank, communicator.size)
+        self.config = config or DDPConfig(
+            [], "auto", self.communicator.rank, self.communicator.size
+        )
         self.average = bool(average)
         self._forward_samples: int | None = None  # of the forward pass that backward would follow
         self._delta_samples: int | None = None  # behind the engine's deltas that step would apply
@@ -118,11 +124,8 @@ class DDPSequential(SequentialInterface):
         self._replica = self.compute.replica
         self._micro_batches = MicroBatches(self._replica)
         self._set_threads()
-        copy_from_rank_0(self.communicator, self._replica)
-        self._exchange = make_exchange(
-            self.communicator, self._replica.parameters, self.compute.bucket
-        )
-        self._exchange_statistics = StatisticsExchange(self.communicator, self._replica.statistics)
+        self._replica.share(self.communicator)
+        self._exchange = make_exchange(self.communicator, self._replica, self.compute.bucket)
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""
@@ -205,15 +208,9 @@ class DDPSequential(SequentialInterface):
         """Exchange the deltas of all ranks and apply the same update to every replica.
 
         Raises NotFiniteError, on all ranks and with every parameter as it was, when a delta of any
-        rank is NaN or infinite.
+        rank is NaN or infinite. Where the replicas live on devices and no deltas go over the host,
+        nobody waits to learn that: it is raised eight steps later, or by `check_replicas`.
         """
-        if self._replica.refused():
-            raise NotFiniteError(
-                "an earlier step was refused: its deltas were NaN or infinite. That step and this "
-                "one have changed no parameter. Look at the inputs, the targets and the "
-                "observation variance.",
-                [self.communicator.rank],
-            )
         with self._or_abort():
             if self._in_no_sync:
                 raise RuntimeError(
@@ -236,7 +233,7 @@ class DDPSequential(SequentialInterface):
             self._replica.export()
             if self.communicator.rank == 0:
                 self.model.load_state_dict(state_dict)
-            copy_from_rank_0(self.communicator, self._replica)
+            self._replica.share(self.communicator)
 
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing."""
@@ -252,7 +249,7 @@ class DDPSequential(SequentialInterface):
                     raise FileNotFoundError(f"filename: there is no file {filename!r} on rank 0")
                 self._replica.export()
                 self.model.load(filename)
-            copy_from_rank_0(self.communicator, self._replica)
+            self._replica.share(self.communicator)
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many variances of each layer's weights the last step found not positive.
@@ -304,18 +301,33 @@ class DDPSequential(SequentialInterface):
         """Return a hash of all parameters and running statistics, which is equal on all ranks.
 
         A collective call. Raises ReplicaMismatch, on all ranks, when replicas differ in a single
-        bit, naming the first layer that differs.
+        bit, naming the first layer that differs; and NotFiniteError, on all ranks, when a step on
+        the device was refused of which nobody has been told yet.
         """
+        self._tell_refused(everything=True)
         with self._or_abort():
             self._replica.pull()
             self._replica.export()
             return check_state(self.communicator, self._replica)
 
     def close(self) -> None:
-        """Leave the group; the model stays usable on its own. May be called again."""
-        if not self._closed and self._own_communicator:
-            self.communicator.close()
+        """Leave the group; the model stays usable on its own. May be called again.
+
+        Warns of a step on the device that was refused and of which nobody has been told yet.
+        """
+        if self._closed:
+            return
         self._closed = True
+        if self._own_communicator:
+            self.communicator.close()
+        replica = getattr(self, "_replica", None)
+        if replica is not None and (ranks := replica.take_refused(everything=True)):
+            warnings.warn(
+                f"a step before close() was refused: deltas of ranks {ranks} were NaN or infinite. "
+                "It has changed no parameter.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> DDPSequential:
         """Return the model itself."""
@@ -334,14 +346,17 @@ class DDPSequential(SequentialInterface):
 
     def _update(self, samples: int, joined: bool = False) -> bool:
         """Take part in one update of all ranks; return whether all have joined. Pull before."""
+        self._tell_refused(everything=False)
         with self._or_abort():
             parameters = self._replica.parameters
             culprit = self._exchange.first_not_finite(parameters) if samples else ""
             agreement = self._exchange(
                 parameters, Contribution(samples, not culprit, joined), self.average
             )
+            if agreement is None:
+                return False
             if agreement.applies:
-                self._exchange_statistics(samples, agreement.batch)
+                self._exchange.average_statistics(samples, agreement.batch)
                 self._replica.updated()
         if agreement.not_finite:
             where = f" (here: layer {culprit})" if culprit else ""
@@ -352,6 +367,16 @@ class DDPSequential(SequentialInterface):
                 agreement.not_finite,
             )
         return agreement.all_joined
+
+    def _tell_refused(self, everything: bool) -> None:
+        """Raise if a step on the device was refused of which nobody has been told."""
+        if ranks := self._replica.take_refused(everything):
+            raise NotFiniteError(
+                f"an earlier step was refused on all ranks: deltas of ranks {ranks} were NaN or "
+                "infinite. It has changed no parameter. Look at the inputs, the targets and the "
+                "observation variance of those ranks.",
+                ranks,
+            )
 
     def _check_input_size(self, size: int) -> None:
         first = self.model._cpp_backend.layers[0]

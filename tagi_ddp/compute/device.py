@@ -1,7 +1,7 @@
 """A replica that lives on a device: the engine's memory is its copy on the host, written on demand.
 
 Nothing here makes the host wait for the device, but what reads its state: `DeviceReplica.export`,
-and an exchange with other ranks over the host.
+and an exchange of other ranks' deltas by way of the hosts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tagi_ddp._backend import Contribution
+from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.compute import FloatArray
-from tagi_ddp.engine.adapter import Replica
+from tagi_ddp.compute.agreement import WORDS, DeviceAgreement, Outcomes, words_of
+from tagi_ddp.engine.adapter import Replica, share_on_host
 from tagi_ddp.engine.layers import PARAMETERS
 
 _STATISTICS = ("mu_ra", "var_ra")
@@ -23,18 +26,19 @@ _STATISTICS = ("mu_ra", "var_ra")
 class DeviceReplica:
     """What `Replica` promises, on a device."""
 
-    def __init__(self, host: Replica, device: torch.device, alone: bool) -> None:
-        """Copy the state of ``host``; ``alone``: there is no other rank."""
+    def __init__(self, host: Replica, device: torch.device) -> None:
+        """Copy the state of ``host``."""
         self._host = host
         self.layers = host.layers
         self.version = 0
-        self.parameters = DeviceParameters(host.parameters, device, alone)
+        self.parameters = DeviceParameters(host.parameters, device)
         self._tensors = [self._place(index, arrays) for index, arrays in enumerate(host.arrays())]
         norms = [layer for layer in self._tensors if "first_batch" in layer]
         self.statistics = DeviceStatistics(
             [norm[name] for norm in norms for name in _STATISTICS],
             [norm["first_batch"] for norm in norms],
         )
+        self.outcomes = Outcomes()
         self._ahead = False
         self.push()
 
@@ -88,9 +92,51 @@ class DeviceReplica:
         """Return zeros for sums of deltas, [means | variances]."""
         return torch.zeros_like(self.parameters.deltas)
 
-    def refused(self) -> bool:
-        """Tell whether a step was refused since the last call; the host learns it late."""
-        return self.parameters.refused()
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return the ranks that made an earlier step be refused, once; the host learns it late."""
+        return self.outcomes.take_refused(everything)
+
+    def agree(
+        self, communicator: Communicator, contribution: Contribution, average: bool
+    ) -> DeviceAgreement:
+        """Reduce the deltas and running statistics of all ranks, agree, and apply them, in order.
+
+        All on the device; the communicator's buffers live there, or it is of one rank.
+        """
+        parameters, statistics = self.parameters, self.statistics
+        table = words_of(contribution, parameters.deltas)[None]
+        if communicator.size > 1:
+            if contribution.batch == 0:
+                parameters.deltas.zero_()
+            communicator.all_reduce(parameters.deltas, async_op=True)
+            averages = statistics.packed(contribution.batch) if statistics.size else None
+            if averages is not None:
+                communicator.all_reduce(averages, async_op=True)
+            words, table = table, table.new_zeros(communicator.size, WORDS)
+            work: Any = communicator.all_gather(words, table, async_op=True)
+            work.order()
+        agreement = DeviceAgreement(table, average)
+        parameters.apply_agreed(agreement)
+        if communicator.size > 1 and averages is not None:
+            statistics.unpack_agreed(averages, agreement)
+        self.outcomes.add(table)
+        self._ahead = True
+        return agreement
+
+    def share(self, communicator: Communicator) -> None:
+        """Give every rank rank 0's means, variances and running statistics."""
+        if communicator.device == "cpu":
+            share_on_host(self, communicator)
+            return
+        self.push()
+        tensors = [self.parameters.mu, self.parameters.var, *self.statistics.tensors]
+        for tensor in tensors:
+            if tensor.numel():
+                communicator.broadcast(tensor)
+        flags = all_gather_object(communicator, [flag.copy() for flag in self.statistics.flags])
+        for flag, first in zip(self.statistics.flags, flags[0], strict=True):
+            flag[:] = first
+        self._ahead = True
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
         """Return each tensor with the engine's array; biases that the engine leaves alone, not."""
@@ -105,40 +151,26 @@ class DeviceReplica:
 class DeviceParameters:
     """What `_backend.Parameters` does, on flat tensors."""
 
-    def __init__(self, host: Any, device: torch.device, alone: bool) -> None:
+    def __init__(self, host: Any, device: torch.device) -> None:
         """Make room for as many parameters as ``host`` has."""
         self.size: int = host.size
         self.blocks: list[tuple[int, int]] = host.blocks
         self.mu = torch.zeros(self.size, device=device)
         self.var = torch.zeros(self.size, device=device)
         self.deltas = torch.zeros(2 * self.size, device=device)
-        self._alone = alone
         self._negative: Tensor | None = None  # the variances that the last step met
-        self._flags: list[tuple[Tensor, Any]] = []  # of steps: on the host, when the event is over
 
     def first_not_finite(self) -> str:
-        """Return which kind of deltas is NaN or infinite, or "".
-
-        Alone, nobody waits for the answer: `apply_own` refuses on the device.
-        """
-        if self._alone or bool(torch.isfinite(self.deltas).all()):
+        """Return which kind of deltas is NaN or infinite, or ""; waits for the device."""
+        if bool(torch.isfinite(self.deltas).all()):
             return ""
         first = int((~torch.isfinite(self.deltas)).nonzero()[0]) % self.size
         index = max(i for i, (begin, _) in enumerate(self.blocks) if begin <= first)
         return f"number {index // 2} of those with parameters"
 
-    def apply_own(self, cap: float) -> None:
-        """Cap and apply the own deltas; if one is not finite, change nothing, and set a flag."""
-        fine = torch.isfinite(self.deltas).all()
-        self._apply(self.deltas, cap, fine)
-        if fine.is_cuda:
-            flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-            flag.copy_(fine, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._flags.append((flag, event))
-        else:
-            self._flags.append((fine, None))
+    def apply_agreed(self, agreement: DeviceAgreement) -> None:
+        """Cap and apply the deltas, the sums of all ranks, if the ranks agreed on that."""
+        self._apply(self.deltas.div_(agreement.divisor), agreement.cap, agreement.applies)
 
     def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
         """Cap and apply the deltas of a bucket on the host, [means | variances]."""
@@ -147,7 +179,7 @@ class DeviceParameters:
             deltas = deltas / divisor
         self._apply(deltas, cap, None)
 
-    def _apply(self, deltas: Tensor, cap: float, where: Tensor | None) -> None:
+    def _apply(self, deltas: Tensor, cap: float | Tensor, where: Tensor | None) -> None:
         """Move means and variances by their deltas, by sqrt(var) / cap at most; as the engine."""
         bar = self.var.sqrt().div_(cap)
         if where is not None:
@@ -158,12 +190,6 @@ class DeviceParameters:
         self.var += torch.minimum(torch.maximum(variance, -bar), bar)
         self._negative = self.var <= 0
         self.var.masked_fill_(self._negative, 1e-5)
-
-    def refused(self) -> bool:
-        """Tell whether a step whose flag has arrived since the last call was refused."""
-        arrived = [flag for flag, event in self._flags if event is None or event.query()]
-        self._flags = self._flags[len(arrived) :]
-        return not all(bool(flag) for flag in arrived)
 
     @property
     def negative_variances(self) -> list[int]:
@@ -199,18 +225,31 @@ class DeviceStatistics:
 
     def __init__(self, tensors: list[Tensor], first: list[NDArray[np.uint8]]) -> None:
         """Take the running means and variances of all layers, and their flags of first batches."""
-        self._tensors = tensors
-        self._first = first
+        self.tensors = tensors
+        self.flags = first
         self.size = sum(tensor.numel() for tensor in tensors)
 
     def pack(self, out: FloatArray, weight: float) -> None:
         """Write them to ``out``, times ``weight``."""
-        torch.from_numpy(out).copy_(torch.cat(self._tensors).mul_(weight))
+        torch.from_numpy(out).copy_(self.packed(weight))
 
     def unpack(self, values: FloatArray, total: float) -> None:
         """Replace them by ``values`` / ``total``."""
-        parts = torch.from_numpy(values).div(total).split([t.numel() for t in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
+        self._replace(torch.from_numpy(values).div(total))
+
+    def packed(self, weight: float) -> Tensor:
+        """Return them, flat, on the device, times ``weight``."""
+        return torch.cat(self.tensors).mul_(weight)
+
+    def unpack_agreed(self, values: Tensor, agreement: DeviceAgreement) -> None:
+        """Replace them by ``values`` / the samples of all ranks, if the ranks agreed on that."""
+        means = values / agreement.samples.clamp(min=1)
+        self._replace(torch.where(agreement.applies, means, torch.cat(self.tensors)))
+
+    def _replace(self, flat: Tensor) -> None:
+        for tensor, part in zip(
+            self.tensors, flat.split([t.numel() for t in self.tensors]), strict=True
+        ):
             tensor.copy_(part)
-        for flag in self._first:  # a rank that has had no batch of its own has them now, too
+        for flag in self.flags:  # a rank that has had no batch of its own has them now, too
             flag[0] = 0

@@ -49,7 +49,7 @@ class TorchCompute:
             replica.parameters.place_deltas(self.bucket)
             deltas = torch.from_numpy(self.bucket)
         else:
-            self.replica = DeviceReplica(replica, self._device, communicator.size == 1)
+            self.replica = DeviceReplica(replica, self._device)
             deltas = self.replica.parameters.deltas
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self.network = Network(model, self.replica, deltas, dtype)

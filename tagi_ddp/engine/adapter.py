@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp import _backend
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 
@@ -46,8 +47,15 @@ class Replica(Protocol):
         """Make the engine's memory, and `state`, show the present state, wherever that is kept."""
         ...
 
-    def refused(self) -> bool:
-        """Tell whether a step was refused, which nobody has been told yet."""
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return the ranks that made an earlier step be refused, if nobody has been told yet.
+
+        ``everything``: wait for the outcome of all steps so far.
+        """
+        ...
+
+    def share(self, communicator: Communicator) -> None:
+        """Give every rank rank 0's means, variances and running statistics."""
         ...
 
     def zeros(self) -> Any:
@@ -97,6 +105,15 @@ def attach(model: Any) -> Replica:
         return Copied(model)
 
 
+def share_on_host(replica: Replica, communicator: Communicator) -> None:
+    """Give every rank rank 0's state, by way of the engine's memory."""
+    replica.pull()
+    for _, array in replica.state():
+        if array.size:
+            communicator.broadcast(array)
+    replica.push()
+
+
 class InPlace:
     """The engine's own memory, verified layer by layer."""
 
@@ -128,9 +145,13 @@ class InPlace:
 
     updated = export = push
 
-    def refused(self) -> bool:
-        """Say no: who refuses a step tells it at once."""
-        return False
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return none: who refuses a step tells it at once."""
+        return []
+
+    def share(self, communicator: Communicator) -> None:
+        """Give every rank rank 0's state."""
+        share_on_host(self, communicator)
 
     def zeros(self) -> FloatArray:
         """Return zeros to sum deltas in."""
@@ -210,9 +231,13 @@ class Copied:
     def export(self) -> None:
         """Do nothing: `updated` has."""
 
-    def refused(self) -> bool:
-        """Say no: who refuses a step tells it at once."""
-        return False
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return none: who refuses a step tells it at once."""
+        return []
+
+    def share(self, communicator: Communicator) -> None:
+        """Give every rank rank 0's state."""
+        share_on_host(self, communicator)
 
     def zeros(self) -> FloatArray:
         """Return zeros to sum deltas in."""

@@ -12,6 +12,7 @@ from rank_pool import RankPool
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
 
 from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
+from tagi_ddp.compute.agreement import LAG
 
 DEVICES = ("cpu", "cpu:0")
 
@@ -79,7 +80,7 @@ def test_a_forward_alone_moves_running_statistics() -> None:
     assert means[0].any()
 
 
-def test_refused_step_is_told_at_the_next() -> None:
+def test_refused_step_is_told_later() -> None:
     model = accelerate(fresh("mlp"), device="cpu:0")
     x, y = NETWORKS["mlp"].batch(0, 6)
     learn(model, x, y)
@@ -87,14 +88,27 @@ def test_refused_step_is_told_at_the_next() -> None:
     before = model.check_replicas()
     learn(model, np.where(x > 1, np.inf, x), y)
     model.step()
+    with pytest.raises(NotFiniteError, match="earlier step"):
+        model.check_replicas()
     assert model.check_replicas() == before
+    learn(model, np.where(x > 1, np.inf, x), y)
+    model.step()
+    for _ in range(LAG - 1):
+        learn(model, x, y)
+        model.step()
     learn(model, x, y)
     with pytest.raises(NotFiniteError, match="earlier step"):
         model.step()
-    assert model.check_replicas() == before
-    learn(model, x, y)
-    model.step()
     assert model.check_replicas() != before
+
+
+def test_refused_step_is_told_by_close() -> None:
+    model = accelerate(fresh("mlp"), device="cpu:0")
+    x, y = NETWORKS["mlp"].batch(0, 6)
+    learn(model, x * np.inf, y)
+    model.step()
+    with pytest.warns(RuntimeWarning, match="refused"):
+        model.close()
 
 
 def test_refused_step_of_ranks(shm: RankPool) -> None:

@@ -40,7 +40,7 @@ def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, 
     if kind is exchange._Overlapped:
         assert len(exchange.split(own, exchange._PART_BYTES)) > 2
     arguments = {"_Fused": (), "_Bucket": (bucket,), "_Overlapped": (own, bucket)}[way]
-    model._exchange = kind(comm, *arguments)
+    model._exchange = kind(comm, model._replica.statistics, *arguments)
     exchange._PART_BYTES = part_bytes
     train(model, "batch_norm", SHARES)
     with model.join():

@@ -1,0 +1,88 @@
+"""What the ranks agree on at a step, on a device: nobody waits for the host to learn it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tagi_ddp._backend import Agreement, Contribution
+
+# A refused step is told this many steps later, when its outcome has long arrived: the same number
+# on all ranks, which so stop together.
+LAG = 8
+_SAMPLES, _JOINED, _FINITE, _WRITTEN = range(4)  # a rank's words
+WORDS = 4
+
+
+def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
+    """Return what a rank tells the others, [WORDS] int64, on the device of its ``deltas``."""
+    words = torch.ones(WORDS, dtype=torch.int64, device=deltas.device)
+    words[_SAMPLES].fill_(contribution.batch)
+    words[_JOINED].fill_(int(contribution.joined))
+    if contribution.batch:
+        words[_FINITE].copy_(torch.isfinite(deltas).all())
+    return words
+
+
+class DeviceAgreement:
+    """What follows from the words of all ranks, [ranks, WORDS], as scalar tensors.
+
+    Words that an aborted operation has not written are zeros: nothing applies then.
+    """
+
+    def __init__(self, table: Tensor, average: bool) -> None:
+        """Derive what `Agreement` derives on the host."""
+        self.table = table
+        samples = table[:, _SAMPLES]
+        self.samples = samples.sum()
+        active = (samples > 0).sum()
+        self.applies = table[:, _FINITE:].all() & (active > 0)
+        batch = self.samples
+        self.divisor = torch.ones_like(batch)
+        if average:
+            self.divisor = active.clamp(min=1)
+            batch = (batch + self.divisor - 1) // self.divisor
+        # The engine's own choice by batch size.
+        self.cap = 0.1 + 1.9 * (batch > 1) + 1.0 * (batch >= 256)
+
+    def on_host(self) -> Agreement:
+        """Return the same on the host, which waits for the device."""
+        rows = self.table.tolist()
+        return Agreement(
+            [Contribution(n, bool(finite), bool(joined)) for n, joined, finite, _ in rows]
+        )
+
+
+class Outcomes:
+    """Steps whose outcome is on its way to the host."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._tables: deque[tuple[Tensor, Any]] = deque()
+
+    def add(self, table: Tensor) -> None:
+        """Send a step's words to the host."""
+        event = None
+        if table.is_cuda:
+            pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            table = pinned.copy_(table, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._tables.append((table, event))
+
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return the ranks that made an earlier step be refused, once; else an empty list.
+
+        Looks at steps that are `LAG` steps old, or at ``everything`` so far.
+        """
+        while len(self._tables) >= (1 if everything else LAG):
+            table, event = self._tables.popleft()
+            if event is not None:
+                event.synchronize()
+            written = table[:, _WRITTEN] == 1
+            if refused := torch.nonzero(written & (table[:, _FINITE] == 0)).flatten().tolist():
+                return refused
+        return []

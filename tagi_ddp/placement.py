@@ -1,0 +1,55 @@
+"""Where a replica lives, and what carries its deltas: from the settings to both."""
+
+from __future__ import annotations
+
+import warnings
+
+from tagi_ddp.communicators import BackendUnavailable, Communicator, as_communicator, init
+from tagi_ddp.config import DDPConfig
+from tagi_ddp.engine.loader import cuda_available
+from tagi_ddp.environment import detect
+
+
+def connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
+    """Return the communicator of ``config``'s ranks and the device of this rank's replica.
+
+    For NCCL the replica lives on this rank's GPU: ``device``, or that of the local rank. Where
+    there are GPUs but no NCCL, deltas go over the host, by the communicator that "auto" chooses,
+    which costs speed and warns. Raises BackendUnavailable where there is no GPU either.
+    """
+    backend = config.backend
+    if backend == "nccl" and device is None:
+        device = f"cuda:{_local_device(config)}"
+    on_gpu = device is not None and device.startswith("cuda")
+    if config.world_size > 1 and (backend == "nccl" or (backend == "auto" and on_gpu)):
+        try:
+            return init("nccl", config.rank, config.world_size, device=device), str(device)
+        except BackendUnavailable as error:
+            if not cuda_available():
+                raise
+            warnings.warn(f"deltas go over the host, which is slower: {error}", stacklevel=3)
+            backend = "auto"
+    if backend == "nccl":
+        backend = "auto"  # a world of one
+    return init(backend, config.rank, config.world_size), device or "cpu"
+
+
+def adopt(group: object, device: str | None) -> tuple[Communicator, str]:
+    """Return the caller's communicator, or that of its process group, and the replica's device."""
+    communicator = as_communicator(group)
+    return communicator, device or communicator.device
+
+
+def _local_device(config: DDPConfig) -> int:
+    """Return the number of this rank's GPU."""
+    environment = detect()
+    # Processes that were started by hand are taken to be on one host.
+    local = config.rank if environment.launcher == "none" else environment.local_rank
+    if not config.device_ids:
+        return local
+    if local >= len(config.device_ids):
+        raise ValueError(
+            f"device_ids has {len(config.device_ids)} entries, none for local rank {local}: give "
+            "one for each rank of this host"
+        )
+    return config.device_ids[local]
