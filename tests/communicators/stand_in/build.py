@@ -1,4 +1,22 @@
-"""Compile the stand-ins for libcuda and libnccl."""
+"""Compile the stand-ins for libcuda and libnccl.
+
+What the libraries do is chosen by environment variables, which they read at each call:
+
+- TAGI_DDP_STAND_IN_DEVICES: how many devices there are; 4 by default.
+- TAGI_DDP_STAND_IN_RANK: the rank of this process, for faults of calls without a communicator.
+- TAGI_DDP_STAND_IN_FAULT: what fails, as a list with commas of
+
+  - ``ncclSend=2``: the call returns the code; any function of both libraries.
+  - ``ncclSend:hang``: what the call starts does not end before an abort; operations,
+    ncclCommInitRankConfig and ncclCommFinalize.
+  - ``ncclSend:async=6``: like ``hang``, and ncclCommGetAsyncError reports the code.
+  - ``ncclSend:progress``: ncclCommGetAsyncError says "in progress" until an abort; operations.
+  - ``ncclGetVersion:value=21403``: the answer; also cuDriverGetVersion.
+  - ``remote``: operations that lose a rank report a remote error, instead of nothing.
+
+  each, if need be, followed by ``@1``, on rank 1 only, and ``#3``, from the third call on since the
+  variable changed.
+"""
 
 from __future__ import annotations
 

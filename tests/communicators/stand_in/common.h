@@ -1,9 +1,11 @@
 // What both stand-ins use: objects by handle, delays, and the faults that tests inject.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -70,6 +72,12 @@ struct Fault {
     int number = 0;
 };
 
+// A fault without effect would make a test that cannot fail.
+[[noreturn]] inline void reject(const std::string& fault) {
+    std::fprintf(stderr, "stand-in: cannot do the fault %s\n", fault.c_str());
+    std::abort();
+}
+
 // The faults of TAGI_DDP_STAND_IN_FAULT, for example "ncclSend:hang@1,cuEventQuery=700#3": each is
 // a function and what happens there, on all ranks or on rank 1, at once or from the third call on.
 class Faults {
@@ -101,8 +109,8 @@ class Faults {
         const int on_rank = take_suffix(item, '@', rank);
         const size_t name = item.find_first_of("=:");
         if (item.substr(0, name) != function || on_rank != rank || call < from_call) return {};
-        if (name == std::string::npos) return {Fault::Kind::flag, 0};
-        const std::string action = item.substr(name);
+        const std::string action = name == std::string::npos ? "" : item.substr(name);
+        if (action.empty()) return {Fault::Kind::flag, 0};
         if (action == ":hang") return {Fault::Kind::hang, 0};
         if (action == ":progress") return {Fault::Kind::progress, 0};
         const size_t number = action.find('=') + 1;
@@ -110,8 +118,7 @@ class Faults {
         if (kind == "=") return {Fault::Kind::code, std::stoi(action.substr(number))};
         if (kind == ":async=") return {Fault::Kind::async, std::stoi(action.substr(number))};
         if (kind == ":value=") return {Fault::Kind::value, std::stoi(action.substr(number))};
-        std::fprintf(stderr, "stand-in: unknown fault %s\n", item.c_str());
-        std::abort();
+        reject(item);
     }
 
     // The number after the last `mark` of `item`, which loses both.
@@ -134,8 +141,16 @@ inline int rank_of_process() {
     return variable == nullptr || *variable == '\0' ? -1 : std::atoi(variable);
 }
 
-inline Fault find_fault(const char* function, int rank = rank_of_process()) {
-    return immortal<Faults>().find(function, rank);
+// What shall happen to this call of `function`, which knows no other kinds of faults than codes and
+// the given ones.
+inline Fault find_fault(const char* function, std::initializer_list<Fault::Kind> kinds = {},
+                        int rank = rank_of_process()) {
+    const Fault fault = immortal<Faults>().find(function, rank);
+    if (fault.kind != Fault::Kind::none && fault.kind != Fault::Kind::code &&
+        std::find(kinds.begin(), kinds.end(), fault.kind) == kinds.end()) {
+        reject(std::string("of this kind in ") + function);
+    }
+    return fault;
 }
 
 }  // namespace stand_in

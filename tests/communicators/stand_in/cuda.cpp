@@ -90,7 +90,7 @@ STAND_IN_API int cuInit(unsigned) {
 }
 
 STAND_IN_API int cuDriverGetVersion(int* version) {
-    const Fault fault = find_fault(__func__);
+    const Fault fault = find_fault(__func__, {Fault::Kind::value});
     if (fault.kind == Fault::Kind::code) return fault.number;
     *version = fault.kind == Fault::Kind::value ? fault.number : 12040;
     return success;

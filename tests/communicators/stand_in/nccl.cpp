@@ -55,7 +55,9 @@ int injected(const Fault& fault, const std::string& function) {
     return fault.kind == Fault::Kind::code ? fault.number : success;
 }
 
-int injected(const char* function) { return injected(find_fault(function), function); }
+int injected(const char* function, int rank = rank_of_process()) {
+    return injected(find_fault(function, {}, rank), function);
+}
 
 Shared find(void* handle) { return immortal<Registry<Communicator>>().find(handle); }
 
@@ -105,7 +107,8 @@ std::vector<std::shared_ptr<Batch>> batches_of(const std::vector<Call>& calls) {
         });
         if (found == batches.end()) {
             const bool reports_loss =
-                find_fault("remote", communicator->rank).kind == Fault::Kind::flag;
+                find_fault("remote", {Fault::Kind::flag}, communicator->rank).kind ==
+                Fault::Kind::flag;
             batches.push_back(std::make_shared<Batch>(
                 Batch{communicator, {}, {}, communicator->draw_ticket(), reports_loss}));
             found = batches.end() - 1;
@@ -182,7 +185,9 @@ int check(const char* function, Communicator& communicator, const Operation& o) 
 int submit(const char* function, void* handle, const Operation& operation) {
     const Shared communicator = find(handle);
     if (communicator == nullptr) return fail(invalid_argument, "no such communicator");
-    const Fault fault = find_fault(function, communicator->rank);
+    const Fault fault =
+        find_fault(function, {Fault::Kind::hang, Fault::Kind::progress, Fault::Kind::async},
+                   communicator->rank);
     int code = injected(fault, function);
     if (code == success) code = check(function, *communicator, operation);
     if (group.depth == 0)
@@ -205,7 +210,7 @@ std::string name_of(const ncclUniqueId& id) {
 using namespace stand_in;
 
 STAND_IN_API int ncclGetVersion(int* version) {
-    const Fault fault = find_fault(__func__);
+    const Fault fault = find_fault(__func__, {Fault::Kind::value});
     if (const int code = injected(fault, __func__)) return code;
     *version = fault.kind == Fault::Kind::value ? fault.number : 22807;
     return success;
@@ -226,7 +231,7 @@ STAND_IN_API int ncclGetUniqueId(ncclUniqueId* id) {
 
 STAND_IN_API int ncclCommInitRankConfig(void** handle, int size, ncclUniqueId id, int rank,
                                         const ncclConfig* config) {
-    const Fault fault = find_fault(__func__, rank);
+    const Fault fault = find_fault(__func__, {Fault::Kind::hang, Fault::Kind::async}, rank);
     if (const int code = injected(fault, __func__)) return code;
     if (size < 1 || rank < 0 || rank >= size) return fail(invalid_argument, "no such rank");
     if (config == nullptr || config->magic != 0xcafebeef) {
@@ -251,7 +256,8 @@ STAND_IN_API int ncclCommInitRankConfig(void** handle, int size, ncclUniqueId id
 STAND_IN_API int ncclCommFinalize(void* handle) {
     const Shared communicator = find(handle);
     if (communicator == nullptr) return fail(invalid_argument, "no such communicator");
-    const Fault fault = find_fault(__func__, communicator->rank);
+    const Fault fault =
+        find_fault(__func__, {Fault::Kind::hang, Fault::Kind::async}, communicator->rank);
     if (const int code = injected(fault, __func__)) return code;
     return communicator->finalize(fault);
 }
@@ -260,8 +266,7 @@ STAND_IN_API int ncclCommFinalize(void* handle) {
 STAND_IN_API int ncclCommDestroy(void* handle) {
     const Shared communicator = find(handle);
     if (communicator == nullptr) return fail(invalid_argument, "no such communicator");
-    const Fault fault = find_fault(__func__, communicator->rank);
-    if (const int code = injected(fault, __func__)) return code;
+    if (const int code = injected(__func__, communicator->rank)) return code;
     communicator->drain();
     communicator->abort();
     immortal<Registry<Communicator>>().remove(handle);
@@ -271,8 +276,7 @@ STAND_IN_API int ncclCommDestroy(void* handle) {
 STAND_IN_API int ncclCommAbort(void* handle) {
     const Shared communicator = find(handle);
     if (communicator == nullptr) return fail(invalid_argument, "no such communicator");
-    const Fault fault = find_fault(__func__, communicator->rank);
-    if (const int code = injected(fault, __func__)) return code;
+    if (const int code = injected(__func__, communicator->rank)) return code;
     communicator->abort();
     immortal<Registry<Communicator>>().remove(handle);
     return success;
@@ -281,8 +285,7 @@ STAND_IN_API int ncclCommAbort(void* handle) {
 STAND_IN_API int ncclCommGetAsyncError(void* handle, int* code) {
     const Shared communicator = find(handle);
     if (communicator == nullptr) return fail(invalid_argument, "no such communicator");
-    const Fault fault = find_fault(__func__, communicator->rank);
-    if (const int refused = injected(fault, __func__)) return refused;
+    if (const int refused = injected(__func__, communicator->rank)) return refused;
     *code = communicator->state();
     return success;
 }
@@ -311,7 +314,7 @@ STAND_IN_API int ncclGroupEnd() {
     if (--group.depth > 0) return success;
     const Group ended = std::exchange(group, {});
     const int rank = ended.calls.empty() ? rank_of_process() : ended.calls[0].communicator->rank;
-    if (const int code = injected(find_fault(__func__, rank), __func__)) return code;
+    if (const int code = injected(__func__, rank)) return code;
     return ended.error != success || ended.calls.empty() ? ended.error : launch(ended.calls);
 }
 
