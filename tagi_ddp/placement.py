@@ -46,7 +46,9 @@ def _local_device(config: DDPConfig) -> int:
     # Processes that were started by hand are taken to be on one host.
     local = config.rank if environment.launcher == "none" else environment.local_rank
     if not config.device_ids:
-        return local
+        from tagi_ddp.communicators.nccl.libraries import local_device
+
+        return local_device(local)
     if local >= len(config.device_ids):
         raise ValueError(
             f"device_ids has {len(config.device_ids)} entries, none for local rank {local}: give "

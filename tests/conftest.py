@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from communicators.stand_in.build import build
 from rank_pool import RankPool
 
 
@@ -12,5 +13,20 @@ from rank_pool import RankPool
 def shm() -> Iterator[RankPool]:
     """Up to four ranks over shared memory."""
     pool = RankPool("shm", 4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
+    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"))
+    return {"TAGI_DDP_LIBNCCL": str(nccl), "TAGI_DDP_LIBCUDA": str(cuda)}
+
+
+@pytest.fixture(scope="session")
+def nccl(stand_in: dict[str, str]) -> Iterator[RankPool]:
+    """Up to four ranks over the stand-in for NCCL."""
+    pool = RankPool("nccl", 4, environment=stand_in)
     yield pool
     pool.close()

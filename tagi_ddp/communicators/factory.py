@@ -134,12 +134,15 @@ def _nccl(
 ) -> Communicator:
     """Return an NCCL communicator; a host communicator of the same ranks brings them together."""
     nccl = _module("nccl", "tagi_ddp._backend", "")
-    number = environment.local_rank if device is None else int(device.removeprefix("cuda:"))
+    # Processes that were started by hand are taken to be on one host.
+    local_rank = rank if environment.launcher == "none" else environment.local_rank
+    number = None if device is None else int(device.removeprefix("cuda:"))
+    place = (number, local_rank)
     if world_size == 1:
-        return nccl.create(rank, 1, number, timeout, lambda own: [own])
+        return nccl.create(rank, 1, place, timeout, lambda own: [own])
     with init("auto", rank, world_size, job=job, timeout=timeout) as host:
         return nccl.create(
-            rank, world_size, number, timeout, lambda own: all_gather_object(host, own)
+            rank, world_size, place, timeout, lambda own: all_gather_object(host, own)
         )
 
 

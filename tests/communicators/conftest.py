@@ -11,7 +11,6 @@ import pytest
 pytest.register_assert_rewrite("contract")
 
 from rank_pool import Nursery, RankPool  # noqa: E402
-from stand_in.build import build  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,13 +62,6 @@ def environment_of(request: pytest.FixtureRequest) -> dict[str, str]:
         return {}
     environment: dict[str, str] = request.getfixturevalue("stand_in")
     return environment
-
-
-@pytest.fixture(scope="session")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
-    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"))
-    return {"TAGI_DDP_LIBNCCL": str(nccl), "TAGI_DDP_LIBCUDA": str(cuda)}
 
 
 @pytest.fixture

@@ -44,8 +44,13 @@ def train_alone(name: str, start: dict[str, list[np.ndarray]], batch: int) -> An
     return model
 
 
-def compare_with_one_process(comm: Any, name: str, shares: Sequence[int], compute: Any) -> float:
-    model = DDPSequential(fresh(name), average=False, communicator=comm, compute=compute)
+Options = dict[str, Any]
+
+
+def compare_with_one_process(
+    comm: Any, name: str, shares: Sequence[int], options: Options
+) -> float:
+    model = DDPSequential(fresh(name), average=False, communicator=comm, **options)
     start = parameters(model)
     train(model, name, shares)
     if comm.rank != 0:
@@ -55,8 +60,10 @@ def compare_with_one_process(comm: Any, name: str, shares: Sequence[int], comput
     return distance(parameters(model), alone)
 
 
-def replicas(comm: Any, name: str, shares: Sequence[int], average: bool, compute: Any) -> list[str]:
-    model = DDPSequential(fresh(name), average=average, communicator=comm, compute=compute)
+def replicas(
+    comm: Any, name: str, shares: Sequence[int], average: bool, options: Options
+) -> list[str]:
+    model = DDPSequential(fresh(name), average=average, communicator=comm, **options)
     start = parameters(model)
     train(model, name, shares)
     state = parameters(model)

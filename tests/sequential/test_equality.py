@@ -19,7 +19,7 @@ def test_equal_to_one_process(
     shm: RankPool, name: str, shares: tuple[int, ...], compute: str
 ) -> None:
     task = tasks.compare_with_one_process
-    distances = shm.run(task, name, shares, compute, size=len(shares), limit=60)
+    distances = shm.run(task, name, shares, {"compute": compute}, size=len(shares), limit=60)
     assert distances[0] < 1e-5
 
 
@@ -30,5 +30,6 @@ def test_equal_to_one_process(
 def test_equal_replicas(
     shm: RankPool, name: str, shares: tuple[int, ...], average: bool, compute: str
 ) -> None:
-    states = shm.run(tasks.replicas, name, shares, average, compute, size=len(shares), limit=60)
+    options = {"compute": compute}
+    states = shm.run(tasks.replicas, name, shares, average, options, size=len(shares), limit=60)
     assert states == [states[0]] * len(shares)

@@ -28,7 +28,7 @@ from tagi_ddp.communicators.errors import (
 )
 from tagi_ddp.communicators.meeting import Transfer
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
-from tagi_ddp.communicators.nccl.libraries import find_device, open_nccl
+from tagi_ddp.communicators.nccl.libraries import find_device, local_device, open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
 from tagi_ddp.communicators.nccl.ring import RingMeeting
 from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
@@ -65,10 +65,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
         meeting = self._meeting(call, channels=(Channel.SETUP, Channel.SETUP))
-        try:
-            meeting.carry(Connection(self, "all", self.rank, self.size))
-        except RuntimeError as error:
-            meeting.explain(error)
+        meeting.carry(Connection(self, "all", self.rank, self.size))
         meeting.gather(None)
         meeting.leave()
         threading.Thread(
@@ -262,13 +259,13 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
                 self._numbers["collectives"] += 1
                 call.number = self._numbers["collectives"]
             self._check_failure(call)
+            call.deadline = time.monotonic() + call.limit
             meeting = self._ring(call)
             try:
                 plan = plan_of()
                 meeting.enter(plan)
                 try:
                     operation = self._engine.group(plan.stream, plan.enqueue)
-                    call.deadline = time.monotonic() + call.limit
                     meeting.carry(Enqueued(operation))
                 except RuntimeError as error:
                     if isinstance(error, CommunicatorError):
@@ -367,11 +364,11 @@ def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Even
 def create(
     rank: int,
     world_size: int,
-    device: int,
+    place: tuple[int | None, int],
     timeout: float,
     exchange: Callable[[tuple[str, bytes]], Sequence[tuple[str, bytes]]],
 ) -> NcclCommunicator:
-    """Return this rank's communicator on the device with this number.
+    """Return this rank's communicator; ``place`` is its device's number, or None, and local rank.
 
     ``exchange`` returns what every rank gives it: how the ranks find each other. Raises
     BackendUnavailable, on all ranks, when one cannot take part.
@@ -379,7 +376,8 @@ def create(
     deadline = time.monotonic() + timeout
     problem, found = "", None
     try:
-        found = find_device(device)
+        number, local_rank = place
+        found = find_device(local_device(local_rank) if number is None else number)
         open_nccl()
     except BackendUnavailable as error:
         problem = str(error)

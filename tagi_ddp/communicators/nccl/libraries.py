@@ -52,6 +52,15 @@ def open_nccl() -> Nccl:
     )
 
 
+def local_device(local_rank: int) -> int:
+    """Return the number of the device for a local rank.
+
+    That is the same, unless the launcher shows each rank one device, which then is number 0. Raises
+    BackendUnavailable.
+    """
+    return 0 if open_cuda().device_count == 1 else local_rank
+
+
 def find_device(number: int) -> Device:
     """Return the CUDA device with this number; raise BackendUnavailable if there is none."""
     cuda = open_cuda()

@@ -245,6 +245,6 @@ class OperationsContract:
         assert len(set(pool.run(large, size=size))) == 1
 
     def test_properties(self, pool: RankPool, size: int) -> None:
-        device = "cuda:0" if pool.backend == "nccl" else "cpu"
-        expected = [(rank, size, pool.backend, device, 20.0) for rank in range(size)]
+        devices = [f"cuda:{rank}" if pool.backend == "nccl" else "cpu" for rank in range(size)]
+        expected = [(rank, size, pool.backend, devices[rank], 20.0) for rank in range(size)]
         assert pool.run(properties, size=size) == expected
