@@ -149,8 +149,9 @@ class Meeting:
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise what the notes say about an engine's error, else the error itself."""
         call = self._call
+        late = time.monotonic() > call.deadline - _SLICE  # the engine's own limit is the call's
         self._watch.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
-        if time.monotonic() > call.deadline:
+        if late:
             self._time_out(self._to_blame(self._unfinished()))
         raise CommunicatorError(f"{self._where}: the engine failed: {error}") from error
 

@@ -1,0 +1,428 @@
+"""The command tagi-ddp doctor, on this machine and on machines that lack something."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in.build import build
+
+from tagi_ddp import doctor
+from tagi_ddp.doctor import Finding
+
+BIN = Path(sys.executable).parent
+SHIM = Path(sysconfig.get_path("purelib"), "tagi_ddp", "engine", "shims", "libnccl.so.2")
+NAMES = [
+    *("python", "tagi_ddp", "engine", "torch", "MPI", "gloo", "shared memory", "CUDA", "NCCL"),
+    *("launcher", "compute on GPUs"),
+]
+ALONE = {"one process": True, "one host": True}
+# What a torch that sees CUDA looks like to the doctor.
+TORCH = """
+import types
+__version__ = "9.9"
+version = types.SimpleNamespace(cuda="12.9")
+cuda = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 4)
+def ones(count, device):
+    class Tensor:
+        def add_(self, number):
+            return self
+        def item(self):
+            {body}
+    return Tensor()
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    ours = ("TAGI_DDP_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "PYTHONPATH")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    return {**clean, "PATH": f"{BIN}:{os.environ['PATH']}", **variables}
+
+
+def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with ``variables`` on top of a clean environment."""
+    return subprocess.run(
+        [BIN / "tagi-ddp", "doctor", *options],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+
+
+def report(*options: str, **variables: str) -> tuple[int, dict[str, Any], dict[str, bool]]:
+    """Return the exit status, the checks by their names, and the verdict."""
+    done = run("--json", *options, **variables)
+    assert done.stderr == ""
+    content = json.loads(done.stdout)
+    assert list(content) == ["checks", "ready"]
+    return done.returncode, {c["name"]: c for c in content["checks"]}, content["ready"]
+
+
+def check(name: str, before: str = "", **variables: str) -> Finding:
+    """Return the finding of one check, in a fresh interpreter that ran ``before``."""
+    code = f"{before}\nfrom tagi_ddp.doctor import run_check\nrun_check()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(os.getpid()), name],
+        env=environment(**variables),
+        capture_output=True,
+        timeout=40,
+        check=True,
+    )
+    return Finding(**json.loads(done.stdout))
+
+
+def module(folder: Path, name: str, code: str) -> str:
+    """Write a module that comes before an installed one; return its folder for PYTHONPATH."""
+    folder.joinpath(f"{name}.py").write_text(code)
+    return str(folder)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables that make stand-ins take the place of NCCL and CUDA's driver.
+
+    The engine, which needs functions that NCCL's stand-in lacks, keeps its own.
+    """
+    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"))
+    names = {"TAGI_DDP_LIBNCCL": str(nccl), "TAGI_DDP_LIBCUDA": str(cuda)}
+    return {**names, "LD_PRELOAD": str(SHIM)}
+
+
+def test_this_machine_as_json(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob("sm_segment*"))
+    status, checks, ready = report(TMPDIR=str(tmp_path))
+    assert list(checks) == NAMES
+    for found in checks.values():
+        assert list(found) == ["name", "status", "detail", "remedy"]
+        assert found["detail"]
+        assert (found["remedy"] == "") == (found["status"] == "ok"), found
+    well = {name for name, found in checks.items() if found["status"] == "ok"}
+    assert well >= {"python", "tagi_ddp", "engine", "torch", "MPI", "gloo", "shared memory"}
+    assert "pytagi 0.2.1" in checks["engine"]["detail"]
+    assert "memory layout verified" in checks["engine"]["detail"]
+    assert f"{BIN}/mpirun" in checks["MPI"]["detail"]
+    assert checks["launcher"]["detail"] == "none: rank 0 of 1"
+    gpus = well >= {"NCCL", "compute on GPUs"}
+    assert (status, ready) == (0, {**ALONE, "many hosts": True, "gpus": gpus})
+    # MPI, too, leaves nothing behind.
+    assert list(tmp_path.iterdir()) == []
+    assert set(Path("/dev/shm").glob("sm_segment*")) <= before
+
+
+def test_this_machine_as_text() -> None:
+    done = run(TAGI_DDP_LIBCUDA="/nowhere")
+    assert (done.returncode, done.stderr) == (0, "")
+    table, remedies, verdict = done.stdout.split("\n\n")
+    width = max(map(len, NAMES))
+    rows = [(line[:width].strip(), *line[width:].split(None, 1)) for line in table.splitlines()]
+    assert [name for name, _, _ in rows] == NAMES
+    assert ("shared memory", "ok") in [row[:2] for row in rows]
+    first, *lines = remedies.splitlines()
+    assert first == "What to do:"
+    assert [line[:width].strip() for line in lines] == [row[0] for row in rows if row[1] != "ok"]
+    assert "unset TAGI_DDP_LIBCUDA, which is /nowhere" in remedies
+    assert verdict == "Ready: one process yes, one host yes, many hosts yes, gpus no\n"
+
+
+def test_gpus_are_required_on_request() -> None:
+    status, checks, ready = report("--gpu", TAGI_DDP_LIBCUDA="/nowhere")
+    assert (status, ready) == (1, {**ALONE, "many hosts": True, "gpus": False})
+    assert checks["CUDA"]["status"] == "broken"
+    assert "/nowhere" in checks["CUDA"]["detail"]
+
+
+def test_a_library_that_is_not_there() -> None:
+    status, checks, ready = report(TAGI_DDP_LIBNCCL="/nowhere")
+    assert status == 1
+    assert not any(ready.values())
+    for name in ("engine", "NCCL"):
+        assert checks[name]["status"] == "broken"
+        assert checks[name]["remedy"].startswith("unset TAGI_DDP_LIBNCCL")
+    assert checks["MPI"]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("code", "detail", "remedy"),
+    [
+        ("raise ValueError('boom')", "ValueError: boom", "--force-reinstall"),
+        ("raise ImportError('libc.so.7')", "cannot be loaded: libc.so.7", "TAGI_DDP_LIBMPI=stub"),
+        ("import os; os.abort()", "ended by signal 6 (Aborted)", "--force-reinstall"),
+        ("import os; os.write(2, b'bad\\n'); os._exit(3)", "exit status 3: bad", "reinstall"),
+        ("import os; os._exit(0)", "exit status 0", "--force-reinstall"),
+        ("import time; time.sleep(60)", "did not end within 8 s", "slow: --timeout 16"),
+    ],
+)
+def test_an_engine_that_fails(tmp_path: Path, code: str, detail: str, remedy: str) -> None:
+    path = module(tmp_path, "pytagi", code)
+    status, checks, ready = report("--timeout", "8", PYTHONPATH=path)
+    assert status == 1
+    assert not any(ready.values())
+    assert checks["engine"]["status"] == "broken"
+    assert detail in checks["engine"]["detail"]
+    assert remedy in checks["engine"]["remedy"]
+    assert checks["shared memory"]["status"] == "ok"
+
+
+def test_a_signal_ends_all(tmp_path: Path) -> None:
+    code = """
+import os, pathlib, subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+note = pathlib.Path(__file__).with_name("note")
+note.write_text(f"{os.getpid()} {child.pid}")
+note.rename(note.with_name("pids"))
+time.sleep(60)
+"""
+    places = {"PYTHONPATH": module(tmp_path, "pytagi", code), "TMPDIR": str(tmp_path)}
+    note = tmp_path / "pids"
+    with subprocess.Popen(
+        [BIN / "tagi-ddp", "doctor"],
+        env=environment(**places),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        wait_for(note.exists)
+        pids = [int(pid) for pid in note.read_text().split()]
+        process.terminate()
+        output, _ = process.communicate(timeout=20)
+    assert (process.returncode, output) == (128 + signal.SIGTERM, "")
+    wait_for(lambda: not any(map(is_running, pids)))
+    assert not list(tmp_path.glob("tagi_ddp-*"))
+
+
+def test_devices_that_nobody_can_compute_on(stand_in: dict[str, str]) -> None:
+    status, checks, ready = report("--gpu", **stand_in)
+    assert (status, ready) == (1, {**ALONE, "many hosts": True, "gpus": False})
+    assert {checks[name]["status"] for name in ("engine", "CUDA", "NCCL")} == {"ok"}
+    for text in ("CUDA 12.4", "devices: 4", "cuda:3 stand-in, compute capability 9.0, 17.2 GB"):
+        assert text in checks["CUDA"]["detail"]
+    assert checks["NCCL"]["detail"] == f"2.28.7 in {stand_in['TAGI_DDP_LIBNCCL']}"
+    last = checks["compute on GPUs"]
+    assert last["status"] == "missing"
+    assert 'compute="torch": no' in last["detail"]
+    assert "none for 9.0" in last["detail"]
+    assert "install a torch for CUDA" in last["remedy"]
+
+
+def test_gpus_that_torch_can_use(tmp_path: Path, stand_in: dict[str, str]) -> None:
+    path = module(tmp_path, "torch", TORCH.format(body="return 2.0"))
+    status, checks, ready = report("--gpu", PYTHONPATH=path, **stand_in)
+    assert (status, ready) == (0, {**ALONE, "many hosts": True, "gpus": True})
+    assert checks["torch"]["detail"] == "9.9, for CUDA 12.9; CUDA works"
+    assert 'compute="torch": yes' in checks["compute on GPUs"]["detail"]
+    assert checks["gloo"]["status"] == "missing"
+
+
+def test_a_torch_without_code_for_the_device(tmp_path: Path) -> None:
+    path = module(tmp_path, "torch", TORCH.format(body="raise RuntimeError('no kernel image')"))
+    found = check("torch", PYTHONPATH=path)
+    assert (found.status, found.facts) == ("broken", {})
+    assert "no kernel image" in found.detail
+    assert "install a torch that has code for this GPU" in found.remedy
+
+
+def test_a_torch_that_says_why_it_has_no_cuda(tmp_path: Path) -> None:
+    code = TORCH + "import warnings\ncuda.is_available = lambda: warnings.warn('old driver')\n"
+    found = check("torch", PYTHONPATH=module(tmp_path, "torch", code.format(body="pass")))
+    assert (found.status, found.detail) == ("ok", "9.9, for CUDA 12.9; no CUDA; old driver")
+
+
+@pytest.mark.parametrize(
+    ("variables", "detail", "capabilities"),
+    [
+        ({"TAGI_DDP_STAND_IN_DEVICES": "0"}, "devices: 0", []),
+        ({"TAGI_DDP_STAND_IN_FAULT": "cuInit=100"}, "cuInit", None),
+        ({"TAGI_DDP_STAND_IN_FAULT": "cuDeviceTotalMem_v2=2"}, "cuDeviceTotalMem", []),
+        (
+            {"TAGI_DDP_STAND_IN_FAULT": "cuDevicePrimaryCtxRetain=2#4"},
+            "cuda:3 cannot be used",
+            ["9.0"] * 3,
+        ),
+    ],
+)
+def test_a_driver_that_fails(
+    stand_in: dict[str, str],
+    variables: dict[str, str],
+    detail: str,
+    capabilities: list[str] | None,
+) -> None:
+    found = check("CUDA", **stand_in, **variables)
+    assert found.status == "broken"
+    assert detail in found.detail
+    assert found.facts.get("capabilities") == capabilities
+
+
+def test_an_nccl_that_is_too_old(stand_in: dict[str, str]) -> None:
+    found = check("NCCL", **stand_in, TAGI_DDP_STAND_IN_FAULT="ncclGetVersion:value=21403")
+    assert found.status == "broken"
+    assert "NCCL 2.14.3, but 2.18 or newer is needed" in found.detail
+    assert "pip install" not in found.detail
+
+
+def test_an_nccl_that_was_switched_off() -> None:
+    found = check("NCCL", TAGI_DDP_LIBNCCL="stub")
+    assert (found.status, found.remedy) == ("missing", "unset TAGI_DDP_LIBNCCL, which is stub")
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("torch", "torch"), ("gloo", "torch"), ("MPI", "mpi4py")]
+)
+def test_what_is_optional_is_missing(name: str, package: str) -> None:
+    assert check(name, f"import sys; sys.modules['{package}'] = None").status == "missing"
+
+
+def test_an_engine_that_is_not_installed() -> None:
+    found = check("engine", "import sys; sys.modules['pytagi'] = None")
+    assert (found.status, found.remedy) == ("broken", "pip install pytagi==0.2.1")
+
+
+def test_an_engine_with_another_memory_layout() -> None:
+    before = """
+from tagi_ddp.engine import pointers
+def verify_layout():
+    raise pointers.LayoutError("mu_w has moved")
+pointers.verify_layout = verify_layout
+"""
+    found = check("engine", before)
+    assert found.status == "broken"
+    assert "mu_w has moved" in found.detail
+
+
+def test_mpi_without_mpirun(tmp_path: Path) -> None:
+    found = check("MPI", PATH=str(tmp_path))
+    assert found.status == "missing"
+    assert found.remedy.startswith(f"export PATH={BIN}:$PATH")
+
+
+def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    mpirun.chmod(0o755)
+    found = check("MPI", PATH=str(tmp_path))
+    assert found.status == "broken"
+    assert f"{mpirun}: mpirun (Open MPI) 4.1.4" in found.detail
+    assert "first on PATH" in found.remedy
+
+
+def test_mpi_that_was_switched_off() -> None:
+    found = check("MPI", TAGI_DDP_LIBMPI="stub")
+    assert (found.status, found.remedy) == ("broken", "unset TAGI_DDP_LIBMPI")
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "detail"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "broken", "LOCAL_WORLD_SIZE is not set"),
+        (
+            {f"TAGI_DDP_{n}": "0" for n in ("RANK", "LOCAL_RANK")}
+            | {f"TAGI_DDP_{n}": "2" for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+            "ok",
+            "tagi_ddp: rank 0 of 2",
+        ),
+        (
+            {f"OMPI_COMM_WORLD_{n}": "0" for n in ("RANK", "LOCAL_RANK")}
+            | {f"OMPI_COMM_WORLD_{n}": "1" for n in ("SIZE", "LOCAL_SIZE")}
+            | {"PMI_SIZE": "2"},
+            "broken",
+            "PMI_SIZE=2, but openmpi started 1 ranks",
+        ),
+    ],
+)
+def test_the_launcher(variables: dict[str, str], status: str, detail: str) -> None:
+    found = check("launcher", **variables)
+    assert found.status == status
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("machine", "aarch64"), ("system", "Darwin"), ("python_implementation", "PyPy")],
+)
+def test_a_python_without_an_engine(attribute: str, value: str) -> None:
+    found = check("python", f"import platform; platform.{attribute} = lambda: {value!r}")
+    assert found.status == "broken"
+    assert value in found.detail
+
+
+@pytest.mark.parametrize(("version", "status"), [((3, 9), "broken"), ((3, 12), "ok")])
+def test_versions_of_python(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], status: str
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 1))
+    assert doctor.CHECKS["python"].run().status == status
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "torch", "engine", "status", "detail"),
+    [
+        ([], True, True, "missing", "there is no device"),
+        (["7.5"], False, True, "ok", 'compute="torch": no, compute="engine": yes'),
+        (["8.9"], False, True, "ok", 'compute="torch": no, compute="engine": yes'),
+        (["8.0"], False, False, "missing", 'compute="torch": no, compute="engine": no'),
+        (["9.0"], False, True, "missing", "none for 9.0"),
+        (["12.0", "7.0"], True, True, "ok", "none for 12.0, 7.0"),
+        (["9.0", "8.6"], False, True, "ok", "none for 9.0"),
+    ],
+)
+def test_who_computes_on_gpus(
+    capabilities: list[str], torch: bool, engine: bool, status: str, detail: str
+) -> None:
+    found = doctor._compute_on_gpus(
+        {
+            "CUDA": Finding("ok", "", facts={"capabilities": capabilities}),
+            "torch": Finding("ok", "", facts={"cuda": torch}),
+            "engine": Finding("ok", "", facts={"cuda": engine}),
+        }
+    )
+    assert found.status == status
+    assert detail in found.detail
+    assert (found.remedy == "") == (status == "ok")
+
+
+@pytest.mark.parametrize(
+    ("broken", "ready"),
+    [
+        ((), [True, True, True, True]),
+        (("engine",), [False, False, False, False]),
+        (("tagi_ddp",), [False, False, False, False]),
+        (("shared memory",), [True, False, True, True]),
+        (("MPI",), [True, True, True, True]),
+        (("MPI", "gloo"), [True, True, False, True]),
+        (("NCCL",), [True, True, True, False]),
+        (("compute on GPUs",), [True, True, True, False]),
+    ],
+)
+def test_readiness(broken: tuple[str, ...], ready: list[bool]) -> None:
+    found = {name: Finding("broken" if name in broken else "ok", "") for name in NAMES}
+    assert list(doctor.readiness(found).values()) == ready
+
+
+def test_the_command_line_loads_the_doctor_only_for_itself() -> None:
+    code = "import sys, tagi_ddp.cli; print('tagi_ddp.doctor' in sys.modules)"
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=40)
+    assert output == "False\n"
