@@ -26,6 +26,9 @@ from pathlib import Path
 # SLURM numbers the steps that srun did not start (batch, extern, interactive) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
+# Ports for jobs that name none; jobs that share a node should not share a port.
+_FIRST_SLURM_PORT, _SLURM_PORTS = 20_000, 12_000
+
 # The variables of rank, world size, local rank and local world size.
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OWN_NAMES = tuple(f"TAGI_DDP_{name}" for name in _TORCH_NAMES)
@@ -75,6 +78,26 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
         return LaunchEnvironment("none")
     _warn_of_second_launcher(environ, found)
     return found
+
+
+def meeting_point(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return host and port of rank 0, where ranks without MPI find each other.
+
+    MASTER_ADDR and MASTER_PORT, which torchrun and our launcher set; in a step of srun, the step's
+    first node, and a port that follows from the job's number. Raises ValueError that says what is
+    missing.
+    """
+    if "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ and _in_slurm_step(environ):
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        # "rack[3-5,9]-gpu,other": the first of each bracket, up to the comma outside of brackets.
+        host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0].strip()
+        job, step = environ.get("SLURM_JOB_ID", ""), environ["SLURM_STEP_ID"]
+        if host and job.isdecimal():
+            return host, _FIRST_SLURM_PORT + (7 * int(job) + int(step)) % _SLURM_PORTS
+    address = environ.get("MASTER_ADDR")
+    if not address:
+        raise ValueError("MASTER_ADDR is not set")
+    return address, _integer(environ, "MASTER_PORT", "MASTER_ADDR", 1, 1 << 16)
 
 
 def warn_if_launcher_disagrees(

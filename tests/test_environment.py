@@ -10,6 +10,7 @@ import pytest
 from tagi_ddp.environment import (
     LaunchEnvironment,
     detect,
+    meeting_point,
     warn_if_launcher_disagrees,
 )
 
@@ -231,3 +232,39 @@ def test_a_real_launcher(launcher, tmp_path):
     (job,) = {rank["job"] for rank in ranks}
     assert job.startswith(launcher.__name__)
     assert job != ranks_started_by(launcher(), tmp_path)[0]["job"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node7", "node7"),
+        ("node[03-05,09],gpu1", "node03"),
+        ("a-1,a-2", "a-1"),
+        ("rack[2,4]node[10-12]-ib,x", "rack2node10-ib"),
+    ],
+)
+def test_meeting_point_of_a_slurm_step(nodes: str, host: str) -> None:
+    environ = {**SRUN, "SLURM_STEP_NODELIST": nodes}
+    assert meeting_point(environ) == meeting_point({**environ, "SLURM_PROCID": "0"})
+    address, port = meeting_point(environ)
+    assert address == host
+    assert 1024 < port < 32768
+    assert meeting_point({**environ, "SLURM_STEP_ID": "1"}) != (address, port)
+    chosen = {**environ, "MASTER_ADDR": "chosen", "MASTER_PORT": "77"}
+    assert meeting_point(chosen) == ("chosen", 77)
+
+
+@pytest.mark.parametrize(
+    ("environ", "word"),
+    [
+        ({}, "MASTER_ADDR"),
+        (SBATCH_BODY, "MASTER_ADDR"),
+        (SRUN, "MASTER_ADDR"),
+        ({"MASTER_ADDR": "host"}, "MASTER_PORT"),
+        ({"MASTER_ADDR": "host", "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"MASTER_ADDR": "host", "MASTER_PORT": "x"}, "MASTER_PORT"),
+    ],
+)
+def test_no_meeting_point(environ: dict[str, str], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        meeting_point(environ)

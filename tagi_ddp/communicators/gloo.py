@@ -24,6 +24,7 @@ from tagi_ddp.communicators.meeting import Transfer
 from tagi_ddp.communicators.peers import PeerCommunicator
 from tagi_ddp.communicators.watch import Channel, Watch
 from tagi_ddp.communicators.watched import meet, opened
+from tagi_ddp.environment import meeting_point
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -180,7 +181,7 @@ class _Message:
 
 
 def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooCommunicator:
-    """Return this rank's communicator; ranks meet at MASTER_ADDR and MASTER_PORT.
+    """Return this rank's communicator; ranks meet at `meeting_point`.
 
     torchrun's agent listens there, or else rank 0 does, beside a default process group if there is
     one. Raises BackendUnavailable when the variables are not set.
@@ -224,10 +225,10 @@ def _connect(
 
 
 def _environment_store(rank: int, deadline: float) -> dist.Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT."""
+    """Return the store where the ranks meet."""
     try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
+        address, port = meeting_point()
+    except ValueError as error:
         raise BackendUnavailable(
             "gloo's ranks meet at rank 0's host: start them with torchrun or tagi-ddp run, or set "
             f"MASTER_ADDR to its name and MASTER_PORT to a free port on all ranks ({error})"
@@ -242,8 +243,8 @@ def _environment_store(rank: int, deadline: float) -> dist.Store:
         )
     except RuntimeError as error:
         raise Timeout(
-            f"init on rank {rank} (gloo): no store at MASTER_ADDR={address}, "
-            f"MASTER_PORT={port}, where rank 0 should listen: {error}",
+            f"init on rank {rank} (gloo): no store at {address}, port {port} "
+            f"(MASTER_ADDR, MASTER_PORT), where rank 0 should listen: {error}",
             [0] if rank else [],
         ) from error
 

@@ -97,6 +97,31 @@ def without_address(comm: Any, name: str, value: str | None) -> str:
     raise AssertionError("no error")
 
 
+def in_a_slurm_step(comm: Any) -> str:
+    """Ranks that srun has started find each other by its variables."""
+    saved = {name: os.environ.pop(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    step = {
+        "SLURM_JOB_ID": saved["MASTER_PORT"],
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(comm.rank),
+        "SLURM_STEP_NUM_TASKS": str(comm.size),
+        "SLURM_LOCALID": str(comm.rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": str(comm.size),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+    }
+    os.environ.update(step)
+    try:
+        with init("gloo", timeout=20) as second:
+            buffer = np.ones(3)
+            second.all_reduce(buffer)
+            return f"{second.rank} {buffer[0]}"
+    finally:
+        for name in step:
+            del os.environ[name]
+        os.environ.update(saved)
+
+
 def read_only_input(comm: Any) -> None:
     buffer = np.ones(4)
     buffer.flags.writeable = False
@@ -122,6 +147,9 @@ class TestTogether:
             assert "BackendUnavailable" in text
             assert "MASTER_ADDR" in text
             assert "torchrun" in text
+
+    def test_in_a_slurm_step(self, pool: RankPool, size: int) -> None:
+        assert pool.run(in_a_slurm_step, size=2) == ["0 2.0", "1 2.0"]
 
     def test_nobody_at_the_address(self, pool: RankPool, size: int) -> None:
         for text in pool.run(without_address, "MASTER_ADDR", "192.0.2.1", size=2)[1:]:
