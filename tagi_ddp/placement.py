@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-from tagi_ddp.communicators import BackendUnavailable, Communicator, as_communicator, init
+from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.config import DDPConfig
-from tagi_ddp.engine.loader import cuda_available
 from tagi_ddp.environment import detect
 
 
@@ -15,19 +14,21 @@ def connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
 
     For NCCL the replica lives on this rank's GPU: ``device``, or that of the local rank. Where
     there are GPUs but no NCCL, deltas go over the host, by the communicator that "auto" chooses,
-    which costs speed and warns. Raises BackendUnavailable where there is no GPU either.
+    which costs speed and warns. Raises BackendUnavailable where there is no GPU.
     """
     backend = config.backend
     if backend == "nccl" and device is None:
         device = f"cuda:{_local_device(config)}"
     on_gpu = device is not None and device.startswith("cuda")
     if config.world_size > 1 and (backend == "nccl" or (backend == "auto" and on_gpu)):
+        from tagi_ddp.communicators.nccl import NcclMissing
+
         try:
             return init("nccl", config.rank, config.world_size, device=device), str(device)
-        except BackendUnavailable as error:
-            if not cuda_available():
-                raise
-            warnings.warn(f"deltas go over the host, which is slower: {error}", stacklevel=3)
+        except NcclMissing as error:
+            warnings.warn(
+                f"deltas go over the host, which is slower: {error}", RuntimeWarning, stacklevel=3
+            )
             backend = "auto"
     if backend == "nccl":
         backend = "auto"  # a world of one
@@ -46,7 +47,7 @@ def _local_device(config: DDPConfig) -> int:
     # Processes that were started by hand are taken to be on one host.
     local = config.rank if environment.launcher == "none" else environment.local_rank
     if not config.device_ids:
-        from tagi_ddp.communicators.nccl.libraries import local_device
+        from tagi_ddp.communicators.nccl import local_device
 
         return local_device(local)
     if local >= len(config.device_ids):

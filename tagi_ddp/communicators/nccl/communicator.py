@@ -28,7 +28,7 @@ from tagi_ddp.communicators.errors import (
 )
 from tagi_ddp.communicators.meeting import Transfer
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
-from tagi_ddp.communicators.nccl.libraries import find_device, local_device, open_nccl
+from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
 from tagi_ddp.communicators.nccl.ring import RingMeeting
 from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
@@ -39,6 +39,7 @@ from tagi_ddp.communicators.watched import WatchedCommunicator, meet, opened
 
 # NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
+Greeting = tuple[BackendUnavailable | None, bytes]  # what keeps a rank from it, and its address
 _TICK = 0.05  # seconds between two looks at what nobody waits for
 
 
@@ -366,26 +367,31 @@ def create(
     world_size: int,
     place: tuple[int | None, int],
     timeout: float,
-    exchange: Callable[[tuple[str, bytes]], Sequence[tuple[str, bytes]]],
+    exchange: Callable[[Greeting], Sequence[Greeting]],
 ) -> NcclCommunicator:
     """Return this rank's communicator; ``place`` is its device's number, or None, and local rank.
 
     ``exchange`` returns what every rank gives it: how the ranks find each other. Raises
-    BackendUnavailable, on all ranks, when one cannot take part.
+    BackendUnavailable, on all ranks, when one cannot take part, NcclMissing if that is all.
     """
     deadline = time.monotonic() + timeout
-    problem, found = "", None
+    found: Device | None = None
+    problem: BackendUnavailable | None = None
     try:
         number, local_rank = place
         found = find_device(local_device(local_rank) if number is None else number)
         open_nccl()
     except BackendUnavailable as error:
-        problem = str(error)
+        problem = error
 
     def exchange_records(record: bytes) -> Sequence[bytes]:
         answers = exchange((problem, record))
-        if problems := [f"rank {r}: {text}" for r, (text, _) in enumerate(answers) if text]:
-            raise BackendUnavailable("; ".join(problems))
+        problems = {rank: error for rank, (error, _) in enumerate(answers) if error is not None}
+        if problems:
+            only_nccl = all(isinstance(error, NcclMissing) for error in problems.values())
+            kind = NcclMissing if only_nccl else BackendUnavailable
+            texts = [f"rank {rank}: {error}" for rank, error in problems.items()]
+            raise kind("; ".join(texts), list(problems))
         return [record for _, record in answers]
 
     watch = meet(NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records)

@@ -13,6 +13,10 @@ from tagi_ddp.engine.loader import LIBNCCL, STUB, loaded_libraries, nccl_candida
 _INSTALL = "pip install nvidia-nccl-cu12, or nvidia-nccl-cu13, as the driver's CUDA is 12 or 13"
 
 
+class NcclMissing(BackendUnavailable):
+    """There is no NCCL that can be used; all else that it takes may be there."""
+
+
 def open_cuda() -> Cuda:
     """Return CUDA's driver library: TAGI_DDP_LIBCUDA if that is set, else the system's.
 
@@ -34,11 +38,11 @@ def open_nccl() -> Nccl:
     The first that can be used of: the one that TAGI_DDP_LIBNCCL names, and then no other; what this
     process has loaded already; that of PyPI's wheels for CUDA 12 or 13; the system's.
 
-    Raises BackendUnavailable.
+    Raises NcclMissing.
     """
     chosen = os.environ.get("TAGI_DDP_LIBNCCL")
     if chosen == STUB:
-        raise BackendUnavailable("TAGI_DDP_LIBNCCL is 'stub', so there is no NCCL; unset it")
+        raise NcclMissing("TAGI_DDP_LIBNCCL is 'stub', so there is no NCCL; unset it")
     reasons = []
     for path in [chosen] if chosen else _candidates():
         try:
@@ -47,7 +51,7 @@ def open_nccl() -> Nccl:
             if chosen or os.path.exists(path):
                 reasons.append(str(error))
     why = "; ".join(reasons) or f"no {LIBNCCL} was found"
-    raise BackendUnavailable(
+    raise NcclMissing(
         f"NCCL cannot be used here: {why}. {_INSTALL}, or set TAGI_DDP_LIBNCCL to its path"
     )
 
