@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"tagi-ddp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_doctor(commands)
     options = parser.parse_args(argv)
     status: int = options.command(options)
     return status
@@ -70,6 +71,41 @@ def _run(options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check this machine: what works, what is missing, what to do",
+        description="Check what this machine has: the engine, torch, MPI, CUDA, NCCL and more. "
+        "Says what is missing and what to do.",
+        epilog="Exit status: 0 if training works in one process and in several of this host, and, "
+        "with --gpu, on GPUs; else 1.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--gpu", action="store_true", help="require GPUs")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="end what has not answered after S seconds; default: 30",
+    )
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from tagi_ddp import doctor  # here, as nobody else needs it
+
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    try:
+        found = doctor.examine(options.timeout)
+    except KeyboardInterrupt:
+        return 130
+    print(doctor.as_json(found) if options.json else doctor.as_text(found))
+    ready = doctor.readiness(found)
+    needed = ["one process", "one host"] + ["gpus"] * options.gpu
+    return 0 if all(ready[kind] for kind in needed) else 1
 
 
 def _exit_on_signal(number: int, _: object) -> NoReturn:
