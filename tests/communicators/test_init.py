@@ -28,11 +28,18 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "nccl"])
 def test_a_world_of_one_is_single(backend: str) -> None:
     with init(backend) as comm:
         assert comm.backend == "single"
         assert as_communicator(comm) is comm
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAGI_DDP_LIBCUDA", "/nowhere/libcuda.so.1")
+    with pytest.raises(BackendUnavailable, match="NVIDIA's driver") as error:
+        init("nccl")
+    assert "/nowhere/libcuda.so.1" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +65,6 @@ def test_wrong_argument(arguments: dict[str, object], words: list[str]) -> None:
 def test_no_communicator() -> None:
     with pytest.raises(TypeError, match="ndarray"):
         as_communicator(np.ones(3))
-
-
-def test_nccl() -> None:
-    with pytest.raises(BackendUnavailable, match="nccl"):
-        init("nccl", 0, 2)
 
 
 def test_shm_without_a_job() -> None:

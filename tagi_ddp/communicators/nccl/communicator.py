@@ -16,30 +16,26 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tagi_ddp._backend import Device, NcclRank
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
-from tagi_ddp.communicators.errors import (
-    BackendUnavailable,
-    CommunicatorError,
-)
+from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.meeting import Transfer
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
-from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
+from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
 from tagi_ddp.communicators.nccl.ring import RingMeeting
 from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
 from tagi_ddp.communicators.nccl.work import Group, NcclWork
 from tagi_ddp.communicators.tasks import Lane
 from tagi_ddp.communicators.watch import Channel, Kind, Watch
-from tagi_ddp.communicators.watched import WatchedCommunicator, meet, opened
+from tagi_ddp.communicators.watched import WatchedCommunicator
 
 # NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
-Greeting = tuple[BackendUnavailable | None, bytes]  # what keeps a rank from it, and its address
 _TICK = 0.05  # seconds between two looks at what nobody waits for
 
 
@@ -62,6 +58,9 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         self._told: dict[int, int] = {}  # what of that a rank that waits has been told
         self._grouped: list[tuple[Call, Plan]] | None = None
         self._ending = threading.Event()
+        self._helper = threading.Thread(
+            target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
+        )
 
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
@@ -69,9 +68,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         meeting.carry(Connection(self, "all", self.rank, self.size))
         meeting.gather(None)
         meeting.leave()
-        threading.Thread(
-            target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
-        ).start()
+        self._helper.start()
 
     # Several operations as one, and objects of the host.
 
@@ -255,6 +252,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
 
     def _start(self, call: Call, plan_of: Callable[[], Plan]) -> NcclWork:
         with self._enqueueing:
+            plan = plan_of()
             with self._lock:
                 self._check_open(call.name)
                 self._numbers["collectives"] += 1
@@ -263,15 +261,12 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
             call.deadline = time.monotonic() + call.limit
             meeting = self._ring(call)
             try:
-                plan = plan_of()
                 meeting.enter(plan)
                 try:
                     operation = self._engine.group(plan.stream, plan.enqueue)
-                    meeting.carry(Enqueued(operation))
                 except RuntimeError as error:
-                    if isinstance(error, CommunicatorError):
-                        raise
                     meeting.explain(error)
+                meeting.carry(Enqueued(operation))
             except CommunicatorError as error:
                 self._fail(error, str(error))
                 raise
@@ -334,6 +329,8 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
             self._watch.tell(self._others, kind, Channel.COLLECTIVE, self._completed)
         super()._leave()
         self._ending.set()
+        if self._helper.is_alive():  # it must not meet the interpreter's end inside of NCCL
+            self._helper.join(self.timeout)
 
     def _engine_close(self, clean: bool) -> None:
         # All ranks are through with all operations, so there is nothing that this could hurt.
@@ -360,41 +357,3 @@ def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Even
             return
         with contextlib.suppress(CommunicatorError):
             comm.look_after()
-
-
-def create(
-    rank: int,
-    world_size: int,
-    place: tuple[int | None, int],
-    timeout: float,
-    exchange: Callable[[Greeting], Sequence[Greeting]],
-) -> NcclCommunicator:
-    """Return this rank's communicator; ``place`` is its device's number, or None, and local rank.
-
-    ``exchange`` returns what every rank gives it: how the ranks find each other. Raises
-    BackendUnavailable, on all ranks, when one cannot take part, NcclMissing if that is all.
-    """
-    deadline = time.monotonic() + timeout
-    found: Device | None = None
-    problem: BackendUnavailable | None = None
-    try:
-        number, local_rank = place
-        found = find_device(local_device(local_rank) if number is None else number)
-        open_nccl()
-    except BackendUnavailable as error:
-        problem = error
-
-    def exchange_records(record: bytes) -> Sequence[bytes]:
-        answers = exchange((problem, record))
-        problems = {rank: error for rank, (error, _) in enumerate(answers) if error is not None}
-        if problems:
-            only_nccl = all(isinstance(error, NcclMissing) for error in problems.values())
-            kind = NcclMissing if only_nccl else BackendUnavailable
-            texts = [f"rank {rank}: {error}" for rank, error in problems.items()]
-            raise kind("; ".join(texts), list(problems))
-        return [record for _, record in answers]
-
-    watch = meet(NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records)
-    assert found is not None, "else exchange_records has raised"
-    comm = NcclCommunicator(rank, world_size, timeout, watch, found)
-    return opened(comm, comm.open_engine, timeout, deadline)

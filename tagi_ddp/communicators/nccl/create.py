@@ -1,0 +1,52 @@
+"""How the ranks of NCCL find each other, or learn why they cannot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tagi_ddp._backend import Device
+from tagi_ddp.communicators.errors import BackendUnavailable
+from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
+from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
+from tagi_ddp.communicators.watched import meet, opened
+
+Greeting = tuple[BackendUnavailable | None, bytes]  # what keeps a rank from it, and its address
+
+
+def create(
+    rank: int,
+    world_size: int,
+    place: tuple[int | None, int],
+    timeout: float,
+    exchange: Callable[[Greeting], Sequence[Greeting]],
+) -> NcclCommunicator:
+    """Return this rank's communicator; ``place`` is its device's number, or None, and local rank.
+
+    ``exchange`` returns what every rank gives it: how the ranks find each other. Raises
+    BackendUnavailable, on all ranks, when one cannot take part, NcclMissing if that is all.
+    """
+    deadline = time.monotonic() + timeout
+    found: Device | None = None
+    problem: BackendUnavailable | None = None
+    try:
+        number, local_rank = place
+        found = find_device(local_device(local_rank) if number is None else number)
+        open_nccl()
+    except BackendUnavailable as error:
+        problem = error
+
+    def exchange_records(record: bytes) -> Sequence[bytes]:
+        answers = exchange((problem, record))
+        problems = {rank: error for rank, (error, _) in enumerate(answers) if error is not None}
+        if problems:
+            only_nccl = all(isinstance(error, NcclMissing) for error in problems.values())
+            kind = NcclMissing if only_nccl else BackendUnavailable
+            texts = [f"rank {rank}: {error}" for rank, error in problems.items()]
+            raise kind("; ".join(texts), list(problems))
+        return [record for _, record in answers]
+
+    watch = meet(NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records)
+    assert found is not None, "else exchange_records has raised"
+    comm = NcclCommunicator(rank, world_size, timeout, watch, found)
+    return opened(comm, comm.open_engine, timeout, deadline)
