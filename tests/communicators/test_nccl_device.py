@@ -1,0 +1,222 @@
+"""What only a communicator of devices has: groups, streams, foreign arrays; on stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from typing import Any
+
+import numpy as np
+from contract.data import caught
+from rank_pool import RankPool
+
+from tagi_ddp.communicators import CommunicatorError, Mismatch, all_gather_object
+
+COUNT = 50_000
+
+
+class Foreign:
+    """An array of another library, on a stream of its own."""
+
+    def __init__(self, array: np.ndarray, stream: int | None = None, **changes: Any) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.ctypes.data, not array.flags.writeable),
+            "strides": None if array.flags.c_contiguous else array.strides,
+            "version": 3,
+            "stream": stream,
+            **changes,
+        }
+
+
+class Capsule:
+    """An array that gives DLPack and nothing else."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+def total(comm: Any) -> int:
+    return comm.size * (comm.size + 1) // 2
+
+
+def group(comm: Any) -> None:
+    one, two = np.full(COUNT, comm.rank + 1.0), np.full(7, comm.rank + 1, np.int16)
+    gathered = np.zeros(comm.size)
+    with comm.group() as work:
+        assert comm.all_reduce(one) is None
+        assert comm.all_reduce(two, async_op=True) is None
+        assert comm.all_gather(np.array([float(comm.rank)]), gathered) is None
+        assert "inside" in str(caught(lambda: comm.group().__enter__()))
+    work.wait()
+    assert work.done()
+    assert (one == total(comm)).all()
+    assert (two == total(comm)).all()
+    assert gathered.tolist() == list(range(comm.size))
+    with comm.group() as nothing:
+        pass
+    nothing.wait()
+    assert nothing.done()
+    with contextlib.suppress(KeyError), comm.group():
+        comm.all_reduce(one)
+        raise KeyError("a group that ends in an error does nothing")
+    comm.barrier()
+    assert (one == total(comm)).all()
+
+
+def groups_that_differ(comm: Any) -> type:
+    def run() -> None:
+        with comm.group() as work:
+            comm.all_reduce(np.ones(3))
+            comm.all_reduce(np.ones(3 + comm.rank))
+        work.wait()
+
+    return type(caught(run))
+
+
+def foreign(comm: Any) -> None:
+    import torch
+
+    one, two = np.full(COUNT, comm.rank + 1.0), torch.full((COUNT,), comm.rank + 1.0)
+    comm.all_reduce(Foreign(one))
+    comm.all_reduce(Capsule(two))
+    assert (one == total(comm)).all()
+    assert (two == total(comm)).all()
+    defects = {
+        "contiguous": Foreign(np.ones((4, 6))[:, ::2]),
+        "read-only": Foreign(np.frombuffer(bytes(8))),
+        "complex64": Foreign(np.ones(3, np.complex64)),
+        "Sequential": type("Sequential", (), {})(),
+    }
+    for word, array in defects.items():
+        error = caught(lambda array=array: comm.all_reduce(array))
+        assert isinstance(error, TypeError | ValueError), error
+        assert word in str(error), error
+        assert "buffer" in str(error)
+    comm.barrier()
+
+
+def in_host_memory(comm: Any) -> str:
+    os.environ["TAGI_DDP_STAND_IN_FAULT"] = "cuPointerGetAttribute=1"
+    try:
+        return str(caught(lambda: comm.all_reduce(np.ones(3))))
+    finally:
+        del os.environ["TAGI_DDP_STAND_IN_FAULT"]
+
+
+def streams(comm: Any) -> None:
+    """An operation comes after what its caller's stream holds, and before what that gets later."""
+    cuda = ctypes.CDLL(os.environ["TAGI_DDP_LIBCUDA"])
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), comm.rank)
+    cuda.cuCtxPushCurrent_v2(context)
+    cuda.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0)
+
+    def copy(target: np.ndarray, source: np.ndarray) -> None:
+        addresses = (ctypes.c_uint64(array.ctypes.data) for array in (target, source))
+        assert cuda.cuMemcpyAsync(*addresses, ctypes.c_size_t(source.nbytes), stream) == 0
+
+    given, buffer = np.full(COUNT, comm.rank + 1.0), np.zeros(COUNT)
+    results = [np.zeros(COUNT) for _ in range(5)]
+    for result in results:
+        copy(buffer, given)
+        work = comm.all_reduce(Foreign(buffer, stream.value), async_op=True)
+        work.order()
+        copy(result, buffer)
+    cuda.cuStreamSynchronize(stream)
+    assert all((result == total(comm)).all() for result in results)
+    assert work.done()
+    cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+
+
+def never_waited_for(comm: Any) -> None:
+    buffers = [np.full(100, comm.rank + i) for i in range(30)]
+    for buffer in buffers:
+        comm.all_reduce(buffer, async_op=True)
+    deadline = time.monotonic() + 10
+    while comm._pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not comm._pending, "buffers are kept"
+    for i, buffer in enumerate(buffers):
+        assert (buffer == sum(rank + i for rank in range(comm.size))).all()
+
+
+def close_in_turn(comm: Any) -> float:
+    """Who closes waits until the others are through with what it called, and no longer."""
+    for i in range(3):
+        comm.all_reduce(np.ones(COUNT), async_op=True)
+        if comm.rank == 0 and i == 1:
+            time.sleep(0.3)
+    started = time.monotonic()
+    comm.close()
+    return time.monotonic() - started
+
+
+def late_joiner(comm: Any) -> list[Any]:
+    values = all_gather_object(comm, {"rank": comm.rank, "text": "x" * 100_000})
+    assert [len(value["text"]) for value in values] == [100_000] * comm.size
+    return [value["rank"] for value in values]
+
+
+class TestDevices:
+    backend = "nccl"
+    sizes = (2, 3)
+
+    def test_group(self, pool: RankPool, size: int) -> None:
+        pool.run(group, size=size)
+
+    def test_groups_that_differ(self, pool: RankPool, size: int) -> None:
+        assert set(pool.run(groups_that_differ, size=size, fresh=True)) == {Mismatch}
+
+    def test_foreign_arrays(self, pool: RankPool, size: int) -> None:
+        pool.run(foreign, size=size)
+
+    def test_host_memory_is_refused(self, pool: RankPool, size: int) -> None:
+        for rank, text in enumerate(pool.run(in_host_memory, size=size)):
+            assert "buffer lives in the host's memory" in text
+            assert f"live on cuda:{rank}; copy it there" in text
+
+    def test_streams(self, pool: RankPool, size: int) -> None:
+        pool.run(streams, size=size)
+
+    def test_buffers_go_when_nobody_waits(self, pool: RankPool, size: int) -> None:
+        pool.run(never_waited_for, size=size)
+
+    def test_close(self, pool: RankPool, size: int) -> None:
+        assert max(pool.run(close_in_turn, size=size, fresh=True)) < 5
+
+    def test_objects_go_over_the_hosts(self, pool: RankPool, size: int) -> None:
+        assert pool.run(late_joiner, size=size) == [list(range(size))] * size
+
+    def test_use_after_an_error(self, pool: RankPool, size: int) -> None:
+        for first, second in pool.run(use_after_abort, size=size, fresh=True):
+            assert issubclass(first, CommunicatorError)
+            assert second is first
+
+
+def use_after_abort(comm: Any) -> tuple[type, type]:
+    buffer = np.ones(3)
+    comm.all_reduce(buffer)
+    comm.barrier()
+    if comm.rank == 0:
+        comm.abort("enough")
+    work = None
+    with contextlib.suppress(CommunicatorError):
+        work = comm.all_reduce(buffer, async_op=True)
+    first = caught(work.wait if work else lambda: comm.all_reduce(buffer))
+
+    def grouped() -> None:
+        with comm.group():
+            comm.all_reduce(buffer)
+
+    return type(first), type(caught(grouped))
