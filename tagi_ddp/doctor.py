@@ -56,7 +56,9 @@ Findings = Mapping[str, Finding]
 def examine(limit: float) -> dict[str, Finding]:
     """Run all checks, for ``limit`` seconds at most, and return what they found, by their names."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tagi_ddp-")))
+        # What a killed process started may write to the last moment.
+        temporary = tempfile.TemporaryDirectory(prefix="tagi_ddp-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(temporary))
         processes = {name: stack.enter_context(_Process(name, folder)) for name in CHECKS}
         deadline = time.monotonic() + limit
         found = {name: process.finding(deadline, limit) for name, process in processes.items()}
@@ -167,7 +169,7 @@ def run_check() -> None:
 def _python() -> Finding:
     system = f"{platform.machine()} {platform.system()}"
     implementation = platform.python_implementation()
-    known = implementation == "CPython" and system == "x86_64 Linux"
+    known = (implementation, system) == ("CPython", "x86_64 Linux")
     known = known and (3, 10) <= sys.version_info[:2] <= (3, 12)
     detail = f"{implementation} {platform.python_version()} on {system}"
     return Finding("ok" if known else "broken", detail)
