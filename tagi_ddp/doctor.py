@@ -169,9 +169,9 @@ def run_check() -> None:
 def _python() -> Finding:
     system = f"{platform.machine()} {platform.system()}"
     implementation = platform.python_implementation()
-    known = (implementation, system) == ("CPython", "x86_64 Linux")
-    known = known and (3, 10) <= sys.version_info[:2] <= (3, 12)
+    built = (implementation, system) == ("CPython", "x86_64 Linux")
     detail = f"{implementation} {platform.python_version()} on {system}"
+    known = built and (3, 10) <= sys.version_info[:2] <= (3, 12)
     return Finding("ok" if known else "broken", detail)
 
 
@@ -252,8 +252,7 @@ def _mpi() -> Finding:
         beside = shutil.which("mpirun", path=scripts) is not None
         remedy = f"export PATH={scripts}:$PATH" if beside else "put this MPI's mpirun on PATH"
         return Finding("missing", f"{detail}; no mpirun on PATH", f"{remedy}; srun needs none")
-    command = [mpirun, "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
     detail += f"; {mpirun}: {said.strip().partition(chr(10))[0]}"
     numbers = [re.findall(r"\d+\.\d+", text)[:1] for text in (library, said)]
     if all(numbers) and numbers[0] != numbers[1]:
@@ -333,8 +332,8 @@ def _launcher() -> Finding:
         warnings.simplefilter("always")
         place = detect()  # the error of variables that do not fit says what to do
     detail = f"{place.launcher}: rank {place.rank} of {place.world_size}"
-    status = "broken" if said else "ok"
-    return Finding(status, "; ".join([detail, *[str(warning.message) for warning in said]]))
+    detail = "; ".join([detail, *[str(warning.message) for warning in said]])
+    return Finding("broken" if said else "ok", detail)
 
 
 def _compute_on_gpus(found: Findings) -> Finding:
