@@ -49,9 +49,11 @@ class RankPool:
         size: int,
         nursery: Nursery | None = None,
         environment: Mapping[str, str] | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self.backend = backend
         self._environment = dict(environment or {})
+        self._options = dict(options or {})  # of init()
         self.size = size
         self.pids: dict[int, int] = {}
         self._nursery = nursery
@@ -107,7 +109,8 @@ class RankPool:
         """Return arguments of init() for a group of this backend, but for its ranks."""
         if self.backend == "mpi":
             return {"backend": "mpi"}
-        return {"backend": "auto" if self.backend == "single" else self.backend, "job": job}
+        backend = "auto" if self.backend == "single" else self.backend
+        return {"backend": backend, "job": job, **self._options}
 
     def _collect(
         self, ranks: set[int], limit: float, dying: set[int]

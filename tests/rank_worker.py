@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from tagi_ddp.communicators import Communicator, init
+from tagi_ddp.communicators import Communicator, factory
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +51,7 @@ class Worker:
         try:
             if key != self.key:
                 self.leave()
-                self.comm = init(**settings)
+                self.comm = factory.init(**settings)
                 self.key = key
             function, args = cloudpickle.loads(task)
             return cloudpickle.dumps((True, function(self.comm, *args)))
@@ -75,6 +75,10 @@ class Worker:
 def start_worker(address: str, rank: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
+    if "RANK_POOL_ON_DEVICE" in os.environ:
+        from communicators.on_device import install
+
+        install()
     connection = connect(address)
     connection.send((rank, os.getpid()))
     Worker(connection).serve()

@@ -1,7 +1,7 @@
 """Buffers of the host for a communicator whose buffers live on a device.
 
 The contract's tests pass numpy arrays and tensors of the CPU. `OnDevice` copies them to the device,
-calls the operation there, and copies the result back when it is complete.
+calls the operation there, and copies them back when it is complete.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,15 @@ import torch
 
 from tagi_ddp.communicators import BackendUnavailable, CommunicatorError, factory
 
+Place = Callable[[torch.Tensor], torch.Tensor]
+
 VARIABLE = "RANK_POOL_ON_DEVICE"
-# The place of a communicator's buffers, by the variable's value: its device or, where stand-ins
-# take host memory for the device's, other memory of the host.
-PLACES: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "cuda": lambda comm: lambda tensor: tensor.to(comm.device),
-    "copy": lambda comm: torch.Tensor.clone,
-}
-SHARING = 23000  # the first NCCL in which ranks can share a GPU, an experiment of its authors
-LIBRARIES = ("TAGI_DDP_LIBNCCL", "TAGI_DDP_LIBCUDA")
+_LIBRARIES = ("TAGI_DDP_LIBNCCL", "TAGI_DDP_LIBCUDA")
+_FIRST_THAT_SHARES = 23000  # as NCCL numbers its versions
 
 
 def why_not(ranks: int) -> str:
-    """Return why so many ranks cannot run on the GPUs of this machine, or ""."""
+    """Return why so many ranks cannot run on this machine's GPUs, or ""."""
     from tagi_ddp.communicators.nccl.libraries import open_cuda, open_nccl
 
     if not torch.cuda.is_available():
@@ -40,35 +36,38 @@ def why_not(ranks: int) -> str:
         devices, version = open_cuda().device_count, open_nccl().version
     except BackendUnavailable as error:
         return str(error)
-    if ranks > devices and version < SHARING:
+    if devices < ranks and version < _FIRST_THAT_SHARES:
         text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-        return f"NCCL {text}: ranks can share a GPU from 2.30 on"
+        return f"{ranks} ranks share {devices} GPUs with NCCL 2.30 or newer only, not {text}"
     return ""
 
 
-def gpu_pool(ranks: int) -> dict[str, dict[str, str]]:
-    """Return arguments of RankPool for ranks on GPUs: one each or, if those are too few, the first.
+def gpus(ranks: int) -> dict[str, dict[str, str]]:
+    """Return arguments of RankPool for ranks on GPUs: a GPU each or, if those are too few, one."""
+    from tagi_ddp.communicators.nccl.libraries import open_cuda
 
-    Call it only where `why_not` finds nothing.
-    """
-    environment = {name: os.environ[name] for name in LIBRARIES if name in os.environ}
-    if torch.cuda.device_count() >= ranks:
-        return {"environment": environment, "options": {}}
+    environment = {name: os.environ[name] for name in _LIBRARIES if name in os.environ}
+    if open_cuda().device_count >= ranks:
+        return {"environment": environment}
     environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     return {"environment": environment, "options": {"device": "cuda:0"}}
 
 
 def install() -> None:
-    """Let init() wrap every communicator over NCCL in this process, as the variable asks."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen is None:
-        return
-    plain = factory.init
+    """Let init() wrap each communicator over NCCL in this process.
+
+    The variable says where its buffers live: "cuda" is its device; "copy" is other memory of the
+    host, which stand-ins take for a device's.
+    """
+    plain, chosen = factory.init, os.environ[VARIABLE]
 
     @functools.wraps(plain)
     def init(*args: Any, **options: Any) -> Any:
         comm = plain(*args, **options)
-        return OnDevice(comm, PLACES[chosen](comm)) if comm.backend == "nccl" else comm
+        if comm.backend != "nccl":
+            return comm
+        places: dict[str, Place] = {"cuda": lambda t: t.to(comm.device), "copy": torch.clone}
+        return OnDevice(comm, places[chosen])
 
     factory.init = init
 
@@ -90,7 +89,7 @@ class Area:
         return self.begin <= other.begin and other.end <= self.end
 
     def bytes(self) -> torch.Tensor:
-        """Return its bytes, [end - begin]."""
+        """Return its bytes, [end - begin], which may be written to."""
         count = self.end - self.begin
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -100,96 +99,105 @@ class Area:
 class Copy:
     """A copy of an area on the device."""
 
-    def __init__(self, area: Area, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, area: Area, place: Place) -> None:
         self.area = area
         self.bytes = place(area.bytes())
 
-    def part(self, area: Area) -> torch.Tensor:
-        """Return the copy of the bytes of an area inside of this one."""
-        return self.bytes[area.begin - self.area.begin : area.end - self.area.begin]
 
+@dataclass
+class Description:
+    """How a buffer lies in the host's memory; strides in elements."""
 
-class Described:
-    """A buffer on the host: where it is, and how its elements lie there."""
+    area: Area
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool = False
+    read_only: bool = False
 
-    def __init__(self, buffer: Any) -> None:
-        """Raise TypeError or ValueError for what torch could not have in memory."""
-        if isinstance(buffer, np.ndarray):
-            self.dtype = torch.from_numpy(np.empty(0, buffer.dtype)).dtype
-            self.strides = [stride // buffer.itemsize for stride in buffer.strides]
-            address, self.read_only = buffer.ctypes.data, not buffer.flags.writeable
-            self.type_text = buffer.dtype.str
-        elif isinstance(buffer, torch.Tensor) and buffer.layout == torch.strided:
-            self.dtype, self.strides = buffer.dtype, list(buffer.stride())
-            address, self.read_only = buffer.data_ptr(), False
-        else:
-            raise TypeError("neither an array nor a tensor")
-        if torch.device("cpu") != getattr(buffer, "device", torch.device("cpu")):
-            raise ValueError("on a device")
-        if min(self.strides, default=0) < 0:
-            raise ValueError("torch has no negative strides")
-        self.shape = list(buffer.shape)
-        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        elements = 0 if 0 in self.shape else last + 1
-        self.area = Area(address, address + elements * self.dtype.itemsize)
-
-    def on_device(self, copy: Copy) -> Any:
-        """Return the same buffer in a copy of its area, with the same defects."""
-        flat = copy.part(self.area).view(self.dtype)
-        tensor = flat.as_strided(self.shape, self.strides)
-        return ReadOnly(tensor, self.type_text) if self.read_only else tensor
+    def in_copy(self, copy: Copy) -> Any:
+        """Return the same buffer, with all its defects, in a copy of its area, or of more."""
+        begin = self.area.begin - copy.area.begin
+        part = copy.bytes[begin : begin + self.area.end - self.area.begin].view(self.dtype)
+        tensor = part.as_strided(self.shape, self.strides)
+        tensor.requires_grad_(self.requires_grad)
+        return ReadOnly(tensor) if self.read_only else tensor
 
 
 class ReadOnly:
-    """A tensor's memory, by the CUDA Array Interface, not to be written to."""
+    """A tensor's memory by the CUDA Array Interface, not to be written to."""
 
-    def __init__(self, tensor: torch.Tensor, type_text: str) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
         self.__cuda_array_interface__ = {
             "version": 3,
-            "typestr": type_text,
+            "typestr": str(torch.empty(0, dtype=tensor.dtype).numpy().dtype.str),
             "data": (tensor.data_ptr(), True),
             "shape": tuple(tensor.shape),
-            "strides": None if tensor.is_contiguous() else strides,
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
         }
 
 
-class Operation:
-    """An operation on copies; a `Work`, whose results are copied back once."""
+def describe(buffer: Any) -> Description | None:
+    """Describe an array or a tensor of the CPU; None for what no tensor can be, or need be."""
+    if isinstance(buffer, np.ndarray):
+        try:
+            dtype = torch.from_numpy(np.empty(0, buffer.dtype)).dtype
+        except (TypeError, ValueError):  # no such type, or swapped bytes
+            return None
+        address, strides = buffer.ctypes.data, [n // buffer.itemsize for n in buffer.strides]
+        flags = {"read_only": not buffer.flags.writeable}
+    elif isinstance(buffer, torch.Tensor) and not buffer.is_cuda:
+        dtype, address, strides = buffer.dtype, buffer.data_ptr(), list(buffer.stride())
+        flags = {"requires_grad": buffer.requires_grad}
+    else:
+        return None
+    if min(strides, default=0) < 0:
+        return None
+    shape = tuple(buffer.shape)
+    last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    area = Area(address, address + (0 if 0 in shape else last + 1) * dtype.itemsize)
+    return Description(area, dtype, shape, tuple(strides), **flags)
 
-    def __init__(self, comm: OnDevice, copies: list[Copy], written: Area | None) -> None:
-        self.copies = copies
-        self._comm = comm
-        self._written = written
-        self.work: Any = None
+
+@dataclass
+class Operation:
+    """An operation on copies: a `Work` that copies back once.
+
+    It keeps its ``buffers``, so that no other can take their place in memory.
+    """
+
+    settle: Callable[[], None]
+    copies: list[Copy] = field(default_factory=list)
+    buffers: tuple[Any, ...] = ()
+    work: Any = None
 
     def wait(self, timeout: float | None = None) -> None:
         self.work.wait(timeout)
-        self._comm.settle()
+        self.settle()
 
     def done(self) -> bool:
         if not self.work.done():
             return False
-        self._comm.settle()
+        self.settle()
         return True
 
     def order(self) -> None:
         self.work.order()
-        self._comm.settle(self)
+        self.wait()  # the host is the one to read the result
 
     def copy_back(self) -> None:
-        """Copy what the operation has written to the host, in the device's present stream."""
-        written = self._written
-        if written is not None and written.begin < written.end:
-            copy = next(copy for copy in self.copies if copy.area.contains(written))
-            written.bytes().copy_(copy.part(written))
+        """Copy all that was written to, even what should not have been, to the host."""
+        for copy in self.copies:
+            here, there = copy.area.bytes(), copy.bytes.cpu()
+            if not torch.equal(here, there):  # memory may be read-only
+                here.copy_(there)
 
 
 class OnDevice:
     """A communicator for buffers of the host over one for buffers of a device."""
 
-    def __init__(self, comm: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, comm: Any, place: Place) -> None:
         """Wrap ``comm``; ``place`` copies a tensor to where its buffers live."""
         self._comm = comm
         self._place = place
@@ -197,33 +205,31 @@ class OnDevice:
         self.backend, self.device = comm.backend, comm.device
         self._under_way: list[Operation] = []
         self._grouped: list[Operation] | None = None
-        place(torch.empty(1))  # a device's first use takes a while, which no limit should count
+        place(torch.empty(1))  # the first use of a device takes longer than some tests' limits
 
-    def all_reduce(self, buffer: Any, op: Any = "sum", *, out: Any = None, **options: Any) -> Any:
-        if out is None:
-            return self._run(lambda b: self._comm.all_reduce(b, op, **options), [buffer], buffer)
-        return self._run(
-            lambda b, o: self._comm.all_reduce(b, op, out=o, **options), [buffer, out], out
-        )
+    def all_reduce(self, buffer: Any, *args: Any, out: Any = None, **options: Any) -> Any:
+        def call(buffer: Any, out: Any = None) -> Any:
+            return self._comm.all_reduce(buffer, *args, out=out, **options)
+
+        return self._run(call, buffer) if out is None else self._run(call, buffer, out)
 
     def broadcast(self, buffer: Any, *args: Any, **options: Any) -> Any:
-        written = None if self._is_read_only(buffer) else buffer
-        return self._run(lambda b: self._comm.broadcast(b, *args, **options), [buffer], written)
+        return self._run(lambda b: self._comm.broadcast(b, *args, **options), buffer)
 
     def all_gather(self, buffer: Any, out: Any, *args: Any, **options: Any) -> Any:
-        return self._between("all_gather", buffer, out, *args, **options)
+        return self._run(lambda *b: self._comm.all_gather(*b, *args, **options), buffer, out)
 
     def reduce_scatter(self, buffer: Any, out: Any, *args: Any, **options: Any) -> Any:
-        return self._between("reduce_scatter", buffer, out, *args, **options)
+        return self._run(lambda *b: self._comm.reduce_scatter(*b, *args, **options), buffer, out)
 
     def all_to_all(self, buffer: Any, out: Any, *args: Any, **options: Any) -> Any:
-        return self._between("all_to_all", buffer, out, *args, **options)
+        return self._run(lambda *b: self._comm.all_to_all(*b, *args, **options), buffer, out)
 
     def send(self, buffer: Any, *args: Any, **options: Any) -> Any:
-        return self._run(lambda b: self._comm.send(b, *args, **options), [buffer], None)
+        return self._run(lambda b: self._comm.send(b, *args, **options), buffer)
 
     def recv(self, buffer: Any, *args: Any, **options: Any) -> Any:
-        return self._run(lambda b: self._comm.recv(b, *args, **options), [buffer], buffer)
+        return self._run(lambda b: self._comm.recv(b, *args, **options), buffer)
 
     def barrier(self, **options: Any) -> None:
         self._comm.barrier(**options)
@@ -233,13 +239,13 @@ class OnDevice:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[Operation]:
-        whole = Operation(self, [], None)
+        whole, members = Operation(self._settle), []
         with self._comm.group() as whole.work:
-            self._grouped = []
+            self._grouped = members
             try:
                 yield whole
             finally:
-                members, self._grouped = self._grouped, None
+                self._grouped = None
         for member in members:
             member.work = whole.work
         self._under_way += members
@@ -255,63 +261,54 @@ class OnDevice:
         self._comm.close()
 
     def __enter__(self) -> OnDevice:
-        self._comm.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._comm.__exit__(*error)
 
-    def settle(self, ordered: Operation | None = None) -> None:
-        """Copy back what is complete, and what comes before the present stream's next work."""
-        for operation in list(self._under_way):
-            if operation is not ordered and not operation.work.done():
-                continue
-            self._under_way.remove(operation)
-            with contextlib.suppress(CommunicatorError):
-                operation.work.wait()
-                operation.copy_back()
-
-    def _between(self, name: str, buffer: Any, out: Any, *args: Any, **options: Any) -> Any:
-        call = getattr(self._comm, name)
-        return self._run(lambda b, o: call(b, o, *args, **options), [buffer, out], out)
-
-    def _run(self, call: Callable[..., Any], buffers: list[Any], written: Any) -> Any:
-        self.settle()
-        described = [_describe(buffer) for buffer in buffers]
-        copies = self._copies([each.area for each in described if each is not None])
-        found = iter(copies)
-        placed = [
-            buffer if each is None else each.on_device(next(found))
-            for buffer, each in zip(buffers, described, strict=True)
-        ]
-        target = _describe(written)
-        operation = Operation(self, copies, None if target is None else target.area)
+    def _run(self, call: Callable[..., Any], *buffers: Any) -> Any:
+        self._settle()
+        found = {index: describe(buffer) for index, buffer in enumerate(buffers)}
+        known = {index: each for index, each in found.items() if each is not None}
+        if not known:
+            return call(*buffers)
+        copies = self._copy([each.area for each in known.values()])
+        placed = list(buffers)
+        for (index, each), copy in zip(known.items(), copies, strict=True):
+            placed[index] = each.in_copy(copy)
+        operation = Operation(self._settle, copies, buffers)
         operation.work = call(*placed)
         if self._grouped is not None:
             self._grouped.append(operation)
             return None
         if operation.work is None:
-            self.settle()
+            self._settle()
             operation.copy_back()
             return None
         self._under_way.append(operation)
         return operation
 
-    def _copies(self, areas: list[Area]) -> list[Copy]:
-        """Return a copy for each area, one for two that overlap.
+    def _copy(self, areas: list[Area]) -> list[Copy]:
+        """Return a copy for each area, the same one for areas that overlap.
 
-        What is under way may still write to its copies, which so hold what comes next.
+        A copy that an operation under way has is used again: what comes next goes on from there.
         """
         if len(areas) == 2 and areas[0].overlaps(areas[1]):
             areas = [areas[0] | areas[1]] * 2
-        made: dict[Area, Copy] = {}
-        under_way = [copy for other in self._under_way + (self._grouped or []) for copy in other.copies]
+        others = [copy for each in self._under_way + (self._grouped or []) for copy in each.copies]
+        copies: list[Copy] = []
         for area in areas:
-            for copy in under_way:
-                if copy.area.contains(area):
-                    made[area] = copy
-                elif copy.area.overlaps(area):
-                    raise NotImplementedError("a buffer that overlaps one under way")
-            if area not in made:
-                made[area] = Copy(area, self._place)
-        return [made[area] for area in areas]
+            found = [copy for copy in others + copies if copy.area.overlaps(area)]
+            if any(not copy.area.contains(area) for copy in found):
+                raise NotImplementedError("a part of the buffer is under way")
+            copies.append(found[-1] if found else Copy(area, self._place))
+        return copies
+
+    def _settle(self) -> None:
+        """Copy back what is complete."""
+        for operation in list(self._under_way):
+            if operation.work.done():
+                self._under_way.remove(operation)
+                with contextlib.suppress(CommunicatorError):
+                    operation.work.wait()
+                    operation.copy_back()
