@@ -153,10 +153,10 @@ class _Process:
 
 def run_check() -> None:
     """Run the check that sys.argv names and write its finding to standard output."""
-    from tagi_ddp.rank_process import _die_with_parent
+    from tagi_ddp.rank_process import die_with_parent
 
     parent, name = sys.argv[1:]
-    _die_with_parent(int(parent))
+    die_with_parent(int(parent))
     report = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no finding
     try:

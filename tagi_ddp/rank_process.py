@@ -38,7 +38,7 @@ def main() -> None:
     """Run ``parent-pid gate-fd report-fd kind target arguments...``, as sys.argv says."""
     parent, gate, report_fd = (int(text) for text in sys.argv[1:4])
     kind, target, *arguments = sys.argv[4:]
-    _die_with_parent(parent)
+    die_with_parent(parent)
     os.set_inheritable(report_fd, False)
     # The supervisor opens the gate once it knows all ranks; if it gave up before, it is closed.
     if not os.read(gate, 1):
@@ -52,7 +52,8 @@ def main() -> None:
         _run(report_fd, kind, target, arguments)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Be killed when the process ``parent``, which has started this one, ends."""
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the call above

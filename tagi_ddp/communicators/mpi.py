@@ -21,10 +21,10 @@ from tagi_ddp.communicators.meeting import Transfer
 from tagi_ddp.communicators.peers import PeerCommunicator
 from tagi_ddp.communicators.watch import Watch
 from tagi_ddp.communicators.watched import close_all, meet
-from tagi_ddp.engine.loader import LIBMPI, STUB, loaded_libraries
+from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
-if loaded_libraries().get(LIBMPI) == STUB:
+if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
     raise ImportError("no MPI library was found when the engine was loaded")
 
 from mpi4py import MPI  # loads the library and starts MPI

@@ -24,6 +24,7 @@ LIBMPI = "libmpi.so.40"
 LIBMPI_CXX = "libmpi_cxx.so.40"
 LIBNCCL = "libnccl.so.2"
 STUB = "stub"
+_OTHER_MPIS = ("libmpi.so.12", "libmpi_abi.so.1")  # MPICH and its relatives; MPI 5's common ABI
 
 _STUB_FOLDER = os.path.join("tagi_ddp", "engine", "shims")
 
@@ -43,6 +44,11 @@ def loaded_libraries() -> dict[str, str]:
     """Tell which of the libraries the process holds: path by name, "stub" for a stand-in."""
     paths = {name: _path_in_process(name) for name in (LIBMPI, LIBMPI_CXX, LIBNCCL)}
     return {name: STUB if _is_stub(path) else path for name, path in paths.items() if path}
+
+
+def holds_other_mpi() -> bool:
+    """Tell whether the process holds an MPI that is not Open MPI, which the engine cannot use."""
+    return any(_path_in_process(name) for name in _OTHER_MPIS)
 
 
 def load_engine() -> ModuleType:

@@ -162,7 +162,16 @@ def close_in_turn(comm: Any) -> float:
     return time.monotonic() - started
 
 
-def late_joiner(comm: Any) -> list[Any]:
+def close_first(comm: Any) -> float:
+    comm.all_reduce(np.ones(3))
+    if comm.rank:
+        time.sleep(2)
+    started = time.monotonic()
+    comm.close()
+    return time.monotonic() - started
+
+
+def objects(comm: Any) -> list[Any]:
     values = all_gather_object(comm, {"rank": comm.rank, "text": "x" * 100_000})
     assert [len(value["text"]) for value in values] == [100_000] * comm.size
     return [value["rank"] for value in values]
@@ -195,8 +204,12 @@ class TestDevices:
     def test_close(self, pool: RankPool, size: int) -> None:
         assert max(pool.run(close_in_turn, size=size, fresh=True)) < 5
 
+    def test_close_first(self, pool: RankPool, size: int) -> None:
+        """The others answer, though they go on with something else."""
+        assert pool.run(close_first, size=size, fresh=True)[0] < 1.5
+
     def test_objects_go_over_the_hosts(self, pool: RankPool, size: int) -> None:
-        assert pool.run(late_joiner, size=size) == [list(range(size))] * size
+        assert pool.run(objects, size=size) == [list(range(size))] * size
 
     def test_use_after_an_error(self, pool: RankPool, size: int) -> None:
         for first, second in pool.run(use_after_abort, size=size, fresh=True):

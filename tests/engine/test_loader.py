@@ -142,6 +142,13 @@ def test_leaves_mpich_to_mpi4py(tmp_path: Path) -> None:
     assert preloaded(tmp_path, MPI4PY_LIBMPI=str(tmp_path))[LIBMPI] == "stub"
 
 
+@pytest.mark.parametrize(("soname", "other"), [("libmpi.so.12", True), (LIBMPI, False)])
+def test_tells_an_mpi_that_the_engine_cannot_use(soname: str, other: bool, tmp_path: Path) -> None:
+    library(tmp_path / soname)
+    code = "from tagi_ddp.engine import loader; loader.preload(); print(loader.holds_other_mpi())"
+    assert python(code, tmp_path, MPI4PY_LIBMPI=str(tmp_path)).strip() == str(other)
+
+
 def test_takes_the_mpi_that_an_mpi4py_built_from_source_is_linked_to(tmp_path: Path) -> None:
     mpi = library(tmp_path / "prefix" / LIBMPI)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
