@@ -16,7 +16,7 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
-from tagi_ddp.engine.adapter import attach
+from tagi_ddp.engine.adapter import Replica, attach
 from tagi_ddp.exchange import make_exchange
 from tagi_ddp.micro_batches import MicroBatches
 from tagi_ddp.placement import adopt, connect
@@ -57,15 +57,16 @@ class DDPSequential(SequentialInterface):
     this one, at their next collective operation.
 
     Args:
-        model: the network, on the CPU. It is trained in place; all ranks must give the same layers.
-            Parameters and running statistics of rank 0 win.
+        model: the network. It is trained in place; all ranks must give the same layers. Parameters
+            and running statistics of rank 0 win. On the CPU, or, for compute="engine", where
+            ``device`` is or will be.
         config: backend, rank and world size; `DDPConfig.from_env` asks the launcher.
         average: True: mean of the deltas; False: their sum, which reproduces one process.
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten
             to thirty times faster; "auto" takes torch where it can, and warns where it cannot.
-        device: where torch computes, like "cuda:0"; by default the GPU of the local rank for NCCL,
+        device: where it is computed, like "cuda:0"; by default the GPU of the local rank for NCCL,
             else the CPU. There the replica lives; the wrapped model is brought up to date when it
             is read through this object.
         precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
@@ -114,7 +115,7 @@ class DDPSequential(SequentialInterface):
             raise
 
     def _attach(self, compute: Choice, device: str, precision: Precision) -> None:
-        replica = attach(self.model)
+        replica = self._attach_replica(compute, device)
         chosen = choose(self.model, replica, compute, device, precision)
         options = {"average": self.average, "compute": chosen, "precision": precision}
         check_structure(self.communicator, replica, options)
@@ -126,6 +127,13 @@ class DDPSequential(SequentialInterface):
         self._set_threads()
         self._replica.share(self.communicator)
         self._exchange = make_exchange(self.communicator, self._replica, self.compute.bucket)
+
+    def _attach_replica(self, compute: Choice, device: str) -> Replica:
+        if compute == "engine" and device.startswith("cuda") and str(self.model.device) == "cpu":
+            from tagi_ddp.engine.cuda_adapter import move_to_device
+
+            return move_to_device(self.model, device)
+        return attach(self.model)
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""

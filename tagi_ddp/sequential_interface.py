@@ -49,10 +49,9 @@ class SequentialInterface:
     def get_device_with_index(self) -> str:
         """Return where the output buffers are, which is what pytagi's OutputUpdater wants to know.
 
-        On "cpu:0", whatever device torch computes on.
+        On "cpu:0", whatever device torch computes on; on the GPU if the engine computes there.
         """
-        device = str(self.model.device)
-        return device if ":" in device else f"{device}:0"
+        return self.compute.updater_device
 
     @property
     def output_z_buffer(self) -> Any:

@@ -29,6 +29,8 @@ class Compute(Protocol):
     name: Literal["engine", "torch"]
     #: the state, wherever it is kept
     replica: Replica
+    #: where the buffers are that output updaters work on: "cpu:0", "cuda:0"
+    updater_device: str
     #: where the deltas lie, [means | variances], if not in the engine or on a device
     bucket: FloatArray | None
     output_z_buffer: Any
@@ -98,6 +100,8 @@ def choose(
         raise ValueError(f'compute is {choice!r}; use "auto", "engine" or "torch"')
     if precision not in ("float32", "tf32", "bfloat16"):
         raise ValueError(f'precision is {precision!r}; use "float32", "tf32" or "bfloat16"')
+    if str(model.device) != "cpu":
+        return _engine_on_device(replica, choice, device, precision)
     if choice == "engine":
         if (device, precision) != ("cpu", "float32"):
             raise ValueError(
@@ -118,6 +122,20 @@ def choose(
         RuntimeWarning,
         stacklevel=2,
     )
+    return "engine"
+
+
+def _engine_on_device(
+    replica: Any, choice: Choice, device: str, precision: Precision
+) -> Literal["engine"]:
+    """Return "engine", which alone computes a model that is on a GPU."""
+    where = str(replica.parameters.mu.device)
+    if choice == "torch" or precision != "float32" or device not in ("cpu", where):
+        raise ValueError(
+            f"model is on {where}, where the engine computes it in float32; for "
+            f"compute={choice!r}, device={device!r}, precision={precision!r} wrap it while it is "
+            "on the CPU"
+        )
     return "engine"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from tagi_ddp.compute import FloatArray, LSTMStates
-from tagi_ddp.engine.adapter import Replica
 
 
 class EngineCompute:
@@ -15,10 +14,13 @@ class EngineCompute:
     name: Literal["engine"] = "engine"
     bucket = None
 
-    def __init__(self, model: Any, replica: Replica) -> None:
+    def __init__(self, model: Any, replica: Any) -> None:
         """Compute ``model``, whose state is ``replica``."""
         self.replica = replica
         self._model = model
+        self.updater_device = "cpu:0"
+        if str(model.device) != "cpu":
+            self.updater_device = str(replica.parameters.mu.device)
         self._room = 0  # input elements for which the engine has buffers
 
     @property

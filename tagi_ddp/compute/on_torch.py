@@ -28,6 +28,7 @@ class TorchCompute:
     """A `Network` over the engine's memory; output updaters go on working on the buffers."""
 
     name: Literal["torch"] = "torch"
+    updater_device = "cpu:0"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ No GPU has run this yet: the tests' devices are the host's memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,34 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.compute.agreement import DeviceAgreement
 from tagi_ddp.compute.device import DeviceReplica
+from tagi_ddp.engine.adapter import attach
 from tagi_ddp.engine.cuda_layers import STATISTICS, CudaLayers
 from tagi_ddp.engine.cuda_memory import CudaMemory, Memory
+from tagi_ddp.engine.pointers import LayoutError
+
+
+def move_to_device(
+    model: Any, device: str, memory_of: Callable[[int], Memory] = CudaMemory
+) -> CudaReplica:
+    """Move a model from the CPU to ``device``, like "cuda:0", with all its state.
+
+    The engine's own ``to_device`` draws new parameters for some layers. Raises ValueError,
+    BackendUnavailable or LayoutError.
+    """
+    if re.fullmatch(r"cuda:\d{1,4}", device) is None:
+        raise ValueError(f"device must be like 'cuda:0', got {device!r}")
+    memory_of(int(device.removeprefix("cuda:")))  # the engine would end the process
+    before = attach(model)
+    kept = [(name, array.copy()) for name, array in before.state()]
+    model.to_device(device)
+    model._cpp_backend.preinit_layer()
+    replica = CudaReplica(model, memory_of)
+    for (name, array), (_, values) in zip(replica.state(), kept, strict=True):
+        if array.shape != values.shape:
+            raise LayoutError(f"layer {name} has another size on {device}")
+        array[...] = values
+    replica.push()
+    return replica
 
 
 class CudaReplica(DeviceReplica):

@@ -11,7 +11,7 @@ import torch
 from rank_pool import RankPool
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
 
-from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
+from tagi_ddp import BackendUnavailable, DDPSequential, NotFiniteError, OutputUpdater, accelerate
 from tagi_ddp.compute.agreement import LAG
 
 DEVICES = ("cpu", "cpu:0")
@@ -174,6 +174,10 @@ def test_unknown_device(device: str) -> None:
         accelerate(fresh("mlp"), device=device)
 
 
-def test_engine_has_no_devices() -> None:
-    with pytest.raises(ValueError, match="cuda:0"):
+def test_engine_without_a_gpu() -> None:
+    with pytest.raises(BackendUnavailable, match="NVIDIA's driver"):
         accelerate(fresh("mlp"), compute="engine", device="cuda:0")
+    with pytest.raises(ValueError, match="cuda:x"):
+        accelerate(fresh("mlp"), compute="engine", device="cuda:x")
+    with pytest.raises(ValueError, match="mps"):
+        accelerate(fresh("mlp"), compute="engine", device="mps")
