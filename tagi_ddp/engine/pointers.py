@@ -23,6 +23,12 @@ _SCALARS = (
     *("input_size", "output_size", "num_weights", "num_biases", "in_width", "in_height"),
     *("in_channels", "out_width", "out_height", "out_channels", "bias", "num_threads", "training"),
 )
+# pybind11's names for the ABI of gcc on Linux: that of the engine's wheel, and version 3's.
+_ABIS = (
+    b"_gcc_libstdcpp_cxxabi1016",
+    b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_1",
+    b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_0",
+)
 _TYPE_INFO_NAME = b"St9type_info"  # typeid(std::type_info).name(); must outlive the capsule
 
 
@@ -121,12 +127,13 @@ def _type_info(kind: str) -> Any:
 
 @functools.cache
 def _platform_abis() -> tuple[bytes, ...]:
-    """Return the pybind11 ABIs of the extensions in this process; the engine's is one of them."""
+    """Return the pybind11 ABIs of the extensions in this process; the engine's is one of them.
+
+    Those of pybind11 3, by which users may have built the engine, are not to be seen.
+    """
     pattern = re.compile(r"__pybind11_internals_v\d+(_.+?)__$")
     found = (pattern.match(name) for name in vars(builtins))
-    return tuple({match[1].encode(): None for match in found if match}) or (
-        b"_gcc_libstdcpp_cxxabi1016",
-    )
+    return (*{match[1].encode(): None for match in found if match}, *_ABIS)
 
 
 @functools.cache
