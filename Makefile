@@ -36,7 +36,8 @@ sanitize: .venv/.installed-dev
 	    PATH="$$PWD/.venv/bin:$$PATH" \
 	    build/sanitize/bin/python -m pytest -p no:cacheprovider \
 	    tests/update tests/sequential tests/communicators/test_shm.py \
-	    tests/communicators/test_shm_memory.py
+	    tests/communicators/test_shm_memory.py tests/communicators/test_nccl.py \
+	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
 
 # Side by side with what a user would pick instead; writes build/bench.json.
 bench: .venv/.installed-test

@@ -13,12 +13,16 @@ from tagi_ddp import Communicator, DDPSequential, accelerate
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
-    """(g) ranks of 1 thread against 1 rank of 1 thread, on the same global batch."""
+    """(g) ranks of 1 thread against 1 rank of 1 thread, on the same global batch.
+
+    And, for information, against as many ranks that do not exchange anything: what the machine's
+    cores can give.
+    """
     cases = TOYS[:2] if quick else (replace(MLP, batch=1024), CNN)
-    return [_compare(communicator, case) for case in cases]
+    return [row for case in cases for row in _compare(communicator, case)]
 
 
-def _compare(communicator: Communicator, case: Case) -> Row:
+def _compare(communicator: Communicator, case: Case) -> list[Row]:
     samples, labels = data(case.inputs, case.batch)
     share = case.batch // communicator.size
     part = slice(communicator.rank * share, (communicator.rank + 1) * share)
@@ -42,13 +46,17 @@ def _compare(communicator: Communicator, case: Case) -> Row:
     contenders = [
         Contender("ours", train_group, calls=case.calls),
         Contender("1 rank", train_single, calls=case.calls, alone=True),
+        Contender("no exchange", train_first, calls=case.calls),
     ]
     figures = measure(communicator, contenders, case.sgd_rounds)
-    return Row(
-        f"training by torch, {communicator.size} ranks, {case.name}, batch {case.batch}, "
-        "against 1 rank",
-        figures["ours"].rate(case.batch),
-        figures["1 rank"].rate(case.batch),
-        "samples/s",
-        1.8,
-    )
+    return [
+        Row(
+            f"training by torch, {communicator.size} ranks, {case.name}, batch {case.batch}, "
+            f"against {other}",
+            figures["ours"].rate(case.batch),
+            figures[other].rate(case.batch),
+            "samples/s",
+            target,
+        )
+        for other, target in (("1 rank", 1.8), ("no exchange", None))
+    ]

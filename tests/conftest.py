@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -20,7 +21,8 @@ def shm() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
-    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"))
+    sanitize = "libasan" in os.environ.get("LD_PRELOAD", "")
+    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"), sanitize=sanitize)
     return {"TAGI_DDP_LIBNCCL": str(nccl), "TAGI_DDP_LIBCUDA": str(cuda)}
 
 
