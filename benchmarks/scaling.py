@@ -35,18 +35,19 @@ def _compare(communicator: Communicator, case: Case) -> list[Row]:
     group = DDPSequential(
         case.network(case.width), average=False, communicator=communicator, compute="torch"
     )
-    single = accelerate(case.network(case.width), compute="torch")
-    for model in (single, group):
+    single, apart = (accelerate(case.network(case.width), compute="torch") for _ in range(2))
+    for model in (single, apart, group):
         model.set_threads(1)
     train_group = trainer(group, samples[part], labels[part])
     train_single = trainer(single, samples, labels)
+    train_apart = trainer(apart, samples[part], labels[part])
     train_group()
     train_single()
     require_equal(group, single, case.network(case.width))
     contenders = [
         Contender("ours", train_group, calls=case.calls),
         Contender("1 rank", train_single, calls=case.calls, alone=True),
-        Contender("no exchange", train_first, calls=case.calls),
+        Contender("no exchange", train_apart, calls=case.calls),
     ]
     figures = measure(communicator, contenders, case.sgd_rounds)
     return [
