@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 
 def integer(name: str, value: Any, low: int | None = None) -> int:
@@ -20,3 +24,18 @@ def integer(name: str, value: Any, low: int | None = None) -> int:
     if low is not None and number < low:
         raise ValueError(f"{name} must be at least {low}, got {number}")
     return number
+
+
+def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
+    """Return a flat array of float32, or, if they are kept, a flat tensor of a tensor."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        flat = value.detach().reshape(-1)
+        if keep_tensors:
+            return flat
+        value = flat.cpu().numpy()
+    try:
+        return np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
+    except (TypeError, ValueError) as error:
+        got = type(value).__name__
+        raise TypeError(f"{name} must be an array of numbers, got a {got}") from error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from tagi_ddp.communicators import Communicator, as_communicator, init
+from tagi_ddp.compute import Choice
 from tagi_ddp.config import DDPConfig
+from tagi_ddp.engine.adapter import Replica, attach
 from tagi_ddp.environment import detect
 
 
@@ -39,6 +42,16 @@ def adopt(group: object, device: str | None) -> tuple[Communicator, str]:
     """Return the caller's communicator, or that of its process group, and the replica's device."""
     communicator = as_communicator(group)
     return communicator, device or communicator.device
+
+
+def place(model: Any, compute: Choice, device: str) -> Replica:
+    """Return the state of ``model``, moved to ``device`` if the engine is to compute on a GPU."""
+    on_host = str(model.device) == "cpu"
+    if on_host and not (compute == "engine" and device.startswith("cuda")):
+        return attach(model)
+    from tagi_ddp.engine.cuda_adapter import CudaReplica, move_to_device
+
+    return move_to_device(model, device) if on_host else CudaReplica(model)
 
 
 def _local_device(config: DDPConfig) -> int:

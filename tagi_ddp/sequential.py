@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from tagi_ddp._backend import Contribution
+from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
-from tagi_ddp.engine.adapter import Replica, attach
 from tagi_ddp.exchange import make_exchange
 from tagi_ddp.micro_batches import MicroBatches
-from tagi_ddp.placement import adopt, connect
+from tagi_ddp.placement import adopt, connect, place
 from tagi_ddp.replicas import (
     ReplicaMismatch,
     check_state,
@@ -115,7 +113,7 @@ class DDPSequential(SequentialInterface):
             raise
 
     def _attach(self, compute: Choice, device: str, precision: Precision) -> None:
-        replica = self._attach_replica(compute, device)
+        replica = place(self.model, compute, device)
         chosen = choose(self.model, replica, compute, device, precision)
         options = {"average": self.average, "compute": chosen, "precision": precision}
         check_structure(self.communicator, replica, options)
@@ -127,13 +125,6 @@ class DDPSequential(SequentialInterface):
         self._set_threads()
         self._replica.share(self.communicator)
         self._exchange = make_exchange(self.communicator, self._replica, self.compute.bucket)
-
-    def _attach_replica(self, compute: Choice, device: str) -> Replica:
-        if compute == "engine" and device.startswith("cuda") and str(self.model.device) == "cpu":
-            from tagi_ddp.engine.cuda_adapter import move_to_device
-
-            return move_to_device(self.model, device)
-        return attach(self.model)
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""
@@ -170,8 +161,8 @@ class DDPSequential(SequentialInterface):
         """
         with self._or_abort():
             keep = self.compute.name == "torch"
-            mean = _flat_floats("mu_x", mu_x, keep)
-            variance = None if var_x is None else _flat_floats("var_x", var_x, keep)
+            mean = flat_floats("mu_x", mu_x, keep)
+            variance = None if var_x is None else flat_floats("var_x", var_x, keep)
             if variance is not None and len(variance) != len(mean):
                 raise ValueError(
                     f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
@@ -407,18 +398,3 @@ class DDPSequential(SequentialInterface):
         except BaseException as error:
             self.communicator.abort(f"{type(error).__name__}: {error}")
             raise
-
-
-def _flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
-    """Return a flat array of float32, or, if they are kept, a flat tensor of a tensor."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        flat = value.detach().reshape(-1)
-        if keep_tensors:
-            return flat
-        value = flat.cpu().numpy()
-    try:
-        return np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
-    except (TypeError, ValueError) as error:
-        got = type(value).__name__
-        raise TypeError(f"{name} must be an array of numbers, got a {got}") from error

@@ -78,19 +78,16 @@ class Replica(Protocol):
 
 
 def attach(model: Any) -> Replica:
-    """Return the state of ``model``, a pytagi Sequential, where it is.
+    """Return the state of ``model``, a pytagi Sequential on the CPU.
 
-    On the CPU it falls back to the public interface, with one warning, when the engine's memory is
-    not laid out as expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall
-    back.
+    Falls back to the public interface, with one warning, when the engine's memory is not laid out
+    as expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall back.
     """
     access = os.environ.get("TAGI_DDP_ENGINE_ACCESS", "auto")
     if access not in ("auto", "memory", "public"):
         raise ValueError(f'TAGI_DDP_ENGINE_ACCESS is {access!r}; use "auto", "memory" or "public"')
     if str(model.device) != "cpu":
-        from tagi_ddp.engine.cuda_adapter import CudaReplica
-
-        return CudaReplica(model)
+        raise ValueError(f"model is on {model.device}, not on the CPU")
     initialise(model)
     if access == "public":
         return Copied(model)

@@ -212,7 +212,7 @@ def test_no_conduit() -> None:
 def test_model_on_another_device() -> None:
     model = trained("Linear")
     model.device = "cuda"
-    with pytest.raises(ValueError, match="on the CPU: call to_device"):
+    with pytest.raises(ValueError, match="model is on cuda"):
         attach(model)
 
 
