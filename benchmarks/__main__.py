@@ -10,6 +10,8 @@ from pathlib import Path
 
 from benchmarks.launch import ROOT, measure_family
 from benchmarks.report import describe_machine, print_table, write_json
+from tagi_ddp import BackendUnavailable
+from tagi_ddp.communicators.nccl.libraries import open_cuda
 
 # By name, the number of ranks.
 FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
@@ -27,7 +29,7 @@ def main() -> None:
     print(f"Load average before: {os.getloadavg()[0]:.2f}. Medians [quartiles].", flush=True)
     families = FAMILIES
     if importlib.util.find_spec("torch"):
-        families += TORCH_FAMILIES
+        families += (*TORCH_FAMILIES, ("gpu", max(2, count_gpus())))
     else:
         print("torch is not installed: no rows of what it computes.")
     start = time.monotonic()
@@ -35,6 +37,14 @@ def main() -> None:
     print_table(rows)
     write_json(rows, machine, options.output)
     print(f"{time.monotonic() - start:.0f} s; written to {options.output}")
+
+
+def count_gpus() -> int:
+    """Return how many devices CUDA shows; none without CUDA."""
+    try:
+        return open_cuda().device_count
+    except BackendUnavailable:
+        return 0
 
 
 if __name__ == "__main__":

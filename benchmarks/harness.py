@@ -50,14 +50,14 @@ class Row:
     """One comparison; ``ratio`` and ``target`` say how many times better ours is."""
 
     name: str
-    ours: Figure
+    ours: Figure | Missing
     other: Figure | Missing
     unit: str
     target: float | None  # None: the row is for information
 
     @property
     def ratio(self) -> float | None:
-        if isinstance(self.other, Missing):
+        if isinstance(self.ours, Missing) or isinstance(self.other, Missing):
             return None
         if self.unit.endswith("/s"):  # a throughput: more is better
             return self.ours.median / self.other.median

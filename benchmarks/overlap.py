@@ -37,9 +37,9 @@ def _compare(communicator: Communicator, hidden: int, batch: int, rounds: int) -
         DDPSequential(mlp(hidden), average=False, communicator=communicator, compute="torch")
         for _ in range(2)
     )
-    parameters, bucket = overlapped._replica.parameters, overlapped.compute.bucket
-    overlapped._exchange = _Overlapped(communicator, parameters, bucket)
-    plain._exchange = _Bucket(communicator, plain.compute.bucket)
+    replica, bucket = overlapped._replica, overlapped.compute.bucket
+    overlapped._exchange = _Overlapped(communicator, replica.statistics, replica.parameters, bucket)
+    plain._exchange = _Bucket(communicator, plain._replica.statistics, plain.compute.bucket)
     contenders = [
         Contender(name, trainer(model, samples[part], labels[part]))
         for name, model in (("ours", overlapped), ("plain", plain))

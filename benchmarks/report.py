@@ -32,24 +32,24 @@ def print_table(rows: Sequence[Row]) -> None:
     width = max(len(row.name) for row in rows)
     print(f"{'':{width}}  {'ours':>24}  {'other':>24}  {'':9}  {'ratio':>6}  target")
     for row in rows:
-        missing = isinstance(row.other, Missing)
+        ours = "-" if isinstance(row.ours, Missing) else _text(row.ours)
         other = row.other.reason if isinstance(row.other, Missing) else _text(row.other)
-        ratio = "" if missing else f"{row.ratio:.2f}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         target = "" if row.target is None else f"{row.target:g}"
         if row.target is not None and row.ratio is not None:
             target += "  met" if row.ratio >= row.target else "  missed"
         print(
-            f"{row.name:{width}}  {_text(row.ours):>24}  {other:>24}  {row.unit:9}  {ratio:>6}"
+            f"{row.name:{width}}  {ours:>24}  {other:>24}  {row.unit:9}  {ratio:>6}"
             f"  {target}".rstrip()
         )
 
 
 def write_json(rows: Sequence[Row], machine: str, path: Path) -> None:
-    """Write the rows as a list of objects; a row without the other side says why in its name."""
+    """Write the rows as a list of objects; a row without both sides says why in its name."""
     content = [
         {
             "name": row.name + (f" ({row.other.reason})" if missing else ""),
-            "ours": row.ours.median,
+            "ours": None if isinstance(row.ours, Missing) else row.ours.median,
             "other": None if missing else row.other.median,
             "ratio": row.ratio,
             "target": row.target,

@@ -16,6 +16,7 @@ import pytest
 from tagi_ddp import init
 
 ROOT = Path(__file__).parents[1]
+GPU_TARGETS = [5.0, 0.9, None, 1 / 3]
 KEYS = ["name", "ours", "other", "ratio", "target", "unit", "machine"]
 
 
@@ -42,18 +43,26 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     rows = json.loads(output.read_text())
     assert all(list(row) == KEYS for row in rows)
     assert len({row["name"] for row in rows}) == len(rows)
+    gpu = rows[-len(GPU_TARGETS) :]
     for row in rows:
+        assert "cores" in row["machine"]
+        assert "pytagi 0.2.1" in row["machine"]
+        if row in gpu and row["ours"] is None:
+            name, _, reason = row["name"].partition(" (")
+            assert name in done.stdout
+            assert reason.removesuffix(")") in done.stdout
+            assert "GPU" in reason
+            continue
         assert row["name"] in done.stdout
         assert math.isfinite(row["ours"])
         better = row["other"] / row["ours"]
-        if row["unit"] == "samples/s":
+        if row["unit"].endswith("/s"):
             better = 1 / better
         assert row["ratio"] == pytest.approx(better)
-        assert "cores" in row["machine"]
-        assert "pytagi 0.2.1" in row["machine"]
     targets = [row["target"] for row in rows if not row["name"].startswith("all_reduce")]
     compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4
-    assert targets == [60, 2.5, 1.2, 1.9, *compute, 1.8, 1.8, 0.25, 0.25, None, None]
+    others = [60, 2.5, 1.2, 1.9, *compute, 1.8, None, 1.8, None, 0.25, 0.25, None, None]
+    assert targets == others + GPU_TARGETS
     assert not list(scratch.iterdir())
 
 
@@ -81,6 +90,39 @@ def test_without_mpi_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert row["ratio"] is None
         assert row["ours"] > 0
     assert {"mpi4py", "gloo", "process"} <= {w for row in found for w in row["name"].split()}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_of_gpus(
+    devices: int, stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stand-ins, and nobody takes their figures for those of GPUs."""
+    from benchmarks import launch
+
+    faults = "ncclGetVersion:value=23001"
+    for name, value in {**stand_in, "TAGI_DDP_STAND_IN_FAULT": faults}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TAGI_DDP_STAND_IN_DEVICES", str(devices))
+    rows = launch.measure_family("gpu", 2, quick=True)
+    assert [row.target for row in rows] == GPU_TARGETS
+    for row in rows[:-1]:
+        assert f"2 ranks on {devices} x stand-in" in row.name
+    assert "stand-in" in rows[-1].name
+    assert all(row.ratio for row in rows)
+
+
+def test_ranks_that_cannot_share_a_gpu(
+    stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import launch
+    from benchmarks.harness import Missing
+
+    for name, value in {**stand_in, "TAGI_DDP_STAND_IN_DEVICES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for row in launch.measure_family("gpu", 2, quick=True):
+        assert isinstance(row.ours, Missing)
+        assert "2.30" in row.other.reason
+        assert row.ratio is None
 
 
 def test_failure_of_a_rank_is_told(
