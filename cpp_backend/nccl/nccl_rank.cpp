@@ -74,6 +74,8 @@ void NcclOperation::order(uintptr_t stream) const {
     finished_.order(reinterpret_cast<void*>(stream));
 }
 
+void NcclOperation::extend(uintptr_t stream) { finished_.record(reinterpret_cast<void*>(stream)); }
+
 NcclRank::NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
                    int size, const NcclId& id)
     : nccl_(std::move(nccl)),

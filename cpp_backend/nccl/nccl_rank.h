@@ -31,6 +31,8 @@ class NcclOperation {
     bool complete(double limit) const;
     // What `stream` gets from now on comes after it; the host does not wait.
     void order(uintptr_t stream) const;
+    // Counts what `stream` holds now as a part of it.
+    void extend(uintptr_t stream);
 
  private:
     friend class NcclRank;

@@ -77,7 +77,9 @@ void bind_nccl(nb::module_& module) {
         .def("started", &NcclOperation::started, Unlocked())
         .def("complete", &NcclOperation::complete, "limit"_a, Unlocked())
         .def("order", &NcclOperation::order, "stream"_a, Unlocked(),
-             "Let what the stream gets from now on come after it.");
+             "Let what the stream gets from now on come after it.")
+        .def("extend", &NcclOperation::extend, "stream"_a, Unlocked(),
+             "Count what the stream holds now as a part of it.");
 
     nb::class_<NcclRank>(module, "NcclRank", "One rank of an NCCL communicator.")
         .def_static(

@@ -201,6 +201,8 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
         """Return a copy in the dtype in which its sums are made."""
         torch = import_torch(f"a reduction of {narrow.dtype}")
+        for work in list(self._pending):  # the copy is not one of their stream
+            work.settle(narrow.stream)
         wide = narrow.tensor().to(getattr(torch, _WIDE[narrow.dtype]))
         return DeviceElements(
             _WIDE[narrow.dtype], narrow.count, wide.data_ptr(), wide, narrow.stream
@@ -284,6 +286,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
                 lambda error: self._fail(error, str(error)),
             )
             self._pending.append(work)
+            work.finish()
             return work
 
     def _ring(self, call: Call) -> RingMeeting:

@@ -11,9 +11,9 @@ from typing import Any
 class Plan:
     """What a call asks of NCCL.
 
-    ``stream`` is the caller's; ``enqueue`` calls NCCL; ``after`` finishes the result, once it is
-    there, in the caller's stream; ``buffers`` are kept until then. ``notes`` is what a rank should
-    know of this rank's call, if not only that it is the same.
+    ``stream`` is the caller's; ``enqueue`` calls NCCL; ``after`` finishes the result, in the
+    caller's stream; ``buffers`` are kept until then. ``notes`` is what a rank should know of this
+    rank's call, if not only that it is the same; ``expected`` what it should say.
     """
 
     enqueue: Callable[[], None]
@@ -31,10 +31,11 @@ def merge(plans: list[Plan]) -> Plan:
         for plan in plans:
             plan.enqueue()
 
+    steps = [plan.after for plan in plans if plan.after is not None]
+
     def after() -> None:
-        for plan in plans:
-            if plan.after is not None:
-                plan.after()
+        for step in steps:
+            step()
 
     def joined(texts: list[dict[int, str]]) -> dict[int, str]:
         ranks = {rank for text in texts for rank in text}
@@ -44,7 +45,7 @@ def merge(plans: list[Plan]) -> Plan:
         enqueue,
         plans[0].stream,
         [buffer for plan in plans for buffer in plan.buffers],
-        after,
+        after if steps else None,
         joined([plan.notes for plan in plans]),
         joined([plan.expected for plan in plans]),
     )

@@ -55,7 +55,7 @@ class NcclWork:
                     what += ": the work before it in the caller's stream is not"
                 text = f"{self._where}: {what}. It goes on; wait again."
                 raise Timeout(text, missing)
-        self._finish()
+        self._plan = None
 
     def done(self) -> bool:
         """Tell, without blocking, whether it is complete or has failed."""
@@ -77,20 +77,37 @@ class NcclWork:
             return
         if self._error is not None:
             raise self._error
-        try:
-            self._operation.order(plan.stream)
-        except RuntimeError as error:
-            raise CommunicatorError(f"{self._where}: {error}") from error
-        self._finish()
+        self._order(plan.stream)
+
+    def finish(self) -> None:
+        """Carry out what is left to do with the result, before anything else uses it."""
+        plan = self._plan
+        if plan is None or plan.after is None:
+            return
+        if plan.stream is None:
+            self.wait()
+            plan.after()
+        else:
+            self._order(plan.stream)
+            plan.after()
+            self._operation.extend(plan.stream)
+
+    def settle(self, stream: int | None) -> None:
+        """Let what is done from now on, in ``stream`` or on the host, come after it."""
+        if stream is None:
+            self.wait()
+        else:
+            self._order(stream)
 
     def poll(self) -> bool:
         """Tell, without blocking, whether it is complete; raise its error if it failed."""
         return self._poll(0.0)
 
-    def _finish(self) -> None:
-        plan, self._plan = self._plan, None
-        if plan is not None and plan.after is not None:
-            plan.after()
+    def _order(self, stream: int) -> None:
+        try:
+            self._operation.order(stream)
+        except RuntimeError as error:
+            raise CommunicatorError(f"{self._where}: {error}") from error
 
     def _poll(self, end: float) -> bool:
         left = max(0.0, end - time.monotonic())

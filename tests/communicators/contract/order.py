@@ -6,17 +6,18 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 from contract.data import caught
 from rank_pool import RankPool
 
 from tagi_ddp.communicators import Communicator, Timeout, Work, all_gather_object, init
 
 
-def chain(comm: Any) -> None:
+def chain(comm: Any, dtype: str) -> None:
     """Each operation takes the result of the one before; only the last is waited for."""
     rank, size = comm.rank, comm.size
-    buffer = np.full(1000, rank + 1.0)
-    gathered, slices = np.empty(1000 * size), np.empty(1000)
+    buffer = np.full(1000, rank + 1, dtype)
+    gathered, slices = np.empty(1000 * size, dtype), np.empty(1000, dtype)
     works = [
         comm.all_reduce(buffer, async_op=True),
         comm.broadcast(buffer, size - 1, async_op=True),
@@ -33,8 +34,8 @@ def chain(comm: Any) -> None:
     assert (buffer == size * (size + 1) / 2 * size).all()
 
 
-def many_in_flight(comm: Any) -> None:
-    arrays = [np.full(1 + 997 * i, comm.rank + i, np.int64) for i in range(40)]
+def many_in_flight(comm: Any, dtype: str) -> None:
+    arrays = [np.full(1 + 997 * i, comm.rank + i, dtype) for i in range(40)]
     works = [comm.all_reduce(array, async_op=True) for array in arrays]
     blocking = np.ones(1)
     comm.all_reduce(blocking)  # behind all the others
@@ -142,11 +143,13 @@ def split_in_parts(comm: Any) -> None:
 class OrderContract:
     """At every number of ranks."""
 
-    def test_chain_of_operations(self, pool: RankPool, size: int) -> None:
-        pool.run(chain, size=size)
+    @pytest.mark.parametrize("dtype", ["float64", "float16"])
+    def test_chain_of_operations(self, pool: RankPool, size: int, dtype: str) -> None:
+        pool.run(chain, dtype, size=size)
 
-    def test_many_in_flight(self, pool: RankPool, size: int) -> None:
-        pool.run(many_in_flight, size=size)
+    @pytest.mark.parametrize("dtype", ["int64", "int16"])
+    def test_many_in_flight(self, pool: RankPool, size: int, dtype: str) -> None:
+        pool.run(many_in_flight, dtype, size=size)
 
     def test_two_at_once(self, pool: RankPool, size: int) -> None:
         settings = pool.settings(f"{size} ranks, second")
