@@ -1,0 +1,25 @@
+"""Tensors and graphs of one model, split over the ranks of a group."""
+
+from tagi_ddp.sharding.graph import (
+    gather_tensor,
+    reduce_shard_tensor,
+    reduce_tensor,
+    shard_tensor,
+    sync_tensor,
+)
+from tagi_ddp.sharding.shapes import change_channels_in_shape, get_shape_shards
+from tagi_ddp.sharding.transformer import shard_heads, shard_sequence
+from tagi_ddp.sharding.utils import get_memory_format
+
+__all__ = [
+    "change_channels_in_shape",
+    "gather_tensor",
+    "get_memory_format",
+    "get_shape_shards",
+    "reduce_shard_tensor",
+    "reduce_tensor",
+    "shard_heads",
+    "shard_sequence",
+    "shard_tensor",
+    "sync_tensor",
+]

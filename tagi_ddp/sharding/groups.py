@@ -1,0 +1,163 @@
+"""Who takes part: a communicator, a torch process group, or nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+from tagi_ddp.communicators import (
+    BackendUnavailable,
+    Communicator,
+    all_gather_object,
+    as_communicator,
+)
+from tagi_ddp.communicators.errors import mismatch_text
+from tagi_ddp.communicators.objects import HostObjects
+from tagi_ddp.sharding.utils import get_memory_format
+
+Group = Communicator | ProcessGroup | None
+T = TypeVar("T")
+
+_FORMATS = (torch.channels_last, torch.channels_last_3d, torch.contiguous_format)
+
+# What a process group's tensors travel by, for each kind of device: made at its first use.
+_wrapped: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def place(group: Group) -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; (0, 1) for None."""
+    if group is None:
+        return 0, 1
+    if isinstance(group, ProcessGroup):
+        return group.rank(), group.size()
+    if isinstance(group, int):  # what torch gives to processes that a new group leaves out
+        raise ValueError("this process is not in the group: only its ranks may call this")
+    comm = as_communicator(group)
+    return comm.rank, comm.size
+
+
+def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Communicator:
+    """Return the group's communicator for tensors on ``device``.
+
+    The first call for a process group and a kind of device connects its ranks, which all call it.
+    """
+    if not isinstance(group, ProcessGroup):
+        return as_communicator(group)
+    known = _wrapped.get(group)
+    if known is None:
+        known = _wrapped[group] = {"cpu": as_communicator(group)}
+        # At the process's end it closes by itself, and tells the other ranks of an error.
+        weakref.finalize(group, _close, known).atexit = False
+    if device.type != "cpu" and str(device) not in known:
+        known[str(device)] = _on_device(known["cpu"], device)
+    return known[str(device) if device.type != "cpu" else "cpu"]
+
+
+def _on_device(host: Communicator, device: torch.device) -> Communicator:
+    from tagi_ddp.communicators import nccl
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        return nccl.create(
+            host.rank,
+            host.size,
+            (index, index),
+            host.timeout,
+            lambda own: all_gather_object(host, own),
+        )
+    except BackendUnavailable as error:  # on all ranks
+        warnings.warn(f"tensors go by way of the host: {error}", RuntimeWarning, stacklevel=2)
+        return host
+
+
+def _close(communicators: dict[str, Communicator]) -> None:
+    for comm in reversed(communicators.values()):
+        comm.close()
+
+
+@dataclass(frozen=True)
+class Agreed(Generic[T]):
+    """What all ranks have said.
+
+    ``wire`` is the memory format in which tensors travel, ``own`` that of this rank's tensor;
+    they differ only where the ranks' do. ``numbers`` holds every rank's ``number``.
+    """
+
+    common: T
+    wire: torch.memory_format
+    own: torch.memory_format
+    numbers: list[int]
+
+
+def agree(
+    comm: Communicator,
+    name: str,
+    tensor: torch.Tensor,
+    check: Callable[[], T],
+    number: int = 0,
+) -> Agreed[T]:
+    """Return what ``check`` returns, once it returned the same on all ranks.
+
+    If it raised on a rank, or the ranks' calls differ, all ranks raise, before any of their
+    tensors moves, and the communicator goes on being usable. This costs one small all-gather.
+    """
+    problem: Exception | None = None
+    said, formats = "", 0
+    try:
+        common = check()
+        said = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
+        formats = _formats(tensor)
+    except (IndexError, TypeError, ValueError) as error:
+        problem = error
+    digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
+    own = [int(problem is not None), int.from_bytes(digest, "big", signed=True), formats, number]
+    rows = _gather_rows(comm, own)
+    if any(row[:2] != [0, own[1]] for row in rows):
+        _refuse(comm, problem, said)
+    shared = [f for i, f in enumerate(_FORMATS) if all(row[2] & 1 << i for row in rows)]
+    wire = shared[0] if shared else torch.contiguous_format
+    fits = formats & 1 << _FORMATS.index(wire)
+    return Agreed(
+        common, wire, wire if fits else get_memory_format(tensor), [row[3] for row in rows]
+    )
+
+
+def _formats(tensor: torch.Tensor) -> int:
+    """Return a bit for each format that the tensor is contiguous in, or will be made."""
+    bits = sum(tensor.is_contiguous(memory_format=f) << i for i, f in enumerate(_FORMATS))
+    return bits or 1 << _FORMATS.index(torch.contiguous_format)
+
+
+def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
+    if isinstance(comm, HostObjects):  # its buffers live on a device, which need not wait
+        return comm.all_gather_object(own)
+    table = np.empty((comm.size, len(own)), np.int64)
+    comm.all_gather(np.array(own, np.int64), table)
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
+def _refuse(comm: Communicator, problem: Exception | None, said: str) -> None:
+    """Raise what is wrong; all ranks call this."""
+    answers: list[Any] = all_gather_object(comm, (problem and (type(problem), str(problem)), said))
+    if problem is not None:
+        raise problem
+    problems = [(rank, *found) for rank, (found, _) in enumerate(answers) if found]
+    if problems:
+        rank, kind, text = problems[0]
+        raise kind(f"rank {rank}: {text}")
+    raise ValueError(
+        mismatch_text(
+            {rank: other for rank, (_, other) in enumerate(answers) if other != said}, said
+        )
+    )

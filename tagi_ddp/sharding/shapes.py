@@ -1,0 +1,118 @@
+"""Shapes of shards: one per rank, the full shape of that rank's part of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tagi_ddp import checks
+from tagi_ddp.sharding.groups import Group, place
+
+
+def get_shape_shards(
+    tensor: torch.Tensor, dim: int, model_comm_group: Group = None
+) -> list[list[int]]:
+    """Return the shape of each rank's part of ``tensor``, split along ``dim`` as tensor_split does.
+
+    Without a group there is one part, the whole. Local, no communication.
+    """
+    dim = check_dim(dim, tensor.dim())
+    shape = list(tensor.shape)
+    _, ranks = place(model_comm_group)
+    return [[*shape[:dim], size, *shape[dim + 1 :]] for size in split_sizes(shape[dim], ranks)]
+
+
+def change_channels_in_shape(
+    shape_list: Sequence[Sequence[int]] | None, channels: int
+) -> list[list[int]]:
+    """Return the shapes with their last entry replaced by ``channels``; None gives no shapes."""
+    return [[*shape[:-1], channels] for shape in shape_list or []]
+
+
+def split_sizes(length: int, ranks: int) -> list[int]:
+    """Return the lengths of the parts as tensor_split makes them: the first get one more."""
+    each, more = divmod(length, ranks)
+    return [each + (rank < more) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor of shape ``shape`` split along ``dim`` into parts of ``sizes``, one per rank."""
+
+    shape: tuple[int, ...]
+    dim: int
+    sizes: tuple[int, ...]
+
+    def part(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part."""
+        return (*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :])
+
+    def slice(self, rank: int) -> tuple[int, int, int]:
+        """Return dimension, start and length of a rank's part, as `narrow` takes them."""
+        return self.dim, sum(self.sizes[:rank]), self.sizes[rank]
+
+
+def split_of(
+    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], place: tuple[int, int]
+) -> Split:
+    """Return how ``shapes`` split the tensor of which ``tensor`` is this rank's part.
+
+    Raises ValueError, IndexError or TypeError that says what does not fit.
+    """
+    rank, _ = place
+    split = _read(tensor, dim, shapes, place)
+    if split.part(rank) != tuple(tensor.shape):
+        raise ValueError(
+            f"the local shard has shape {tuple(tensor.shape)}, but shapes[{rank}], this rank's, "
+            f"is {split.part(rank)}"
+        )
+    return split
+
+
+def split_of_whole(
+    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], place: tuple[int, int]
+) -> Split:
+    """Return how ``shapes`` split ``tensor``; raise ValueError, ... if they do not fit."""
+    split = _read(tensor, dim, shapes, place)
+    if split.shape[split.dim] != tensor.shape[split.dim]:
+        raise ValueError(
+            f"the sizes along dimension {split.dim} in shapes add up to {split.shape[split.dim]}, "
+            f"but input_ has {tensor.shape[split.dim]} there"
+        )
+    return split
+
+
+def check_dim(dim: int, dimensions: int) -> int:
+    """Return ``dim`` counted from the front; raise IndexError if there is none such."""
+    number = checks.integer("dim", dim)
+    if not -dimensions <= number < dimensions:
+        raise IndexError(f"dim is {number}, but the tensor has {dimensions} dimensions")
+    return number % dimensions
+
+
+def check_number(shapes: Sequence[Sequence[int]], ranks: int) -> None:
+    """Check that there is one shape per rank."""
+    if not isinstance(shapes, Sequence):
+        raise TypeError(f"shapes must hold one shape per rank, got {type(shapes).__name__}")
+    if len(shapes) != ranks:
+        raise ValueError(f"shapes must hold one shape per rank ({ranks}), got {len(shapes)}")
+
+
+def _read(
+    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], place: tuple[int, int]
+) -> Split:
+    dim = check_dim(dim, tensor.dim())
+    check_number(shapes, place[1])
+    rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    sizes = []
+    for rank, shape in enumerate(shapes):
+        entry = tuple(checks.integer(f"shapes[{rank}]", length, 0) for length in shape)
+        if (*entry[:dim], *entry[dim + 1 :]) != rest or len(entry) != tensor.dim():
+            raise ValueError(
+                f"shapes[{rank}] is {entry}, which differs from input_'s shape "
+                f"{tuple(tensor.shape)} in more than dimension {dim}"
+            )
+        sizes.append(entry[dim])
+    return Split((*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :]), dim, tuple(sizes))

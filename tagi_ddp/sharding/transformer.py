@@ -1,0 +1,120 @@
+"""Attention heads and sequences over the ranks of a group, differentiably, by all-to-all.
+
+Tensors are (..., heads, sequence, channels). In parallel attention each rank has all of the
+sequence for some of the heads, elsewhere all heads for some of the sequence. Heads are split as
+tensor_split does, the sequence by ``shapes``: ``shapes[r][0]`` is its length on rank r. Either may
+leave nothing for a rank. ``mgroup`` and errors are as in `tagi_ddp.sharding.graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tagi_ddp import checks
+from tagi_ddp.sharding.collectives import apply, meet, own_copy, uncompiled
+from tagi_ddp.sharding.groups import Group, place
+from tagi_ddp.sharding.shapes import Split, check_number, split_sizes
+
+_HEADS, _SEQUENCE = -3, -2
+
+
+def shard_heads(
+    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
+) -> torch.Tensor:
+    """From (..., heads, local sequence, channels) to (..., local heads, sequence, channels)."""
+    if place(mgroup)[1] == 1:
+        return own_copy(input_)
+    return uncompiled(_shard_heads)(input_, shapes, mgroup)
+
+
+def shard_sequence(
+    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
+) -> torch.Tensor:
+    """From (..., local heads, sequence, channels) to (..., heads, local sequence, channels)."""
+    if place(mgroup)[1] == 1:
+        return own_copy(input_)
+    return uncompiled(_shard_sequence)(input_, shapes, mgroup)
+
+
+def _shard_heads(
+    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
+) -> torch.Tensor:
+    rank, ranks = place(mgroup)
+
+    def check() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of the whole, and the lengths of the sequence's parts."""
+        lengths = _lengths(input_, shapes, ranks)
+        if input_.shape[_SEQUENCE] != lengths[rank]:
+            raise ValueError(
+                f"the local shard's sequence has length {input_.shape[_SEQUENCE]}, but "
+                f"shapes[{rank}][0], this rank's, is {lengths[rank]}"
+            )
+        return (*input_.shape[:_SEQUENCE], sum(lengths), input_.shape[-1]), lengths
+
+    wire, agreed = meet("shard_heads", input_, mgroup, check)
+    shape, lengths = agreed.common
+    by_heads, by_sequence = _splits(shape, lengths, rank)
+    return apply(
+        input_,
+        lambda tensor: wire.all_to_all(tensor, by_heads, by_sequence),
+        lambda gradient: wire.all_to_all(gradient, by_sequence, by_heads),
+    )
+
+
+def _shard_sequence(
+    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
+) -> torch.Tensor:
+    rank, ranks = place(mgroup)
+
+    def check() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape without the heads, and the lengths of the sequence's parts."""
+        lengths = _lengths(input_, shapes, ranks)
+        if input_.shape[_SEQUENCE] != sum(lengths):
+            raise ValueError(
+                f"the lengths in shapes add up to {sum(lengths)}, but the sequence of input_ has "
+                f"length {input_.shape[_SEQUENCE]}"
+            )
+        return (*input_.shape[:_HEADS], *input_.shape[_SEQUENCE:]), lengths
+
+    own_heads = input_.shape[_HEADS] if input_.dim() >= -_HEADS else 0
+    wire, agreed = meet("shard_sequence", input_, mgroup, check, own_heads)
+    rest, lengths = agreed.common
+    heads = agreed.numbers
+    if heads != split_sizes(sum(heads), ranks):
+        raise ValueError(
+            f"the ranks have {heads} heads, but {sum(heads)} heads are split as "
+            f"{split_sizes(sum(heads), ranks)}"
+        )
+    shape = (*rest[:_SEQUENCE], sum(heads), *rest[_SEQUENCE:])
+    by_heads, by_sequence = _splits(shape, lengths, rank)
+    return apply(
+        input_,
+        lambda tensor: wire.all_to_all(tensor, by_sequence, by_heads),
+        lambda gradient: wire.all_to_all(gradient, by_heads, by_sequence),
+    )
+
+
+def _lengths(input_: torch.Tensor, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
+    """Return the lengths of the sequence's parts."""
+    if input_.dim() < -_HEADS:
+        raise ValueError(
+            "input_ must have the dimensions (..., heads, sequence, channels), got "
+            f"{input_.dim()} dimensions"
+        )
+    check_number(shapes, ranks)
+    return tuple(checks.integer(f"shapes[{r}][0]", shape[0], 0) for r, shape in enumerate(shapes))
+
+
+def _splits(shape: tuple[int, ...], lengths: tuple[int, ...], rank: int) -> tuple[Split, Split]:
+    """Return how a rank's tensors are split: by heads, where it has a part of the sequence of the
+    whole of ``shape``, and by sequence, where it has some of the heads.
+    """
+    *leading, heads, sequence, channels = shape
+    parts = tuple(split_sizes(heads, len(lengths)))
+    at = len(leading)
+    return (
+        Split((*leading, heads, lengths[rank], channels), at, parts),
+        Split((*leading, parts[rank], sequence, channels), at + 1, lengths),
+    )
