@@ -23,6 +23,7 @@ from torch import Tensor
 from tagi_ddp.checks import integer
 from tagi_ddp.sharding.groups import Group, place
 from tagi_ddp.sharding.shapes import split_sizes
+from tagi_ddp.sharding.utils import get_memory_format
 
 
 def get_k_hop_edges(
@@ -64,8 +65,7 @@ def get_k_hop_edges(
         chosen = found
         reached[sources[chosen]] = True
     order = chosen.nonzero().squeeze(1)
-    attr = None if edge_attr is None else edge_attr.index_select(0, order)
-    return _take(edge_index, edges, order), attr
+    return _take(edge_index, edges, order), _take_rows(edge_attr, order)
 
 
 def sort_edges_1hop_chunks(
@@ -97,9 +97,8 @@ def sort_edges_1hop_chunks(
     edges = _edges(edge_index, edge_attr)
     order, counts = _sort(num_nodes, edges, num_chunks)
     index_chunks = [_take(edge_index, edges, part) for part in order.split(counts)]
-    if edge_attr is None:
-        return [None] * num_chunks, index_chunks
-    return list(edge_attr.index_select(0, order).split(counts)), index_chunks
+    attr = _take_rows(edge_attr, order)
+    return ([None] * num_chunks if attr is None else list(attr.split(counts))), index_chunks
 
 
 def sort_edges_1hop_sharding(
@@ -136,10 +135,9 @@ def sort_edges_1hop_sharding(
     order, counts = _sort(num_nodes, edges, place(mgroup)[1])
     index = _take(edge_index, edges, order, in_order=False)
     index_shapes = [[2, count] for count in counts]
-    if edge_attr is None:
-        return index, None, index_shapes, []
-    attr = edge_attr.index_select(0, order)
-    return index, attr, index_shapes, [[count, *attr.shape[1:]] for count in counts]
+    attr = _take_rows(edge_attr, order)
+    attr_shapes = [] if attr is None else [[count, *attr.shape[1:]] for count in counts]
+    return index, attr, index_shapes, attr_shapes
 
 
 def _edges(edge_index: Tensor, edge_attr: Tensor | None) -> Tensor:
@@ -188,6 +186,14 @@ def _take(edge_index: Tensor, edges: Tensor, order: Tensor, in_order: bool = Tru
     return torch.sparse_csr_tensor(rows, chosen[1], values, shape, check_invariants=False)
 
 
+def _take_rows(edge_attr: Tensor | None, order: Tensor) -> Tensor | None:
+    """Return the attributes of the edges ``order``, in their memory format."""
+    if edge_attr is None:
+        return None
+    rows = edge_attr.index_select(0, order)
+    return rows.contiguous(memory_format=get_memory_format(edge_attr))
+
+
 def _sort(
     num_nodes: int | tuple[int, int], edges: Tensor, num_chunks: int
 ) -> tuple[Tensor, list[int]]:
@@ -201,7 +207,7 @@ def _sort(
     else:
         nodes = integer("num_nodes", num_nodes, 0)
     _check_nodes("destinations", destinations, nodes)
-    ends = torch.tensor(split_sizes(nodes, num_chunks), device=edges.device).cumsum(0)
+    ends = torch.from_numpy(np.cumsum(split_sizes(nodes, num_chunks))).to(edges.device)
     chunks = torch.bucketize(destinations.contiguous(), ends, right=True, out_int32=True)
     if num_chunks <= 256:
         chunks = chunks.to(torch.uint8)

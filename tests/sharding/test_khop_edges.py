@@ -245,6 +245,18 @@ def test_gradients_reach_their_edges() -> None:
     assert gradient[:, 0].tolist() == [0, 1, 1, 0, 1, 1]
 
 
+def test_memory_format_is_kept() -> None:
+    graph = torch.tensor([[0, 1, 2], [2, 1, 0]])
+    attr = torch.randn(3, 2, 4, 5).contiguous(memory_format=torch.channels_last)
+    group = ProcessGroup(HashStore(), 0, 2)
+    for found in (
+        *sort_edges_1hop_chunks(3, attr, graph, 2)[0],
+        sort_edges_1hop_sharding(3, attr, graph, group)[1],
+        get_k_hop_edges([1, 2], attr, graph)[1],
+    ):
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_inputs_and_results_share_nothing(form: str) -> None:
     graph: Graph = (3, 3, [(0, 1), (1, 1), (2, 0)])
