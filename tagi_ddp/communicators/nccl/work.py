@@ -13,6 +13,8 @@ from tagi_ddp.communicators.errors import CommunicatorError, Timeout
 from tagi_ddp.communicators.nccl.plan import Plan
 from tagi_ddp.communicators.nccl.ring import RingMeeting
 
+_MOMENT = 0.05  # seconds
+
 
 class NcclWork:
     """What ``async_op=True`` returns on devices."""
@@ -110,8 +112,8 @@ class NcclWork:
             raise CommunicatorError(f"{self._where}: {error}") from error
 
     def _poll(self, end: float) -> bool:
-        left = max(0.0, end - time.monotonic())
-        if not self._lock.acquire(timeout=left):
+        # The thread that looks after works has the lock for a moment.
+        if not self._lock.acquire(timeout=max(_MOMENT, end - time.monotonic())):
             return False
         try:
             if self._error is not None:
