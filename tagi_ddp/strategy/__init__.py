@@ -1,0 +1,6 @@
+"""Which ranks work together: groups that share a model, a reader, or an ensemble."""
+
+from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
+from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
+
+__all__ = ["EnsembleLayout", "GroupLayout", "base_seed", "group_seed", "seed_everything"]

@@ -1,0 +1,60 @@
+"""Random seeds: equal on the ranks that share a model, different between models."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+
+from tagi_ddp.checks import integer
+
+_VARIABLES = ("TAGI_DDP_BASE_SEED", "ANEMOI_BASE_SEED", "SLURM_JOB_ID")
+_DEFAULT = 42
+
+
+def base_seed(base: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the seed that all seeds are derived from, the same on all ranks.
+
+    ``base``, or the first that is set of TAGI_DDP_BASE_SEED, ANEMOI_BASE_SEED and SLURM_JOB_ID,
+    else 42, with a warning. Raises TypeError or ValueError that names what is no integer.
+    """
+    if base is not None:
+        return integer("base", base)
+    for name in _VARIABLES:
+        text = environ.get(name, "").strip()
+        if not text:
+            continue
+        if re.fullmatch(r"[+-]?\d+", text) is None:
+            raise ValueError(f"{name} must be an integer, got {environ[name]!r}")
+        return int(text)
+    warnings.warn(
+        f"no base seed is given, so it is {_DEFAULT}: pass one, or set {_VARIABLES[0]}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return _DEFAULT
+
+
+def group_seed(base: int, model_group: int) -> int:
+    """Return the seed, 32 bits, of all ranks of a model group."""
+    # SeedSequence takes no negative numbers, so their sign is a number of its own.
+    entropy = [abs(base), int(base < 0), model_group]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy, the engine, and torch if it is installed; ``seed`` has 32 bits."""
+    from tagi_ddp.engine.loader import load_engine
+
+    random.seed(seed)
+    np.random.seed(seed)
+    load_engine().manual_seed(seed - (seed >> 31 << 32))  # which takes 32 bits with a sign
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.manual_seed(seed)
