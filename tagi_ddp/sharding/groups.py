@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+import operator
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,12 +24,11 @@ from tagi_ddp.communicators import (
 )
 from tagi_ddp.communicators.errors import mismatch_text
 from tagi_ddp.communicators.objects import HostObjects
-from tagi_ddp.sharding.utils import get_memory_format
 
 Group = Communicator | ProcessGroup | None
 T = TypeVar("T")
 
-_FORMATS = (torch.channels_last, torch.channels_last_3d, torch.contiguous_format)
+_FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 4: torch.channels_last_3d}
 
 # What a process group's tensors travel by, for each kind of device: made at its first use.
 _wrapped: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Communicator]] = (
@@ -112,30 +114,37 @@ def agree(
     tensors moves, and the communicator goes on being usable. This costs one small all-gather.
     """
     problem: Exception | None = None
-    said, formats = "", 0
+    said, formats, favourite = "", 0, 0
     try:
         common = check()
         said = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
-        formats = _formats(tensor)
+        formats, favourite = _formats(tensor)
     except (IndexError, TypeError, ValueError) as error:
         problem = error
     digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
-    own = [int(problem is not None), int.from_bytes(digest, "big", signed=True), formats, number]
-    rows = _gather_rows(comm, own)
-    if any(row[:2] != [0, own[1]] for row in rows):
+    code = int.from_bytes(digest, "big", signed=True)
+    rows = _gather_rows(comm, [int(problem is not None), code, formats, favourite, number])
+    if any(row[:2] != [0, code] for row in rows):
         _refuse(comm, problem, said)
-    shared = [f for i, f in enumerate(_FORMATS) if all(row[2] & 1 << i for row in rows)]
-    wire = shared[0] if shared else torch.contiguous_format
-    fits = formats & 1 << _FORMATS.index(wire)
-    return Agreed(
-        common, wire, wire if fits else get_memory_format(tensor), [row[3] for row in rows]
-    )
+    shared = functools.reduce(operator.and_, (row[2] for row in rows))
+    wire = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
+    own = wire if formats & wire else favourite
+    return Agreed(common, _FORMATS[wire], _FORMATS[own], [row[4] for row in rows])
 
 
-def _formats(tensor: torch.Tensor) -> int:
-    """Return a bit for each format that the tensor is contiguous in, or will be made."""
-    bits = sum(tensor.is_contiguous(memory_format=f) << i for i, f in enumerate(_FORMATS))
-    return bits or 1 << _FORMATS.index(torch.contiguous_format)
+def _formats(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return all formats that the tensor is contiguous in, or will be made, and the likeliest.
+
+    With a single channel, for one, it is contiguous in two, and its other strides tell.
+    """
+    bits = sum(bit for bit, f in _FORMATS.items() if tensor.is_contiguous(memory_format=f)) or 1
+    usual = bits & 1 and tensor.stride() == _usual_strides(tensor.shape)
+    return bits, 1 if usual or bits == 1 else bits & 2 or bits & 4
+
+
+def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    lengths = [max(length, 1) for length in shape]
+    return tuple(math.prod(lengths[i + 1 :]) for i in range(len(lengths)))
 
 
 def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
