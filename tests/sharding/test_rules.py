@@ -1,0 +1,398 @@
+"""What holds for all functions: exact sums, gradients, refusals, nothing more than needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed as dist
+
+from sharding.lifts import joined, spread
+from tagi_ddp.communicators import CommunicatorError
+from tagi_ddp.sharding import (
+    gather_tensor,
+    reduce_shard_tensor,
+    reduce_tensor,
+    shard_heads,
+    shard_sequence,
+    shard_tensor,
+    sync_tensor,
+)
+
+Tensor = torch.Tensor
+
+EVERYWHERE = pytest.mark.parametrize("backend", ["shm", "gloo", "mpi"])
+
+
+@pytest.fixture
+def pool(backend: str, request: pytest.FixtureRequest) -> RankPool:
+    found: RankPool = request.getfixturevalue(backend)
+    return found
+
+
+# Gradients.
+
+
+def gradients(comm: Any) -> None:
+    """Check every gradient against differences; all ranks change the same element at a time."""
+    rank, ranks, lengths = comm.rank, comm.size, (2, 3)[: comm.size]
+    shapes = [[2, length, 2] for length in lengths]
+    whole = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    stack = torch.stack([whole, whole + 1])
+
+    def check(function: Callable[[Tensor], Tensor], given: Tensor) -> None:
+        assert torch.autograd.gradcheck(function, given.clone().requires_grad_())
+
+    def part(tensor: Tensor) -> Tensor:
+        return spread(tensor.split(lengths, 1)[rank], tensor, comm)
+
+    # The ranks' copies of a whole are one variable, and their equal results one result ...
+    check(lambda x: joined(shard_tensor(x, 1, shapes, comm), shapes, 1, comm), whole)
+    check(lambda x: gather_tensor(part(x), 1, shapes, comm), whole)
+    check(lambda x: reduce_tensor(spread(x[rank], x, comm), comm), stack)
+    # ... or each rank does something else with its result.
+    full = [list(whole.shape)] * ranks
+    check(lambda x: joined(sync_tensor(part(x), 1, shapes, comm), full, 0, comm), whole)
+    check(
+        lambda x: joined(
+            reduce_shard_tensor(spread(x[rank], x, comm), 1, shapes, comm), shapes, 1, comm
+        ),
+        stack,
+    )
+    heads = [[1, 5, 2], [1, 5, 2]]
+    lengths_only = [[length] for length in lengths]
+    check(lambda x: joined(shard_heads(part(x), lengths_only, comm), heads, 0, comm), whole)
+    check(
+        lambda x: joined(
+            shard_sequence(spread(x[rank : rank + 1], x, comm), lengths_only, comm),
+            shapes,
+            1,
+            comm,
+        ),
+        whole,
+    )
+
+
+@EVERYWHERE
+def test_gradients(pool: RankPool) -> None:
+    pool.run(gradients, size=2)
+
+
+def shared_gradient(comm: Any) -> list[Any]:
+    shapes = [[2, 3]] * comm.size
+    a, b = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    (sync_tensor(a, 0, shapes, comm) + sync_tensor(b, 0, shapes, comm)).sum().backward()
+    twice = torch.ones(2, 3, requires_grad=True)
+    out = sync_tensor(twice, 0, shapes, comm)
+    (out + out).sum().backward()
+    return [a.grad.tolist(), b.grad.tolist(), twice.grad.tolist()]
+
+
+@EVERYWHERE
+def test_gradient_of_two_uses(pool: RankPool) -> None:
+    two, four = [[[float(n)] * 3] * 2 for n in (2, 4)]
+    assert pool.run(shared_gradient, size=2) == [[two, two, four]] * 2
+
+
+def large_expanded_gradient(comm: Any) -> float:
+    shapes = [[30_000 + r, 3] for r in range(comm.size)]
+    part = torch.ones(*shapes[comm.rank], requires_grad=True)
+    for _ in range(5):
+        sync_tensor(part, 0, shapes, comm).sum().backward()
+    return float((part.grad - 5 * comm.size).abs().max())
+
+
+@EVERYWHERE
+def test_expanded_gradient(pool: RankPool) -> None:
+    assert pool.run(large_expanded_gradient, size=2) == [0.0, 0.0]
+
+
+def zeros_elsewhere(comm: Any) -> bool:
+    shapes = [[500, 9]] * comm.size
+    for _ in range(3):
+        torch.full((1000, 9), torch.nan)  # what memory that is used again holds
+        whole = torch.zeros(1000, 9, requires_grad=True)
+        shard_tensor(whole, 0, shapes, comm, gather_in_backward=False).sum().backward()
+        expected = torch.zeros(1000, 9)
+        expected[500 * comm.rank : 500 * (comm.rank + 1)] = 1
+        if not torch.equal(whole.grad, expected):
+            return False
+    return True
+
+
+def test_zeros_outside_of_the_own_part(shm: RankPool) -> None:
+    assert shm.run(zeros_elsewhere, size=2) == [True, True]
+
+
+# Sums.
+
+
+def exact_sums(comm: Any) -> None:
+    shapes = [[1]] * comm.size
+
+    def sums(value: float, dtype: torch.dtype) -> list[float]:
+        whole = torch.full((comm.size,), value, dtype=dtype)
+        part = torch.zeros(1, dtype=dtype, requires_grad=dtype.is_floating_point)
+        answers = [reduce_tensor(whole, comm)[0], reduce_shard_tensor(whole, 0, shapes, comm)[0]]
+        if part.requires_grad:
+            sync_tensor(part, 0, shapes, comm).backward(whole)
+            answers.append(part.grad[0])
+        return [answer.item() for answer in answers]
+
+    small = 1 + 2**-40
+    assert set(sums(small, torch.float64)) == {comm.size * small}
+    big = 2**53 + 1
+    assert set(sums(big, torch.int64)) == {comm.size * big}
+    # Rounded once: after each addition it would stay at the first number.
+    for dtype, bits in ((torch.float16, 11), (torch.bfloat16, 8)):
+        whole = torch.tensor([2.0**bits if comm.rank == 0 else 1.0], dtype=dtype)
+        assert reduce_tensor(whole, comm).item() == 2.0**bits + 2, dtype
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_sums_are_exact(pool: RankPool) -> None:
+    pool.run(exact_sums, size=3)
+
+
+class Counter:
+    """Counts a Python communicator's operations, and the bytes that go in."""
+
+    OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+    def __init__(self, comm: Any) -> None:
+        self.calls: list[str] = []
+        self.copies = 0
+        for name in self.OPERATIONS:
+            setattr(comm, name, self._counted(name, getattr(comm, name)))
+
+    def _counted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(buffer: Any, *args: Any, **options: Any) -> Any:
+            if isinstance(buffer, torch.Tensor):  # not the ranks' agreement
+                self.calls.append(name)
+            return operation(buffer, *args, **options)
+
+        return counted
+
+
+def operations(comm: Any) -> dict[str, list[str]]:
+    counter, found = Counter(comm), {}
+    lengths = [[2, 4]] * comm.size
+    whole, part = [torch.ones(n, 4, requires_grad=True) for n in (2 * comm.size, 2)]
+    heads = torch.ones(4, 2, 3, requires_grad=True)
+    for name, out in {
+        "shard": lambda: shard_tensor(whole, 0, lengths, comm),
+        "shard only": lambda: shard_tensor(whole, 0, lengths, comm, gather_in_backward=False),
+        "gather": lambda: gather_tensor(part, 0, lengths, comm),
+        "sync": lambda: sync_tensor(part, 0, lengths, comm),
+        "reduce": lambda: reduce_tensor(whole, comm),
+        "reduce_shard": lambda: reduce_shard_tensor(whole, 0, lengths, comm),
+        "heads": lambda: shard_heads(heads, lengths, comm),
+        "sequence": lambda: shard_sequence(heads.view(2, 4, 3), lengths, comm),
+    }.items():
+        counter.calls = []
+        result = out()
+        counter.calls.append("backward")
+        result.sum().backward()
+        found[name] = counter.calls
+    for name in Counter.OPERATIONS:
+        delattr(comm, name)
+    return found
+
+
+def test_operations(gloo: RankPool) -> None:
+    expected = {
+        "shard": ["backward", "all_gather"],
+        "shard only": ["backward"],
+        "gather": ["all_gather", "backward"],
+        "sync": ["all_gather", "backward", "reduce_scatter"],
+        "reduce": ["all_reduce", "backward"],
+        "reduce_shard": ["reduce_scatter", "backward", "all_gather"],
+        "heads": ["all_to_all", "backward", "all_to_all"],
+        "sequence": ["all_to_all", "backward", "all_to_all"],
+    }
+    assert gloo.run(operations, size=2) == [expected] * 2
+
+
+# What is wrong.
+
+
+def refusals(comm: Any) -> list[str]:
+    one, rank = comm.rank == 1, comm.rank
+    shapes = [[3, 2], [1, 2]]
+    part, whole = torch.zeros(shapes[rank]), torch.zeros(4, 2)
+    wide, short = torch.zeros(shapes[rank][0], 3), torch.zeros(3, 2)
+    calls: list[tuple[type[Exception], Callable[[], Any]]] = []
+    for function in (gather_tensor, sync_tensor):
+        calls += [
+            (ValueError, lambda f=function: f(wide if one else part, 0, shapes, comm)),
+            (IndexError, lambda f=function: f(part, 2 if one else 0, shapes, comm)),
+            (IndexError, lambda f=function: f(part, -3, shapes, comm)),
+            (ValueError, lambda f=function: f(part, 0, shapes[:1], comm)),
+            (ValueError, lambda f=function: f(part, 0, shapes[::-1] if one else shapes, comm)),
+            (ValueError, lambda f=function: f(part, 0, [[3, 2], [1, 3]], comm)),
+            (ValueError, lambda f=function: f(part, 0, [[3, 2], [-1, 2]], comm)),
+            (ValueError, lambda f=function: f(part.double() if one else part, 0, shapes, comm)),
+        ]
+    calls += [
+        (ValueError, lambda: reduce_shard_tensor(short if one else whole, 0, shapes, comm)),
+        (IndexError, lambda: reduce_shard_tensor(whole, 2, shapes, comm)),
+        (ValueError, lambda: reduce_tensor(torch.zeros(2, 4) if one else whole, comm)),
+        (ValueError, lambda: (gather_tensor if one else sync_tensor)(part, 0, shapes, comm)),
+        (ValueError, lambda: shard_tensor(short, 0, shapes, comm)),
+        (IndexError, lambda: shard_tensor(whole, 2, shapes, comm)),
+        (TypeError, lambda: shard_tensor(whole, 0.0, shapes, comm)),
+        (TypeError, lambda: gather_tensor(part, 0, None, comm)),
+    ]
+    texts = []
+    for kind, call in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        assert not isinstance(caught.value, CommunicatorError)
+        texts.append(str(caught.value))
+    assert gather_tensor(part, 0, shapes, comm).shape == (4, 2), "the group is not usable any more"
+    return texts
+
+
+@EVERYWHERE
+def test_refusals(pool: RankPool) -> None:
+    first, second = pool.run(refusals, size=2)
+    assert first[0] == f"rank 1: {second[0]}"
+    for texts in (first, second):
+        assert "more than dimension 0" in texts[0]
+        assert "dim is 2, but the tensor has 2 dimensions" in texts[1]
+        assert "one shape per rank (2), got 1" in texts[3]
+        assert "the local shard has shape (1, 2), but shapes[1], this rank's, is (3, 2)" in texts[4]
+        assert "shapes[1] must be at least 0, got -1" in texts[6]
+        assert "float64" in texts[7]
+        assert "float32" in texts[7]
+        assert "add up to 4, but input_ has 3" in texts[16]
+    assert "rank 1 called reduce_tensor(float32, cpu, (2, 4))" in first[18]
+    assert "rank 1 called gather_tensor" in first[19]
+
+
+# Groups.
+
+
+@pytest.mark.parametrize("comm", [None, "single"])
+def test_group_of_one(comm: Any) -> None:
+    from tagi_ddp.communicators.single import SingleCommunicator
+
+    group = SingleCommunicator() if comm else None
+    wrong = (7, "not looked at")
+    for function, args in {
+        shard_tensor: wrong,
+        gather_tensor: wrong,
+        sync_tensor: wrong,
+        reduce_shard_tensor: wrong,
+        reduce_tensor: (),
+        shard_heads: wrong[1:],
+        shard_sequence: wrong[1:],
+    }.items():
+        given = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+        given.requires_grad_()
+        out = function(given, *args, group)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        out.backward(torch.full_like(out, 3.0))
+        assert (given.grad == 3).all()
+        with torch.no_grad():
+            given.zero_()
+        assert torch.equal(out.flatten(), torch.arange(24.0))
+
+
+def over_process_groups(comm: Any, path: str) -> None:
+    dist.init_process_group("gloo", f"file://{path}", rank=comm.rank, world_size=comm.size)
+    try:
+        shapes = [[1 + r, 2] for r in range(comm.size)]
+        whole = torch.arange(2.0 * sum(s[0] for s in shapes)).view(-1, 2)
+        own = shard_tensor(whole, 0, shapes, dist.group.WORLD).requires_grad_()
+        for _ in range(2):
+            out = sync_tensor(own, 0, shapes, dist.group.WORLD)
+            assert torch.equal(out, whole)
+            out.sum().backward()
+        assert (own.grad == 2 * comm.size).all()
+        part = dist.new_group([1, 2])
+        alone = dist.new_group([comm.rank], use_local_synchronization=True)
+        assert torch.equal(gather_tensor(own, 5, [], alone), own)
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="not in the group"):
+                gather_tensor(own, 0, shapes[1:], part)
+        else:
+            assert torch.equal(gather_tensor(own, 0, shapes[1:], part), whole[1:])
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_process_groups(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(over_process_groups, str(tmp_path / "store"), size=3)
+
+
+def memory_formats_that_differ(comm: Any) -> None:
+    """Let one rank's tensor lie otherwise than the others'; none may scramble."""
+    shapes = [[2, 3, 4, 5], [2, 1, 4, 5]]
+    whole = torch.arange(160.0).view(2, 4, 4, 5)
+    for formats in (
+        (torch.channels_last, torch.contiguous_format),
+        (torch.contiguous_format, torch.channels_last),
+    ):
+        part = whole.split((3, 1), 1)[comm.rank].clone(memory_format=formats[comm.rank])
+        part.requires_grad_()
+        out = sync_tensor(part, 1, shapes, comm)
+        assert torch.equal(out, whole)
+        out.backward(whole.clone(memory_format=formats[1 - comm.rank]))
+        assert torch.equal(part.grad, 2 * whole.split((3, 1), 1)[comm.rank])
+        given = whole.clone(memory_format=formats[comm.rank]).requires_grad_()
+        shard_tensor(given, 1, shapes, comm).backward(part.detach())
+        assert torch.equal(given.grad, whole)
+    single = whole[:, :1].contiguous()
+    assert gather_tensor(single, 0, [[2, 1, 4, 5]] * 2, comm).stride() == single.stride()
+
+
+def test_memory_formats_that_differ(shm: RankPool) -> None:
+    shm.run(memory_formats_that_differ, size=2)
+
+
+class Model(torch.nn.Module):
+    """Works on a part of the rows, with all of them in between."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Linear(4, 4).double() for _ in range(2))
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        shapes = [[2, 4], [1, 4]]
+        part = shard_tensor(x, 0, shapes, self.comm)
+        part = torch.relu(self.first(part))
+        mixed = self.second(sync_tensor(part, 0, shapes, self.comm)).cos()
+        return reduce_tensor(mixed, self.comm).sum() * (self.comm.rank + 1)
+
+
+def compiled(comm: Any) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    answers = []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+        model, given = Model(comm), x.clone().requires_grad_()
+        out = wrap(model)(given)
+        out.backward()
+        answers.append([out, given.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*answers)
+    torch.compiler.reset()
+
+
+def test_compiled(shm: RankPool) -> None:
+    shm.run(compiled, size=2, limit=60)
+
+
+def test_compiled_in_a_piece_without_a_group() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return sync_tensor(x * 2, 0, [], None) + shard_heads(x, [], None)
+
+    x = torch.ones(2, 3, 4)
+    assert torch.equal(function(x), 3 * x)
