@@ -160,7 +160,7 @@ def meet(
     tensor: torch.Tensor,
     group: Communicator | ProcessGroup,
     check: Callable[[], T],
-    number: int = 0,
+    number: Callable[[], int] = int,
 ) -> tuple[Wire, Agreed[T]]:
     """Return a wire for all ranks' tensors, and what the ranks have agreed on; see `agree`."""
     agreed = agree(communicator(group, torch.device("cpu")), name, tensor, check, number)

@@ -92,7 +92,7 @@ class Agreed(Generic[T]):
     """What all ranks have said.
 
     ``wire`` is the memory format in which tensors travel, ``own`` that of this rank's tensor;
-    they differ only where the ranks' do. ``numbers`` holds every rank's ``number``.
+    they differ only where the ranks' do. ``numbers`` holds what every rank's ``number`` returned.
     """
 
     common: T
@@ -106,7 +106,7 @@ def agree(
     name: str,
     tensor: torch.Tensor,
     check: Callable[[], T],
-    number: int = 0,
+    number: Callable[[], int] = int,
 ) -> Agreed[T]:
     """Return what ``check`` returns, once it returned the same on all ranks.
 
@@ -114,16 +114,18 @@ def agree(
     tensors moves, and the communicator goes on being usable. This costs one small all-gather.
     """
     problem: Exception | None = None
-    said, formats, favourite = "", 0, 0
+    said, formats, favourite, own_number = "", 0, 0, 0
     try:
-        common = check()
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"input_ must be a tensor, got {type(tensor).__name__}")
+        common, own_number = check(), number()
         said = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
         formats, favourite = _formats(tensor)
     except (IndexError, TypeError, ValueError) as error:
         problem = error
     digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
     code = int.from_bytes(digest, "big", signed=True)
-    rows = _gather_rows(comm, [int(problem is not None), code, formats, favourite, number])
+    rows = _gather_rows(comm, [int(problem is not None), code, formats, favourite, own_number])
     if any(row[:2] != [0, code] for row in rows):
         _refuse(comm, problem, said)
     shared = functools.reduce(operator.and_, (row[2] for row in rows))

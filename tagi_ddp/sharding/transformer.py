@@ -78,8 +78,7 @@ def _shard_sequence(
             )
         return (*input_.shape[:_HEADS], *input_.shape[_SEQUENCE:]), lengths
 
-    own_heads = input_.shape[_HEADS] if input_.dim() >= -_HEADS else 0
-    wire, agreed = meet("shard_sequence", input_, mgroup, check, own_heads)
+    wire, agreed = meet("shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS])
     rest, lengths = agreed.common
     heads = agreed.numbers
     if heads != split_sizes(sum(heads), ranks):

@@ -24,7 +24,6 @@ from sharding.cases import (
 )
 from tagi_ddp.communicators import CommunicatorError
 from tagi_ddp.sharding import shard_heads, shard_sequence
-from tagi_ddp.sharding.shapes import split_sizes
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,10 @@ def check(comm: Any, case: Case) -> None:
     )
     expect("shard_sequence", case, out, sequence(whole, rank))
     expect("shard_sequence, backward", case, back, heads(gradient, rank))
+    part = case.lay(heads(whole, rank))
+    one = part.new_ones(()).expand(sequence(whole, rank).shape)  # what sum().backward() sends
+    _, back = run(lambda x: shard_sequence(x, case.shapes, comm), part.clone(), one)
+    expect("shard_sequence, backward of a sum", case, back, torch.ones_like(part))
 
 
 def check_all(comm: Any) -> int:
@@ -105,6 +108,11 @@ def test_gloo(gloo: RankPool) -> None:
 
 def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all)) > 30
+
+
+def test_nccl(nccl: RankPool) -> None:
+    """On a stand-in for it."""
+    assert min(nccl.run(check_all, size=3)) > 30
 
 
 def attention(comm: Any) -> None:
@@ -166,7 +174,3 @@ def test_refusals(backend: str, request: pytest.FixtureRequest) -> None:
     assert "float16" in first[4]
     assert "add up to 5, but the sequence of input_ has length 4" in first[5]
     assert first[6] == second[6] == "the ranks have [1, 2] heads, but 3 heads are split as [2, 1]"
-
-
-def test_split_of_heads() -> None:
-    assert split_sizes(5, 3) == [2, 2, 1]

@@ -1,0 +1,148 @@
+"""Groups of all kinds, tensors of all formats, and torch.compile."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed as dist
+
+from tagi_ddp.communicators import watched
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.sharding import (
+    gather_tensor,
+    reduce_shard_tensor,
+    reduce_tensor,
+    shard_heads,
+    shard_sequence,
+    shard_tensor,
+    sync_tensor,
+)
+
+Tensor = torch.Tensor
+
+
+@pytest.mark.parametrize("comm", [None, "single"])
+def test_group_of_one(comm: Any) -> None:
+    group = SingleCommunicator() if comm else None
+    wrong = (7, "not looked at")
+    for function, args in {
+        shard_tensor: wrong,
+        gather_tensor: wrong,
+        sync_tensor: wrong,
+        reduce_shard_tensor: wrong,
+        reduce_tensor: (),
+        shard_heads: wrong[1:],
+        shard_sequence: wrong[1:],
+    }.items():
+        given = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+        given.requires_grad_()
+        out = function(given, *args, group)
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        out.backward(torch.full_like(out, 3.0))
+        assert (given.grad == 3).all()
+        with torch.no_grad():
+            given.zero_()
+        assert torch.equal(out.flatten(), torch.arange(24.0))
+
+
+def over_process_groups(comm: Any, path: str) -> None:
+    dist.init_process_group("gloo", f"file://{path}", rank=comm.rank, world_size=comm.size)
+    try:
+        shapes = [[1 + r, 2] for r in range(comm.size)]
+        whole = torch.arange(2.0 * sum(s[0] for s in shapes)).view(-1, 2)
+        own = shard_tensor(whole, 0, shapes, dist.group.WORLD).requires_grad_()
+        for _ in range(2):
+            out = sync_tensor(own, 0, shapes, dist.group.WORLD)
+            assert torch.equal(out, whole)
+            out.sum().backward()
+        assert (own.grad == 2 * comm.size).all()
+        part = dist.new_group([1, 2])
+        alone = dist.new_group([comm.rank], use_local_synchronization=True)
+        assert torch.equal(gather_tensor(own, 5, [], alone), own)
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="not in the group"):
+                gather_tensor(own, 0, shapes[1:], part)
+        else:
+            assert torch.equal(gather_tensor(own, 0, shapes[1:], part), whole[1:])
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    del part, alone
+    gc.collect()
+    assert not list(watched._open), "connections are left though their group is gone"
+
+
+def test_process_groups(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(over_process_groups, str(tmp_path / "store"), size=3)
+
+
+def memory_formats_that_differ(comm: Any) -> None:
+    """Let one rank's tensor lie otherwise than the others'; none may scramble."""
+    shapes = [[2, 3, 4, 5], [2, 1, 4, 5]]
+    whole = torch.arange(160.0).view(2, 4, 4, 5)
+    for formats in (
+        (torch.channels_last, torch.contiguous_format),
+        (torch.contiguous_format, torch.channels_last),
+    ):
+        part = whole.split((3, 1), 1)[comm.rank].clone(memory_format=formats[comm.rank])
+        part.requires_grad_()
+        out = sync_tensor(part, 1, shapes, comm)
+        assert torch.equal(out, whole)
+        out.backward(whole.clone(memory_format=formats[1 - comm.rank]))
+        assert torch.equal(part.grad, 2 * whole.split((3, 1), 1)[comm.rank])
+        given = whole.clone(memory_format=formats[comm.rank]).requires_grad_()
+        shard_tensor(given, 1, shapes, comm).backward(part.detach())
+        assert torch.equal(given.grad, whole)
+    single = whole[:, :1].contiguous()
+    assert gather_tensor(single, 0, [[2, 1, 4, 5]] * 2, comm).stride() == single.stride()
+
+
+def test_memory_formats_that_differ(shm: RankPool) -> None:
+    shm.run(memory_formats_that_differ, size=2)
+
+
+class Model(torch.nn.Module):
+    """Works on a part of the rows, with all of them in between."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Linear(4, 4).double() for _ in range(2))
+        self.comm = comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        shapes = [[2, 4], [1, 4]]
+        part = shard_tensor(x, 0, shapes, self.comm)
+        part = torch.relu(self.first(part))
+        mixed = self.second(sync_tensor(part, 0, shapes, self.comm)).cos()
+        return reduce_tensor(mixed, self.comm).sum() * (self.comm.rank + 1)
+
+
+def compiled(comm: Any) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    answers = []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+        model, given = Model(comm), x.clone().requires_grad_()
+        out = wrap(model)(given)
+        out.backward()
+        answers.append([out, given.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*answers)
+    torch.compiler.reset()
+
+
+def test_compiled(shm: RankPool) -> None:
+    shm.run(compiled, size=2, limit=60)
+
+
+def test_compiled_in_a_piece_without_a_group() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return sync_tensor(x * 2, 0, [], None) + shard_heads(x, [], None)
+
+    x = torch.ones(2, 3, 4)
+    assert torch.equal(function(x), 3 * x)
