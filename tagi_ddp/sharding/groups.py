@@ -68,12 +68,11 @@ def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Co
 def _on_device(host: Communicator, device: torch.device) -> Communicator:
     from tagi_ddp.communicators import nccl
 
-    index = torch.cuda.current_device() if device.index is None else device.index
     try:
         return nccl.create(
             host.rank,
             host.size,
-            (index, index),
+            (device.index, 0),
             host.timeout,
             lambda own: all_gather_object(host, own),
         )

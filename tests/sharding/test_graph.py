@@ -16,6 +16,7 @@ from tagi_ddp.sharding import (
     shard_tensor,
     sync_tensor,
 )
+from tagi_ddp.sharding.collectives import Wire
 
 
 def check(comm: Any, case: Case) -> None:
@@ -106,6 +107,19 @@ def check_all(comm: Any) -> int:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_shm(shm: RankPool, size: int) -> None:
     assert min(shm.run(check_all, size=size)) > 50
+
+
+def check_staged(comm: Any) -> int:
+    """As if the tensors were on a device, and the communicator's buffers on the host."""
+    own, Wire.staged = Wire.staged, lambda wire, tensor: True
+    try:
+        return check_all(comm)
+    finally:
+        Wire.staged = own
+
+
+def test_by_way_of_the_host(shm: RankPool) -> None:
+    assert min(shm.run(check_staged, size=2)) > 50
 
 
 @pytest.mark.parametrize("size", [2, 3])

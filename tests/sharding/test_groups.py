@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from rank_pool import RankPool
 from torch import distributed as dist
 
-from tagi_ddp.communicators import watched
+from tagi_ddp.communicators import BackendUnavailable, nccl, watched
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.sharding import (
     gather_tensor,
@@ -22,6 +23,7 @@ from tagi_ddp.sharding import (
     shard_tensor,
     sync_tensor,
 )
+from tagi_ddp.sharding.groups import communicator
 
 Tensor = torch.Tensor
 
@@ -79,6 +81,36 @@ def over_process_groups(comm: Any, path: str) -> None:
 
 def test_process_groups(shm: RankPool, tmp_path: Path) -> None:
     shm.run(over_process_groups, str(tmp_path / "store"), size=3)
+
+
+def unavailable(*_: Any) -> None:
+    raise BackendUnavailable("no NCCL here")
+
+
+def on_devices(comm: Any, path: str, works: bool) -> str:
+    """Return the backend for a process group's tensors on a device, where NCCL works or not."""
+    dist.init_process_group("gloo", f"file://{path}", rank=comm.rank, world_size=comm.size)
+    create = nccl.create
+    try:
+        device = torch.device("cuda", comm.rank)
+        if not works:
+            nccl.create = unavailable
+        with contextlib.nullcontext() if works else pytest.warns(RuntimeWarning, match="the host"):
+            found = communicator(dist.group.WORLD, device)
+        assert communicator(dist.group.WORLD, device) is found
+        assert communicator(dist.group.WORLD, torch.device("cpu")).backend == "gloo"
+        sums = torch.ones(4)
+        found.all_reduce(sums)
+        assert (sums == comm.size).all()
+        return found.backend
+    finally:
+        nccl.create = create
+        dist.destroy_process_group()
+
+
+def test_process_group_on_devices(nccl: RankPool, shm: RankPool, tmp_path: Path) -> None:
+    assert nccl.run(on_devices, str(tmp_path / "with"), True, size=2) == ["nccl"] * 2
+    assert shm.run(on_devices, str(tmp_path / "without"), False, size=2) == ["gloo"] * 2
 
 
 def memory_formats_that_differ(comm: Any) -> None:
