@@ -72,7 +72,7 @@ def _on_device(host: Communicator, device: torch.device) -> Communicator:
         return nccl.create(
             host.rank,
             host.size,
-            (device.index, 0),
+            (device.index, 0),  # the local rank would only choose a device
             host.timeout,
             lambda own: all_gather_object(host, own),
         )
@@ -120,7 +120,7 @@ def agree(
         common, own_number = check(), number()
         said = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
         formats, favourite = _formats(tensor)
-    except (IndexError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         problem = error
     digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
     code = int.from_bytes(digest, "big", signed=True)
@@ -159,13 +159,14 @@ def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
 
 def _refuse(comm: Communicator, problem: Exception | None, said: str) -> None:
     """Raise what is wrong; all ranks call this."""
-    answers: list[Any] = all_gather_object(comm, (problem and (type(problem), str(problem)), said))
+    own = None if problem is None else (type(problem), str(problem))
+    answers: list[Any] = all_gather_object(comm, (own, said))
     if problem is not None:
         raise problem
     problems = [(rank, *found) for rank, (found, _) in enumerate(answers) if found]
     if problems:
         rank, kind, text = problems[0]
-        raise kind(f"rank {rank}: {text}")
+        raise (kind if kind in (IndexError, TypeError) else ValueError)(f"rank {rank}: {text}")
     raise ValueError(
         mismatch_text(
             {rank: other for rank, (_, other) in enumerate(answers) if other != said}, said

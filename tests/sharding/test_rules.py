@@ -245,6 +245,10 @@ def refusals(comm: Any) -> list[str]:
         (TypeError, lambda: gather_tensor(part, 0, None, comm)),
         (TypeError, lambda: gather_tensor([0, 0] if one else part, 0, shapes, comm)),
         (TypeError, lambda: gather_tensor(part.bool(), 0, shapes, comm)),
+        (
+            RuntimeError if one else ValueError,
+            lambda: gather_tensor(part.to_sparse_csr() if one else part, 0, shapes, comm),
+        ),
     ]
     texts = []
     for kind, call in calls:
