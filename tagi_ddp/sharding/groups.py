@@ -23,10 +23,11 @@ from tagi_ddp.communicators import (
     as_communicator,
 )
 from tagi_ddp.communicators.errors import mismatch_text
-from tagi_ddp.communicators.objects import HostObjects
 
 Group = Communicator | ProcessGroup | None
 T = TypeVar("T")
+
+_kinds: set[type] = set()  # known to be communicators
 
 _FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 4: torch.channels_last_3d}
 
@@ -44,7 +45,7 @@ def place(group: Group) -> tuple[int, int]:
         return group.rank(), group.size()
     if isinstance(group, int):  # what torch gives to processes that a new group leaves out
         raise ValueError("this process is not in the group: only its ranks may call this")
-    comm = as_communicator(group)
+    comm = _own(group)
     return comm.rank, comm.size
 
 
@@ -54,7 +55,7 @@ def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Co
     The first call for a process group and a kind of device connects its ranks, which all call it.
     """
     if not isinstance(group, ProcessGroup):
-        return as_communicator(group)
+        return _own(group)
     known = _wrapped.get(group)
     if known is None:
         known = _wrapped[group] = {"cpu": as_communicator(group)}
@@ -63,6 +64,14 @@ def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Co
     if device.type != "cpu" and str(device) not in known:
         known[str(device)] = _on_device(known["cpu"], device)
     return known[str(device) if device.type != "cpu" else "cpu"]
+
+
+def _own(comm: Communicator) -> Communicator:
+    """Return ``comm``; raise TypeError if it is not a communicator."""
+    if type(comm) not in _kinds:  # comparing with the protocol takes longer than a small operation
+        as_communicator(comm)
+        _kinds.add(type(comm))
+    return comm
 
 
 def _on_device(host: Communicator, device: torch.device) -> Communicator:
@@ -149,8 +158,8 @@ def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
-    if isinstance(comm, HostObjects):  # its buffers live on a device, which need not wait
-        return comm.all_gather_object(own)
+    if comm.device != "cpu":  # its buffers live there, but the hosts can agree by themselves
+        return all_gather_object(comm, own)
     table = np.empty((comm.size, len(own)), np.int64)
     comm.all_gather(np.array(own, np.int64), table)
     rows: list[list[int]] = table.tolist()
