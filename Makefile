@@ -40,7 +40,7 @@ sanitize: .venv/.installed-dev
 	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
 
 # Side by side with what a user would pick instead; writes build/bench.json.
-bench: .venv/.installed-test
+bench: .venv/.installed-bench
 	.venv/bin/python -m benchmarks
 
 # .venv with the package, editable, and one of its extras. Python files are used as they are; the
