@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ EVEN, UNEVEN, WITH_EMPTY, EMPTY = (2, 2, 2, 2), (3, 1, 4, 2), (2, 0, 3, 0), (0, 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+# By itself pickle looks for them in the first module that has imported torch, maybe a test.
+copyreg.pickle(torch.memory_format, lambda f: (getattr, (torch, str(f).removeprefix("torch."))))
 
 
 @dataclass(frozen=True)
