@@ -31,7 +31,7 @@ class TestGloo(
     InitContract,
 ):
     backend = "gloo"
-    sizes = (2, 3, 4)
+    sizes = (2, 3)
 
 
 def beside_process_groups(comm: Any, job: str) -> None:
