@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-import warnings
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,6 +26,14 @@ _MOST_FUSED_RANKS = 4
 # time for a step over emulated links of 1 and 5 Gbit/s, more than with 1 or 16 MB. On one host it
 # costs more time of the cores than it hides.
 _PART_BYTES = 4 << 20
+
+
+class LateAgreement(Protocol):
+    """What the ranks agreed on where the device applies it; `Replica.take_refused` tells more."""
+
+    def all_joined(self) -> bool:
+        """Tell whether all ranks only follow the others; waits for the device."""
+        ...
 
 
 class Exchange(ABC):
@@ -59,11 +66,8 @@ class Exchange(ABC):
     @abstractmethod
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
-    ) -> Agreement | None:
-        """Return what the ranks agreed on; `Agreement.applies` tells whether it was applied.
-
-        None: the device knows, and `Replica.take_refused` will tell.
-        """
+    ) -> Agreement | LateAgreement:
+        """Return what the ranks agreed on; `Agreement.applies` tells whether it was applied."""
 
     def average_statistics(self, batch: int, total: int) -> None:
         """Average, after a step that applies; ``batch`` samples of this rank, ``total`` of all."""
@@ -105,14 +109,7 @@ def make_exchange(
     elif communicator.size == 1 or communicator.device != "cpu":
         return _OnDevice(communicator, replica)
     else:
-        warnings.warn(
-            f"the replica's deltas go from the device to the host and back at every step, as the "
-            f"{communicator.backend} communicator works on the host: NCCL would be faster "
-            "(backend='nccl'; tagi-ddp doctor tells what it needs)",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return _Bucket(communicator, statistics)
+        return _Bucket(communicator, statistics)  # by way of the host
     if communicator.size == 1:
         return _Alone(communicator, statistics)
     if bucket is not None:
@@ -248,11 +245,9 @@ class _OnDevice(Exchange):
     def first_not_finite(self, parameters: Any) -> str:
         return ""  # `words_of` looks, on the device
 
-    def __call__(
-        self, parameters: Any, contribution: Contribution, average: bool
-    ) -> Agreement | None:
-        agreement = self._replica.agree(self._communicator, contribution, average)
-        return agreement.on_host() if contribution.joined else None
+    def __call__(self, parameters: Any, contribution: Contribution, average: bool) -> LateAgreement:
+        agreement: LateAgreement = self._replica.agree(self._communicator, contribution, average)
+        return agreement
 
     def average_statistics(self, batch: int, total: int) -> None:
         """Do nothing: that was a part of the step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from tagi_ddp._backend import Contribution
+from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
@@ -352,8 +352,8 @@ class DDPSequential(SequentialInterface):
             agreement = self._exchange(
                 parameters, Contribution(samples, not culprit, joined), self.average
             )
-            if agreement is None:
-                return False
+            if not isinstance(agreement, Agreement):  # all ranks learn of a refusal together, later
+                return joined and agreement.all_joined()
             if agreement.applies:
                 self._exchange.average_statistics(samples, agreement.batch)
                 self._replica.updated()

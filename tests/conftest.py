@@ -19,6 +19,22 @@ def shm() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def gloo() -> Iterator[RankPool]:
+    """Up to three ranks over gloo."""
+    pool = RankPool("gloo", 3)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def mpi() -> Iterator[RankPool]:
+    """Two ranks over MPI."""
+    pool = RankPool("mpi", 2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
     sanitize = "libasan" in os.environ.get("LD_PRELOAD", "")

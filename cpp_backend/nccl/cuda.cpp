@@ -106,6 +106,13 @@ int Device::owner_of(uintptr_t pointer) const {
     return owner;
 }
 
+void Device::release(int (*function)(void*), void* handle) const noexcept {
+    if (handle == nullptr || cuda_->push_context(context_) != success) return;
+    function(handle);
+    void* context = nullptr;
+    cuda_->pop_context(&context);
+}
+
 Device::Guard::Guard(const Device& device) : device_(device) {
     const Cuda& cuda = device.cuda();
     cuda.check(cuda.push_context(device.context_), "cuCtxPushCurrent");
@@ -122,9 +129,7 @@ Event::Event(std::shared_ptr<const Device> device) : device_(std::move(device)) 
     cuda.check(cuda.create_event(&handle_, event_without_timing), "cuEventCreate");
 }
 
-Event::~Event() {
-    if (handle_ != nullptr) device_->cuda().destroy_event(handle_);
-}
+Event::~Event() { device_->release(device_->cuda().destroy_event, handle_); }
 
 void Event::record(void* stream) {
     const Device::Guard guard(*device_);
@@ -152,8 +157,6 @@ Stream::Stream(std::shared_ptr<const Device> device) : device_(std::move(device)
                "cuStreamCreateWithPriority");
 }
 
-Stream::~Stream() {
-    if (handle_ != nullptr) device_->cuda().destroy_stream(handle_);
-}
+Stream::~Stream() { device_->release(device_->cuda().destroy_stream, handle_); }
 
 }  // namespace tagi_ddp

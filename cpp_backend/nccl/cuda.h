@@ -63,6 +63,9 @@ class Device {
     // The ordinal of the device whose memory `pointer` points to, -1 for the host's.
     int owner_of(uintptr_t pointer) const;
 
+    // Calls the driver's `function` that frees `handle`, wherever that happens; errors are ignored.
+    void release(int (*function)(void*), void* handle) const noexcept;
+
     // Makes the device's context the current one of this thread, until it goes.
     class Guard {
      public:

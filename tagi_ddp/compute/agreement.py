@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import Agreement, Contribution
+from tagi_ddp._backend import Contribution
 
 # A refused step is told this many steps later, when its outcome has long arrived: the same number
 # on all ranks, which so stop together.
@@ -48,12 +48,9 @@ class DeviceAgreement:
         # The engine's own choice by batch size.
         self.cap = 0.1 + 1.9 * (batch > 1) + 1.0 * (batch >= 256)
 
-    def on_host(self) -> Agreement:
-        """Return the same on the host, which waits for the device."""
-        rows = self.table.tolist()
-        return Agreement(
-            [Contribution(n, bool(finite), bool(joined)) for n, joined, finite, _ in rows]
-        )
+    def all_joined(self) -> bool:
+        """Tell whether all ranks only follow the others; waits for the device."""
+        return bool(self.table[:, _JOINED].all())
 
 
 class Outcomes:

@@ -105,19 +105,20 @@ class DeviceReplica:
         """
         parameters, statistics = self.parameters, self.statistics
         table = words_of(contribution, parameters.deltas)[None]
+        averages: Tensor | None = None
         if communicator.size > 1:
             if contribution.batch == 0:
                 parameters.deltas.zero_()
             communicator.all_reduce(parameters.deltas, async_op=True)
-            averages = statistics.packed(contribution.batch) if statistics.size else None
-            if averages is not None:
+            if statistics.size:
+                averages = statistics.packed(contribution.batch)
                 communicator.all_reduce(averages, async_op=True)
             words, table = table, table.new_zeros(communicator.size, WORDS)
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
         agreement = DeviceAgreement(table, average)
         parameters.apply_agreed(agreement)
-        if communicator.size > 1 and averages is not None:
+        if averages is not None:
             statistics.unpack_agreed(averages, agreement)
         self.outcomes.add(table)
         self._ahead = True

@@ -43,7 +43,6 @@ def move_to_device(
     before = attach(model)
     kept = [(name, array.copy()) for name, array in before.state()]
     model.to_device(device)
-    model._cpp_backend.preinit_layer()
     replica = CudaReplica(model, memory_of)
     for (name, array), (_, values) in zip(replica.state(), kept, strict=True):
         if array.shape != values.shape:

@@ -7,29 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.arguments import ArgumentsContract
-from contract.deaths import DeathsContract, StopContract, work_until
-from contract.failures import ClosedContract, FailuresContract, InitContract
-from contract.operations import OperationsContract
-from contract.order import GroupContract, OrderContract
-from contract.programs import ProgramsContract
+from contract.deaths import work_until
+from contract.whole import WholeContract
 from rank_pool import RankPool
 
 from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
 
 
-class TestGloo(
-    OperationsContract,
-    ArgumentsContract,
-    OrderContract,
-    GroupContract,
-    ProgramsContract,
-    ClosedContract,
-    FailuresContract,
-    DeathsContract,
-    StopContract,
-    InitContract,
-):
+class TestGloo(WholeContract):
     backend = "gloo"
     sizes = (2, 3)
 

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from contract.arguments import ArgumentsContract
-from contract.deaths import DeathsContract, StopContract
-from contract.failures import ClosedContract, FailuresContract, InitContract
-from contract.operations import OperationsContract
-from contract.order import GroupContract, OrderContract
-from contract.programs import ProgramsContract
+from contract.whole import SoloContract, WholeContract
 
 
-class TestNcclOfOne(
-    OperationsContract, ArgumentsContract, OrderContract, ProgramsContract, ClosedContract
-):
+class TestNcclOfOne(SoloContract):
     backend = "nccl"
     sizes = (1,)
 
 
-class TestNccl(
-    OperationsContract,
-    ArgumentsContract,
-    OrderContract,
-    GroupContract,
-    ProgramsContract,
-    ClosedContract,
-    FailuresContract,
-    DeathsContract,
-    StopContract,
-    InitContract,
-):
+class TestNccl(WholeContract):
     backend = "nccl"
     sizes = (2, 4)

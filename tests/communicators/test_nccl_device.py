@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from typing import Any
 
@@ -72,6 +73,34 @@ def group(comm: Any) -> None:
         raise KeyError("a group that ends in an error does nothing")
     comm.barrier()
     assert (one == total(comm)).all()
+
+
+def group_beside_another_thread(comm: Any) -> None:
+    """Another thread's operation waits for the group's end, and is none of it."""
+    one, two = np.ones(3), np.ones(3)
+    with comm.group() as work:
+        thread = threading.Thread(target=comm.all_reduce, args=(two,))
+        thread.start()
+        time.sleep(0.1)
+        comm.all_reduce(one)
+        assert two.tolist() == [1, 1, 1]
+    work.wait()
+    thread.join(10)
+    assert one.tolist() == two.tolist() == [comm.size] * 3
+    with comm.group():
+        for call in (comm.barrier, lambda: comm.split(0), lambda: all_gather_object(comm, 1)):
+            assert "inside of group" in str(caught(call))
+        if comm.size > 1:
+            other = (comm.rank + 1) % comm.size
+            assert "inside of group" in str(caught(lambda: comm.send(one, other)))
+
+    def streams() -> None:
+        with comm.group():
+            comm.all_reduce(Foreign(one, 1))
+            comm.all_reduce(Foreign(two, 77))
+
+    assert "2 streams" in str(caught(streams))
+    comm.barrier()
 
 
 def groups_that_differ(comm: Any) -> type:
@@ -183,6 +212,9 @@ class TestDevices:
 
     def test_group(self, pool: RankPool, size: int) -> None:
         pool.run(group, size=size)
+
+    def test_group_beside_another_thread(self, pool: RankPool, size: int) -> None:
+        pool.run(group_beside_another_thread, size=size)
 
     def test_groups_that_differ(self, pool: RankPool, size: int) -> None:
         assert set(pool.run(groups_that_differ, size=size, fresh=True)) == {Mismatch}

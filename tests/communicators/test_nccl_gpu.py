@@ -9,11 +9,9 @@ import pytest
 import torch
 from communicators.on_device import VARIABLE, gpus, why_not
 from contract.arguments import ArgumentsContract
-from contract.deaths import DeathsContract, StopContract
-from contract.failures import ClosedContract, FailuresContract, InitContract
 from contract.operations import OperationsContract, properties
 from contract.order import GroupContract, OrderContract
-from contract.programs import ProgramsContract
+from contract.whole import SoloContract, WholeContract
 from rank_pool import RankPool
 
 LONG = 1 << 30  # cycles of a GPU: about half a second
@@ -63,27 +61,14 @@ class TestOnDevice(OperationsContract, ArgumentsContract, OrderContract, GroupCo
 
 
 @pytest.mark.gpu
-class TestNcclOnOneGpu(
-    OperationsContract, ArgumentsContract, OrderContract, ProgramsContract, ClosedContract
-):
+class TestNcclOnOneGpu(SoloContract):
     backend = "nccl"
     sizes = (1,)
     place = "cuda"
 
 
 @pytest.mark.gpu
-class TestNcclOnGpus(
-    OperationsContract,
-    ArgumentsContract,
-    OrderContract,
-    GroupContract,
-    ProgramsContract,
-    ClosedContract,
-    FailuresContract,
-    DeathsContract,
-    StopContract,
-    InitContract,
-):
+class TestNcclOnGpus(WholeContract):
     backend = "nccl"
     sizes = (2,)
     place = "cuda"

@@ -1,14 +1,8 @@
 """The contract in a world of one."""
 
-from contract.arguments import ArgumentsContract
-from contract.failures import ClosedContract
-from contract.operations import OperationsContract
-from contract.order import OrderContract
-from contract.programs import ProgramsContract
+from contract.whole import SoloContract
 
 
-class TestSingle(
-    OperationsContract, ArgumentsContract, OrderContract, ProgramsContract, ClosedContract
-):
+class TestSingle(SoloContract):
     backend = "single"
     sizes = (1,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,20 +14,6 @@ from tagi_ddp import exchange
 
 SHARES = (30, 41)
 WAYS = {"engine": ("_Fused", "_Bucket"), "torch": ("_Fused", "_Bucket", "_Overlapped")}
-
-
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[RankPool]:
-    pool = RankPool("gloo", 2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def mpi() -> Iterator[RankPool]:
-    pool = RankPool("mpi", 2)
-    yield pool
-    pool.close()
 
 
 def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, Any]:
@@ -63,7 +48,9 @@ def test_backends_give_the_same(
     shm: RankPool, backend: str, compute: str, way: str, request: pytest.FixtureRequest
 ) -> None:
     expected = shm.run(exchange_by, compute, "_Fused", False, size=2)[0][1]
-    answers = request.getfixturevalue(backend).run(exchange_by, compute, way, False, limit=60)
+    answers = request.getfixturevalue(backend).run(
+        exchange_by, compute, way, False, size=2, limit=60
+    )
     assert answers[0][0] == answers[1][0]
     assert distance(answers[0][1], expected) < 1e-6
 
@@ -91,7 +78,7 @@ def chosen_between_hosts(comm: Any) -> list[str]:
 
 def test_choice_between_hosts(gloo: RankPool) -> None:
     expected = ["_Bucket", "_Overlapped", "_Bucket", "_Bucket"]
-    assert gloo.run(chosen_between_hosts, fresh=True) == [expected] * 2
+    assert gloo.run(chosen_between_hosts, size=2, fresh=True) == [expected] * 2
 
 
 def five_ranks(comm: Any) -> tuple[str, str]:

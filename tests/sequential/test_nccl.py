@@ -95,6 +95,30 @@ def test_refused_step_is_told_on_all_ranks_at_once(nccl: RankPool, way: str) -> 
     assert steps == (0 if way == "check" else LAG - 1)
 
 
+def refuse_after_one_has_joined(comm: Any, steps: int) -> tuple[Report, Report]:
+    """Rank 0 has no data from the second step on; rank 1's second step is refused."""
+    model = DDPSequential(fresh("mlp"), communicator=comm, **OPTIONS)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 6)
+
+    def work() -> None:
+        with model.join():
+            for step in range(1 + steps * comm.rank):
+                learn(model, x * np.inf if step == 1 else x, y)
+                model.step()
+        model.check_replicas()
+
+    answer = report(work)
+    return answer, report(lambda: model.step())
+
+
+@pytest.mark.parametrize("steps", [2, LAG + 3])
+def test_refused_step_while_others_have_joined(nccl: RankPool, steps: int) -> None:
+    answers = nccl.run(refuse_after_one_has_joined, steps, size=2, fresh=True)
+    for (kind, text, ranks), (again, _, _) in answers:
+        assert (kind, ranks) == ("NotFiniteError", (1,)), text
+        assert again == "RuntimeError"  # no backward: the group goes on
+
+
 def abort_in_a_step(comm: Any, operation: str) -> tuple[str, bool]:
     """A step whose exchange fails changes nothing on any rank."""
     model = DDPSequential(fresh("mlp"), communicator=comm, **OPTIONS)

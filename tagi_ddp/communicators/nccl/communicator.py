@@ -56,6 +56,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         self._pending: deque[NcclWork] = deque()
         self._completed = 0  # the last collective that is complete here, as all before it
         self._told: dict[int, int] = {}  # what of that a rank that waits has been told
+        self._looking = threading.Lock()
         self._grouped: list[tuple[Call, Plan]] | None = None
         self._ending = threading.Event()
         self._helper = threading.Thread(
@@ -76,7 +77,9 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
     def group(self) -> Iterator[Group]:
         """Run the collectives that are called in the block as one, which starts at its end.
 
-        In the block every call returns None; the group that the block gets is their `Work`.
+        In the block every call returns None; the group that the block gets is their `Work`. The
+        operations may run at once, so they share no buffer that one of them writes to; their
+        buffers are of one stream. `barrier`, `split` and messages raise a RuntimeError.
         """
         group = Group()
         with self._enqueueing:
@@ -104,7 +107,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
             gathered.extend(pickle.loads(base64.b64decode(notes[r])) for r in range(self.size))
 
         call = self._call("all_gather_object", "", None)
-        super()._run(call, gather, False)
+        self._run(call, gather, False)
         return gathered
 
     # Operations, as plans.
@@ -239,14 +242,17 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
     def _run(
         self, call: Call, body: Callable[[], Any], async_op: bool, lane: Lane | None = None
     ) -> Work | None:
-        if call.peer or call.name in ("barrier", "split"):
-            return super()._run(call, body, async_op, lane)
-        if self._grouped is not None:
-            with self._enqueueing:
+        alone = call.peer or call.name in ("barrier", "split", "all_gather_object")
+        with self._enqueueing:  # while one thread has a group the others wait
+            if self._grouped is not None:
+                if alone:
+                    raise RuntimeError(f"{call.name}() inside of group(): end the block before")
                 self._check_open(call.name)
                 self._grouped.append((call, body()))
-            return None
-        work = self._start(call, body)
+                return None
+            work = None if alone else self._start(call, body)
+        if work is None:
+            return super()._run(call, body, async_op, lane)
         if async_op:
             return work
         work.wait()
@@ -305,8 +311,9 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
 
         Raises the error of an operation that failed.
         """
-        while self._pending and self._pending[0].poll():
-            self._completed = self._pending.popleft().number
+        with self._looking:
+            while self._pending and self._pending[0].poll():
+                self._completed = self._pending.popleft().number
         watch = self._watch
         watch.until(lambda: True, 0.0)
         waiting = [
@@ -330,10 +337,11 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         self._copied = self._completed
         for kind in (Kind.WAITING, Kind.LEAVE):  # the others answer how far they are
             self._watch.tell(self._others, kind, Channel.COLLECTIVE, self._completed)
-        super()._leave()
+        # The helper must not meet a closed watch, nor the interpreter's end inside of NCCL.
         self._ending.set()
-        if self._helper.is_alive():  # it must not meet the interpreter's end inside of NCCL
+        if self._helper.is_alive():
             self._helper.join(self.timeout)
+        super()._leave()
 
     def _engine_close(self, clean: bool) -> None:
         # All ranks are through with all operations, so there is nothing that this could hurt.
@@ -354,9 +362,14 @@ def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> Callable[[], Non
 
 
 def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
-    while not ending.wait(_TICK):
+    """Look after a communicator now and then, until it ends or nobody has it any more."""
+
+    def exists() -> bool:
         comm = reference()
-        if comm is None:
-            return
-        with contextlib.suppress(CommunicatorError):
-            comm.look_after()
+        if comm is not None:
+            with contextlib.suppress(CommunicatorError):
+                comm.look_after()
+        return comm is not None
+
+    while not ending.wait(_TICK) and exists():
+        pass

@@ -25,7 +25,12 @@ class Plan:
 
 
 def merge(plans: list[Plan]) -> Plan:
-    """Return one plan for a group."""
+    """Return one plan for a group; raise ValueError if its buffers are of several streams."""
+    streams = {plan.stream for plan in plans}
+    if len(streams) > 1:
+        raise ValueError(
+            f"the buffers of a group are of {len(streams)} streams; make a group for each"
+        )
 
     def enqueue() -> None:
         for plan in plans:

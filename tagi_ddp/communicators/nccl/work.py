@@ -60,7 +60,7 @@ class NcclWork:
         self._plan = None
 
     def done(self) -> bool:
-        """Tell, without blocking, whether it is complete or has failed."""
+        """Tell, without waiting for it, whether it is complete or has failed."""
         try:
             return self.poll()
         except CommunicatorError:
@@ -102,14 +102,16 @@ class NcclWork:
             self._order(stream)
 
     def poll(self) -> bool:
-        """Tell, without blocking, whether it is complete; raise its error if it failed."""
+        """Tell, without waiting for it, whether it is complete; raise its error if it failed."""
         return self._poll(0.0)
 
     def _order(self, stream: int) -> None:
         try:
             self._operation.order(stream)
         except RuntimeError as error:
-            raise CommunicatorError(f"{self._where}: {error}") from error
+            self._error = CommunicatorError(f"{self._where}: the engine failed: {error}")
+            self._fail(self._error)
+            raise self._error from error
 
     def _poll(self, end: float) -> bool:
         # The thread that looks after works has the lock for a moment.

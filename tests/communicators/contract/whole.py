@@ -1,0 +1,22 @@
+"""All of the contract, for backends that keep all of it."""
+
+from __future__ import annotations
+
+from contract.arguments import ArgumentsContract
+from contract.deaths import DeathsContract, StopContract
+from contract.failures import ClosedContract, FailuresContract, InitContract
+from contract.operations import OperationsContract
+from contract.order import GroupContract, OrderContract
+from contract.programs import ProgramsContract
+
+
+class SoloContract(
+    OperationsContract, ArgumentsContract, OrderContract, ProgramsContract, ClosedContract
+):
+    """What a group of one keeps."""
+
+
+class WholeContract(
+    SoloContract, GroupContract, FailuresContract, DeathsContract, StopContract, InitContract
+):
+    """At every number of ranks from 2 on."""
