@@ -1,6 +1,17 @@
 """Which ranks work together: groups that share a model, a reader, or an ensemble."""
 
+from tagi_ddp.strategy.group_strategy import DDPEnsGroupStrategy, DDPGroupStrategy
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
+from tagi_ddp.strategy.mixture import mixture
 from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
 
-__all__ = ["EnsembleLayout", "GroupLayout", "base_seed", "group_seed", "seed_everything"]
+__all__ = [
+    "DDPEnsGroupStrategy",
+    "DDPGroupStrategy",
+    "EnsembleLayout",
+    "GroupLayout",
+    "base_seed",
+    "group_seed",
+    "mixture",
+    "seed_everything",
+]

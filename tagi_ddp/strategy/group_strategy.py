@@ -1,0 +1,174 @@
+"""TAGI networks on groups of ranks: one network on all of them, or an ensemble of several."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, TypeVar
+
+from numpy.typing import ArrayLike
+
+from tagi_ddp.communicators import Communicator, all_gather_object, init
+from tagi_ddp.sequential import DDPSequential
+from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
+from tagi_ddp.strategy.mixture import FloatArray, mixture
+from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
+
+S = TypeVar("S", bound="DDPGroupStrategy")
+
+
+class DDPGroupStrategy:
+    """Train one TAGI network on all ranks.
+
+    Making a strategy is a collective call; it seeds Python, numpy, torch and the engine by this
+    rank's model group. Build the network after that, and give it to `setup`. For models of torch
+    there are `tagi_ddp.strategy.lightning` and `tagi_ddp.strategy.pytorch_lightning`.
+
+    ``layout`` holds this rank's place, ``group`` the ranks that train its network, ``world`` all.
+
+    Args:
+        num_gpus_per_model: how many ranks make a model group, M. A TAGI network is not split over
+            them; they share the samples of their group.
+        read_group_size: how many ranks of a model group share a reader, R.
+        communicator: of all ranks; it stays open when the strategy is closed. None: `init()`.
+        seed: what all seeds are derived from; None: see `base_seed`.
+        **options: of `DDPSequential`: average, compute, device, precision.
+
+    Raises:
+        ValueError: numbers do not divide; the same on every rank.
+    """
+
+    layout: GroupLayout
+    world: Communicator
+    group: Communicator
+
+    def __init__(
+        self,
+        num_gpus_per_model: int,
+        read_group_size: int,
+        *,
+        communicator: Communicator | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Lay out the groups and seed this process."""
+        self._options = options
+        with ExitStack() as made:
+            self._connect(communicator, made)
+            self.layout = GroupLayout(
+                self.world.size, num_gpus_per_model, read_group_size, self.world.rank
+            )
+            self.group = self.world
+            self._seed(seed)
+            self._made = made.pop_all()
+
+    def _connect(self, communicator: Communicator | None, made: ExitStack) -> None:
+        self.world = made.enter_context(init()) if communicator is None else communicator
+
+    def _seed(self, base: int | None) -> None:
+        seed_everything(group_seed(base_seed(base), self.layout.model_group))
+
+    def setup(self, model: Any) -> DDPSequential:
+        """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.
+
+        A collective call. A batch is shared by the ranks of `group`, as by
+        ``DistributedSampler(data, strategy.group.size, strategy.group.rank)``.
+        """
+        return DDPSequential(model, communicator=self.group, **self._options)
+
+    def close(self) -> None:
+        """Leave the groups that the strategy made; may be called again."""
+        self._made.close()
+
+    def __enter__(self: S) -> S:
+        """Return the strategy itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; when the block ended in an error the other ranks learn it."""
+        self._made.__exit__(kind, error, trace)
+
+
+class DDPEnsGroupStrategy(DDPGroupStrategy):
+    """Train the members of an ensemble of TAGI networks apart, each on its own ranks.
+
+    The ranks of an ensemble group are split into members of ``num_gpus_per_model`` ranks each.
+    Ensemble groups are replicas: member k is one network on the ranks of member k in all of them,
+    which are this rank's ``group``. Members begin from different parameters if each rank builds its
+    network after the strategy, by whose seeds they are drawn. ``members`` joins this rank with one
+    rank of each other member.
+
+    Args:
+        num_gpus_per_model: how many ranks of an ensemble group make a member, M.
+        num_gpus_per_ensemble: how many ranks make an ensemble group, E, a multiple of M.
+        read_group_size: how many ranks of a member share a reader, R.
+        communicator, seed, options: as for `DDPGroupStrategy`.
+
+    Raises:
+        ValueError: numbers do not divide; the same on every rank.
+    """
+
+    layout: EnsembleLayout
+    members: Communicator
+
+    def __init__(
+        self,
+        num_gpus_per_model: int,
+        num_gpus_per_ensemble: int,
+        read_group_size: int,
+        *,
+        communicator: Communicator | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Lay out the groups, make their communicators, and seed this process."""
+        self._options = options
+        with ExitStack() as made:
+            self._connect(communicator, made)
+            self.layout = EnsembleLayout(
+                self.world.size,
+                num_gpus_per_model,
+                read_group_size,
+                self.world.rank,
+                num_gpus_per_ensemble,
+            )
+            self.group = self._split(self.layout.member, made)
+            self.members = self._split(self.layout.subgroup_ranks.start, made)
+            self._seed(seed)
+            self._made = made.pop_all()
+
+    def _split(self, color: int, made: ExitStack) -> Communicator:
+        group = self.world.split(color)
+        assert group is not None  # this rank has a color
+        return made.enter_context(group)
+
+    def setup(self, model: Any) -> DDPSequential:
+        """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.
+
+        A collective call. Warns where members begin from equal parameters, as those of networks
+        that were built before the strategy.
+        """
+        replica = super().setup(model)
+        hashes = all_gather_object(self.members, replica.check_replicas())
+        if len(set(hashes)) < len(hashes):
+            warnings.warn(
+                "members of the ensemble begin from equal parameters: build each network after the "
+                "strategy, which seeds its member",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return replica
+
+    def mixture(self, mu: ArrayLike, var: ArrayLike) -> tuple[FloatArray, FloatArray]:
+        """Return mean and variance of the ensemble's prediction; see `mixture`.
+
+        A collective call of ``members``, which give their predictions for the same inputs: for the
+        same share of a batch, or for all of it.
+        """
+        return mixture(self.members, mu, var)
