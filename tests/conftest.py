@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 from communicators.stand_in.build import build
 from rank_pool import RankPool
+
+# A shell starts what it puts in the background with this signal ignored, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,8 @@ def test_alone(network: Network) -> None:
     replica.pull()
     with SingleCommunicator() as communicator:
         agreement = replica.agree(communicator, _backend.Contribution(7), average=False)
-    assert agreement.on_host().applies
+    assert not agreement.all_joined()
+    assert replica.take_refused(everything=True) == []
     cpu.apply_own(_backend.cap_factor(7))
     check(network, expected)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -131,6 +132,22 @@ def threads(comm: Any, chosen: int | None) -> tuple[int, int]:
 def test_threads(shm: RankPool, chosen: int | None) -> None:
     expected = chosen or max(1, len(os.sched_getaffinity(0)) // 2)
     assert shm.run(threads, chosen, size=2) == [(expected, expected)] * 2
+
+
+def threads_in_a_part(comm: Any) -> int:
+    """Return the threads of a network on this rank alone, one of two that a launcher started."""
+    numbers = {"RANK": comm.rank, "WORLD_SIZE": 2, "LOCAL_RANK": comm.rank, "LOCAL_WORLD_SIZE": 2}
+    launcher = {f"TAGI_DDP_{name}": str(number) for name, number in numbers.items()}
+    with mock.patch.dict(os.environ, launcher), comm.split(comm.rank) as group:
+        return threads(group, None)[0]
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) != os.cpu_count() or os.cpu_count() == 1,
+    reason="needs two cores or more, and to be allowed to use them all",
+)
+def test_threads_of_ranks_in_other_groups(shm: RankPool) -> None:
+    assert shm.run(threads_in_a_part, size=2) == [os.cpu_count() // 2] * 2
 
 
 @pytest.mark.parametrize("backend", ["auto", "shm", "mpi", "gloo"])
