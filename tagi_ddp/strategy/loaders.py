@@ -1,0 +1,121 @@
+"""Who reads which samples: the ranks of a sample group the same, different groups others."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
+
+
+def sample_group(layout: GroupLayout | EnsembleLayout) -> tuple[int, int]:
+    """Return the number of this rank's sample group, and how many there are.
+
+    The ranks that share a loss read the same samples: model groups, or ensemble groups.
+    """
+    if isinstance(layout, EnsembleLayout):
+        return layout.ensemble_group, layout.ensemble_groups
+    return layout.model_group, layout.model_groups
+
+
+def process_dataloader(
+    loader: DataLoader[Any], layout: GroupLayout | EnsembleLayout
+) -> DataLoader[Any]:
+    """Return a loader of what this rank shall read of ``loader``.
+
+    - A dataset with the method ``set_comm_group_info`` is told the groups and shares by itself, so
+      the loader stays.
+    - The samples of a loader that came without a sampler are shared among the sample groups by a
+      DistributedSampler, in a copy of the loader. As the loader does, it shuffles or not, and drops
+      what is left over; if that stays, some samples are read twice, for groups of equal size.
+    - A sampler or batch sampler of one's own stays: what it yields on this rank is read.
+    - An IterableDataset without that method stays, with a RuntimeWarning: all groups read all of
+      it, unless it shares by itself.
+    """
+    dataset = getattr(loader, "dataset", None)
+    tell = getattr(dataset, "set_comm_group_info", None)
+    if tell is not None:
+        tell(*_group_info(layout))
+        return loader
+    if not isinstance(loader, DataLoader):  # Lightning takes any iterable
+        return loader
+    number, groups = sample_group(layout)
+    if isinstance(dataset, IterableDataset):
+        if groups > 1:
+            warnings.warn(
+                f"every rank reads all of {type(dataset).__name__}, unless it shares its samples "
+                "among ranks by itself: give it a method set_comm_group_info that tells it the "
+                "groups, or use a dataset with indices",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return loader
+    if not _is_default(loader):
+        return loader
+    sampler = DistributedSampler(
+        dataset,
+        num_replicas=groups,
+        rank=number,
+        shuffle=isinstance(_sampler(loader), RandomSampler),
+        drop_last=_drops(loader),
+    )
+    return _with_sampler(loader, sampler)
+
+
+def _group_info(layout: GroupLayout | EnsembleLayout) -> tuple[int, ...]:
+    """Return the positional arguments of ``set_comm_group_info``."""
+    ensemble: tuple[int, ...] = ()
+    if isinstance(layout, EnsembleLayout):
+        ensemble = (layout.ensemble_group, layout.ensemble_rank, layout.ensemble_groups)
+    return (
+        layout.rank,
+        layout.model_group,
+        layout.model_rank,
+        layout.model_groups,
+        *ensemble,
+        layout.reader_rank,
+        layout.read_group_size,
+    )
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return what yields indices, one by one."""
+    if loader.batch_sampler is None:  # batch_size=None
+        return loader.sampler
+    return getattr(loader.batch_sampler, "sampler", None)
+
+
+def _drops(loader: DataLoader[Any]) -> bool:
+    return bool(getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _is_default(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader reads each sample once, as it does without a sampler."""
+    sampler = _sampler(loader)
+    return (
+        type(loader.batch_sampler) in (BatchSampler, type(None))
+        and type(sampler) in (RandomSampler, SequentialSampler)
+        and not getattr(sampler, "replacement", False)
+        and len(sampler) == len(loader.dataset)
+    )
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
+    """Return a loader like it, of whatever class, that reads what ``sampler`` yields."""
+    batches = loader.batch_sampler
+    if batches is not None:
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    other = copy.copy(loader)
+    # A loader lets nobody set its samplers, for its iterator could be running: the copy has none.
+    vars(other).update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    return other
