@@ -1,0 +1,202 @@
+"""What makes Lightning's DDPStrategy a group strategy, for all of Lightning's packages."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch import distributed as dist
+from torch.utils.data import DataLoader
+
+from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
+from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
+from tagi_ddp.strategy.loaders import process_dataloader, sample_group
+from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
+
+
+class GroupStrategy:
+    """Add model groups and reader groups to a DDPStrategy, which comes next among the bases.
+
+    ``layout`` holds this rank's place, as soon as a Trainer has the strategy. The groups exist
+    while the Trainer runs: from before ``LightningModule.setup`` until the end of the last step.
+
+    Args:
+        num_gpus_per_model: how many ranks share a model, M.
+        read_group_size: how many ranks of a model share a reader, R.
+        seed: what all seeds are derived from; None: see `base_seed`.
+        **kwargs: of DDPStrategy.
+
+    Raises:
+        TypeError, ValueError: from Trainer(): numbers do not divide; the same on every rank.
+    """
+
+    layout: GroupLayout
+
+    def __init__(
+        self,
+        num_gpus_per_model: int,
+        read_group_size: int,
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the numbers until the world size is known."""
+        super().__init__(**kwargs)
+        self._num_gpus_per_model = num_gpus_per_model
+        self._read_group_size = read_group_size
+        self._base = seed
+        self._group_timeout = kwargs.get("timeout")
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's model: the ``mgroup`` of `tagi_ddp.sharding`."""
+        return self._group("model_ranks")
+
+    @property
+    def reader_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's reader."""
+        return self._group("reader_ranks")
+
+    def _group(self, ranks: str) -> dist.ProcessGroup:
+        if ranks not in self._groups:
+            raise RuntimeError(
+                "the strategy has groups only while its Trainer runs: look for them no earlier than"
+                " in LightningModule.setup"
+            )
+        return self._groups[ranks]
+
+    def set_world_ranks(self) -> None:
+        """Find this rank's place."""
+        super().set_world_ranks()
+        self.layout = self._make_layout()
+
+    def _make_layout(self) -> GroupLayout:
+        return GroupLayout(
+            self.world_size, self._num_gpus_per_model, self._read_group_size, self.global_rank
+        )
+
+    def setup_environment(self) -> None:
+        """Connect all ranks, and those of each group."""
+        super().setup_environment()
+        self._make_group("model_ranks")
+        self._make_group("reader_ranks")
+
+    def _make_group(self, ranks: str) -> None:
+        """Make the groups of one kind, on all ranks in the same order; keep this rank's."""
+        places = (replace(self.layout, rank=rank) for rank in range(self.layout.world_size))
+        groups = dict.fromkeys(getattr(place, ranks) for place in places)
+        self._groups[ranks], _ = dist.new_subgroups_by_enumeration(
+            [list(group) for group in groups], timeout=self._group_timeout
+        )
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as Lightning does, then seed this process by its model group."""
+        super().setup(trainer)
+        seed_everything(group_seed(base_seed(self._base), self.layout.model_group))
+
+    def configure_ddp(self) -> None:
+        """Register the gradients' hooks, then wrap the model."""
+        self.register_parameter_hooks()
+        super().configure_ddp()
+
+    def register_parameter_hooks(self) -> None:
+        """Scale the model's gradients for the mean over all ranks, see `scale_gradients`.
+
+        Parameters before the split have "trainable" in their full names. May be called again.
+        """
+        scale_gradients(self.lightning_module, self.layout)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What Lightning makes its samplers of: samples are shared among the sample groups."""
+        number, groups = sample_group(self.layout)
+        return {"num_replicas": groups, "rank": number}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader of what this rank shall read, see `loaders.process_dataloader`.
+
+        But in predict, a loader without a sampler shares its samples even after
+        ``Trainer(use_distributed_sampler=False)``; give it one to choose them yourself. Where a
+        dataset has both indices and ``set_comm_group_info``, that keeps Lightning from sharing the
+        indices before the dataset is told the groups.
+        """
+        loader = process_dataloader(super().process_dataloader(dataloader), self.layout)
+        lightning_seeds = os.environ.get("PL_SEED_WORKERS") == "1"
+        if lightning_seeds and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+            loader.worker_init_fn = _keep_seeds
+        return loader
+
+    def teardown(self) -> None:
+        """Take the hooks from the model, and leave the groups after Lightning's own teardown."""
+        if self.lightning_module is not None:
+            remove_gradient_scale(self.lightning_module)
+        try:
+            super().teardown()
+        finally:
+            while self._groups:
+                _, group = self._groups.popitem()
+                dist.destroy_process_group(group)
+
+
+class EnsGroupStrategy(GroupStrategy):
+    """Add ensemble groups, too, whose members are model groups that share one loss.
+
+    Args:
+        num_gpus_per_model: how many ranks share a model, which is a member, M.
+        num_gpus_per_ensemble: how many ranks share an ensemble, E, a multiple of M.
+        read_group_size: how many ranks of a model share a reader, R.
+        seed, kwargs: as for `GroupStrategy`.
+
+    Raises:
+        TypeError, ValueError: from Trainer(): numbers do not divide; the same on every rank.
+    """
+
+    layout: EnsembleLayout
+
+    def __init__(
+        self,
+        num_gpus_per_model: int,
+        num_gpus_per_ensemble: int,
+        read_group_size: int,
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the numbers until the world size is known."""
+        super().__init__(num_gpus_per_model, read_group_size, seed=seed, **kwargs)
+        self._num_gpus_per_ensemble = num_gpus_per_ensemble
+
+    @property
+    def ensemble_group(self) -> dist.ProcessGroup:
+        """The ranks of all members of this rank's ensemble."""
+        return self._group("ensemble_ranks")
+
+    @property
+    def ensemble_subgroup(self) -> dist.ProcessGroup:
+        """The ranks with this rank's place in the model, one of each member of its ensemble."""
+        return self._group("subgroup_ranks")
+
+    def _make_layout(self) -> EnsembleLayout:
+        return EnsembleLayout(
+            self.world_size,
+            self._num_gpus_per_model,
+            self._read_group_size,
+            self.global_rank,
+            self._num_gpus_per_ensemble,
+        )
+
+    def setup_environment(self) -> None:
+        """Connect all ranks, and those of each group."""
+        super().setup_environment()
+        self._make_group("ensemble_ranks")
+        self._make_group("subgroup_ranks")
+
+
+def _keep_seeds(worker: int) -> None:
+    """Keep the seeds that torch gave to a loader's worker.
+
+    They come from the process's, which are those of its model group. Lightning's would be mixed
+    with the rank, so that the ranks of a model group would draw differently.
+    """
