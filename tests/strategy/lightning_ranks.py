@@ -57,6 +57,7 @@ class Task(pl.LightningModule):
         self.seen: list[tuple[torch.Tensor, ...]] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.draws: tuple[float, ...] = ()
+        self.fails = False
 
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
@@ -71,7 +72,8 @@ class Task(pl.LightningModule):
         return torch.optim.SGD(self.net.parameters(), lr=RATE)
 
     def on_train_start(self) -> None:
-        self.trainer.strategy.register_parameter_hooks()  # as configure_ddp has done already
+        if self.trainer.current_epoch > 0:  # twice, for configure_ddp has done so
+            self.trainer.strategy.register_parameter_hooks()
         self.draws = random.random(), np.random.random()
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
@@ -85,6 +87,10 @@ class Task(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append({n: p.grad.clone() for n, p in self.net.named_parameters()})
+
+    def on_train_epoch_end(self) -> None:
+        if self.fails:
+            raise KeyError("a task that fails")
 
     def predict_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         return self.net(batch[0], self.trainer.strategy.model_group)
@@ -236,6 +242,12 @@ def main() -> None:
     check_fit(pl.Trainer(strategy=strategy, **OPTIONS), -6, task, workers=1)
     strategy = ours.DDPEnsGroupStrategy(1, 2, 1)
     check_fit(pl.Trainer(strategy=strategy, **OPTIONS), 8, Task(seed=2))
+
+    task.fails = True
+    trainer = pl.Trainer(strategy=ours.DDPEnsGroupStrategy(2, 2, 1), **OPTIONS)
+    with pytest.raises(KeyError, match="a task that fails"):
+        trainer.fit(task, DataLoader(Samples(), BATCH))
+    check_nothing_left(trainer.strategy, task)
 
     rank = dist.get_rank()
     info = (rank, rank // 2, rank % 2, 2)

@@ -84,7 +84,7 @@ def test_samples_are_shared(kind: str, shuffle: bool, batches: str) -> None:
 
 @pytest.mark.parametrize(("drop_last", "per_rank"), [(False, 3), (True, 2)])
 def test_what_is_left_over(drop_last: bool, per_rank: int) -> None:
-    loader = DataLoader(Numbers(15), 2, drop_last=drop_last)
+    loader = DataLoader(Numbers(15), drop_last=drop_last)
     read = [flat(own) for own in on_all_ranks(loader, GROUPS)]
     assert {len(own) for own in read} == {per_rank}
     assert len(set(flat(read))) == (12 if drop_last else 15)
