@@ -117,10 +117,10 @@ class GroupStrategy:
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader of what this rank shall read, see `loaders.process_dataloader`.
 
-        But in predict, a loader without a sampler shares its samples even after
-        ``Trainer(use_distributed_sampler=False)``; give it one to choose them yourself. Where a
-        dataset has both indices and ``set_comm_group_info``, that keeps Lightning from sharing the
-        indices before the dataset is told the groups.
+        So a loader without a sampler shares its samples even after
+        ``Trainer(use_distributed_sampler=False)``, but in predict; give it a sampler to choose them
+        yourself. That option is for datasets that have both indices and ``set_comm_group_info``:
+        Lightning's sampler would share the indices before the dataset is told the groups.
         """
         loader = process_dataloader(super().process_dataloader(dataloader), self.layout)
         lightning_seeds = os.environ.get("PL_SEED_WORKERS") == "1"
