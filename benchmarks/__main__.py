@@ -15,7 +15,14 @@ from tagi_ddp.communicators.nccl.libraries import open_cuda
 
 # By name, the number of ranks.
 FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
-TORCH_FAMILIES = (("compute", 1), ("scaling", 2), ("memory", 1), ("overlap", 2), ("edges", 1))
+TORCH_FAMILIES = (
+    ("compute", 1),
+    ("scaling", 2),
+    ("memory", 1),
+    ("overlap", 2),
+    ("edges", 1),
+    ("sharding", 2),
+)
 
 
 def main() -> None:

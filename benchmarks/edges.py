@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Contender, Missing, Row, measure
+from benchmarks.peers import find_anemoi
 from tagi_ddp import Communicator
 from tagi_ddp.sharding.khop_edges import sort_edges_1hop_chunks
 
 TARGET = 2
 CHUNKS = 16
 ATTRIBUTES = 8  # an edge
-Sort = Callable[..., tuple[list[Tensor], list[Tensor]]]
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """Random edges into chunks, of one graph and between two, by as many threads as cores."""
     edges, nodes, rounds = (1000, 100, 1) if quick else (1_000_000, 100_000, 31)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    theirs = _find_theirs()
+    theirs = find_anemoi()
+    if not isinstance(theirs, Missing):
+        sort = importlib.import_module(f"{theirs.__name__}.khop_edges").sort_edges_1hop_chunks
     found = []
     for kind, count in (("one graph", nodes), ("bipartite", (nodes, nodes))):
         index, attr = torch.randint(nodes, (2, edges)), torch.randn(edges, ATTRIBUTES)
         arguments = (count, attr, index, CHUNKS)
         contenders = [Contender("ours", lambda given=arguments: sort_edges_1hop_chunks(*given))]
         if not isinstance(theirs, Missing):
-            _require_same(sort_edges_1hop_chunks(*arguments), theirs(*arguments))
-            contenders.append(Contender("theirs", lambda given=arguments: theirs(*given)))
+            _require_same(sort_edges_1hop_chunks(*arguments), sort(*arguments))
+            contenders.append(Contender("theirs", lambda given=arguments: sort(*given)))
         figures = {
             name: figure.in_unit(1e3)
             for name, figure in measure(communicator, contenders, rounds).items()
@@ -40,15 +42,6 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         other = theirs if isinstance(theirs, Missing) else figures["theirs"]
         found.append(Row(name, figures["ours"], other, "ms", TARGET))
     return found
-
-
-def _find_theirs() -> Sort | Missing:
-    """Return anemoi-models' function, or what it takes to have it."""
-    try:
-        from anemoi.models.distributed import khop_edges
-    except ModuleNotFoundError:
-        return Missing("no anemoi-models; with Python 3.11 or later: pip install 'tagi-ddp[bench]'")
-    return khop_edges.sort_edges_1hop_chunks
 
 
 def _require_same(

@@ -1,7 +1,8 @@
-"""The alternatives that may not be installed: mpi4py, and torch's gloo."""
+"""The alternatives that may not be installed: mpi4py, torch's gloo, anemoi-models."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,11 @@ def open_gloo(communicator: Communicator, scratch: Path) -> Any | Missing:
         "gloo", store=store, rank=communicator.rank, world_size=communicator.size
     )
     return dist
+
+
+def find_anemoi() -> Any | Missing:
+    """Return the module anemoi.models.distributed."""
+    try:
+        return importlib.import_module("anemoi.models.distributed")
+    except ModuleNotFoundError:
+        return Missing("no anemoi-models; with Python 3.11 or later: pip install 'tagi-ddp[bench]'")

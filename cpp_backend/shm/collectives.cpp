@@ -31,6 +31,40 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
     if (bytes != 0) std::memcpy(to, from, bytes);
 }
 
+// How parts of buffers for single ranks travel: chunk k holds, side by side, piece k of the part
+// for each other rank. So every rank finds something to read in every chunk, and its own part
+// stays.
+class Lanes {
+ public:
+    Lanes(int rank, int size)
+        : rank_(static_cast<size_t>(rank)),
+          piece_(slot_bytes / static_cast<size_t>(std::max(size - 1, 1)) / 64 * 64) {}
+
+    uint32_t chunks_for(size_t part_bytes) const {
+        return static_cast<uint32_t>((part_bytes + piece_ - 1) / piece_);
+    }
+    // The bytes of piece `chunk` of a part, and where in the part they begin.
+    size_t bytes(uint32_t chunk, size_t part_bytes) const {
+        return std::min(piece_, part_bytes - std::min(part_bytes, begin(chunk)));
+    }
+    size_t begin(uint32_t chunk) const { return chunk * piece_; }
+    // Where in its slots rank `from` puts what is for rank `to`.
+    size_t place(size_t from, size_t to) const { return (to < from ? to : to - 1) * piece_; }
+
+    // Writes piece `chunk` of each other rank's part of `data`, which has the parts in rank order.
+    void fill(uint32_t chunk, const std::byte* data, const std::vector<size_t>& parts,
+              std::byte* slot) const {
+        for (size_t r = 0; r < parts.size(); data += parts[r++]) {
+            const size_t count = r == rank_ ? 0 : bytes(chunk, parts[r]);
+            if (count != 0) std::memcpy(slot + place(rank_, r), data + begin(chunk), count);
+        }
+    }
+
+ private:
+    size_t rank_;
+    size_t piece_;
+};
+
 // Bytes [begin, end) of a rank's stream of chunks belong at `to`.
 struct Range {
     size_t begin;
@@ -185,24 +219,28 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     signature.count = in.count;
     signature.detail = hash(counts);
     const size_t element = size_of(in.dtype);
-    const auto own = counts.begin() + rank_;
-    const size_t begin = std::accumulate(counts.begin(), own, size_t{0}) * element;
-    const size_t end = begin + *own * element;
-    Exchange plan{
-        "reduce_scatter", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
-        nullptr,          nullptr};
+    std::vector<size_t> parts;
+    for (size_t count : counts) parts.push_back(count * element);
+    const size_t me = static_cast<size_t>(rank_);
+    const std::byte* own = std::accumulate(parts.begin(), parts.begin() + rank_, in.byte_data());
+    const Lanes lanes(rank_, size_);
+    const uint32_t chunks = lanes.chunks_for(*std::max_element(parts.begin(), parts.end()));
+    const auto fill = [&](uint32_t chunk, std::byte* slot) {
+        lanes.fill(chunk, in.byte_data(), parts, slot);
+    };
+    Exchange plan{"reduce_scatter", signature, chunks, fill, nullptr, nullptr};
     plan.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(static_cast<size_t>(size_), plan.own_chunks);
+        return std::vector<uint32_t>(static_cast<size_t>(size_), chunks);
     };
     std::vector<const std::byte*> sources(static_cast<size_t>(size_));
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
-        const size_t chunk_begin = static_cast<size_t>(chunk) * slot_bytes;
-        const size_t from = std::max(begin, chunk_begin);
-        const size_t until = std::min(end, chunk_begin + slot_bytes);
-        if (from >= until) return;
-        for (size_t r = 0; r < sources.size(); ++r) sources[r] = slots[r] + (from - chunk_begin);
-        reduce(in.dtype, op, sources.data(), size_, out.byte_data() + (from - begin),
-               (until - from) / element);
+        const size_t bytes = lanes.bytes(chunk, parts[me]);
+        if (bytes == 0) return;
+        const size_t begin = lanes.begin(chunk);
+        for (size_t r = 0; r < sources.size(); ++r) {
+            sources[r] = r == me ? own + begin : slots[r] + lanes.place(r, me);
+        }
+        reduce(in.dtype, op, sources.data(), size_, out.byte_data() + begin, bytes / element);
     };
     exchange(plan, timeout);
 }
@@ -254,26 +292,33 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     }
 
     const size_t element = size_of(in.dtype);
-    std::vector<Range> ranges;
-    std::vector<uint32_t> chunks;
-    std::byte* to = out.byte_data();
-    for (const auto& row : counts) {
-        const auto sent = row.begin();
-        const size_t begin = std::accumulate(sent, sent + rank_, size_t{0}) * element;
-        const size_t bytes = row[me] * element;
-        ranges.push_back({begin, begin + bytes, to});
-        chunks.push_back(chunks_for(std::accumulate(sent, sent + size_, size_t{0}) * element));
-        to += bytes;
+    std::vector<size_t> sent, received;  // bytes
+    size_t longest = 0;
+    for (size_t a = 0; a < n; ++a) {
+        sent.push_back(counts[me][a] * element);
+        received.push_back(counts[a][me] * element);
+        for (size_t b = 0; b < n; ++b) {
+            if (a != b) longest = std::max<size_t>(longest, counts[a][b] * element);
+        }
     }
-    Exchange second{"all_to_all", signature, chunks[me], stream(in.byte_data(), in.bytes()),
-                    nullptr,      nullptr};
-    second.agree = [&](const std::vector<Signature>&) { return chunks; };
+    const Lanes lanes(rank_, size_);
+    const uint32_t chunks = lanes.chunks_for(longest);
+    const auto fill = [&](uint32_t chunk, std::byte* slot) {
+        lanes.fill(chunk, in.byte_data(), sent, slot);
+    };
+    Exchange second{"all_to_all", signature, chunks, fill, nullptr, nullptr};
+    second.agree = [&](const std::vector<Signature>&) { return std::vector<uint32_t>(n, chunks); };
     second.consume = [&](uint32_t chunk, const std::byte* const* slots) {
-        for (size_t r = 0; r < n; ++r) {
-            if (slots[r] != nullptr) ranges[r].take(chunk, slots[r]);
+        std::byte* to = out.byte_data();
+        for (size_t r = 0; r < n; to += received[r++]) {
+            const size_t count = r == me ? 0 : lanes.bytes(chunk, received[r]);
+            if (count == 0) continue;
+            std::memcpy(to + lanes.begin(chunk), slots[r] + lanes.place(r, me), count);
         }
     };
     exchange(operation, second);
+    copy_bytes(std::accumulate(received.begin(), received.begin() + rank_, out.byte_data()),
+               std::accumulate(sent.begin(), sent.begin() + rank_, in.byte_data()), sent[me]);
 }
 
 void ShmCommunicator::barrier(double timeout) {

@@ -12,19 +12,20 @@ def reduce_rows(rows: np.ndarray, dtype: str, op: ReduceOp, out: np.ndarray) -> 
 
     16-bit floats accumulate in float32 and are rounded once; bfloat16 comes and goes as uint16.
     """
+    combine = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
     with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
-        wide = _widen(rows[0], dtype)
-        total = wide.copy() if wide.base is not None or wide is rows[0] else wide
-        for row in rows[1:]:
-            if op in ("sum", "mean"):
-                np.add(total, _widen(row, dtype), out=total)
-            elif op == "min":
-                np.minimum(total, _widen(row, dtype), out=total)
-            else:
-                np.maximum(total, _widen(row, dtype), out=total)
+        first, *others = rows
+        so_far = _widen(first, dtype)
+        total = out if so_far is first else so_far
+        for row in others:
+            combine(so_far, _widen(row, dtype), out=total)
+            so_far = total
+        if so_far is not total:  # of a single row
+            total[...] = so_far
         if op == "mean":
             np.divide(total, len(rows), out=total)
-        out[...] = _narrow(total, dtype)
+        if total is not out:
+            out[...] = _narrow(total, dtype)
 
 
 def _widen(row: np.ndarray, dtype: str) -> np.ndarray:
@@ -38,8 +39,6 @@ def _widen(row: np.ndarray, dtype: str) -> np.ndarray:
 def _narrow(total: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
         return total.astype(np.float16)
-    if dtype != "bfloat16":
-        return total
     bits = total.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
     quiet = (bits >> 16) | 0x40  # rounding could turn a NaN into an infinity

@@ -114,11 +114,14 @@ class Wire:
 
         ``split`` says how this rank's tensor is split, ``joined`` how what it returns is.
         """
-        source = self._pack(tensor, split.dim, split.sizes)
-        target = _Arrival(self, tensor, joined.shape, joined.dim, joined.sizes)
-        sent = _counts(split.shape, split.dim, split.sizes)
+        rank = self._comm.rank  # whose own part stays
+        source = self._pack(tensor, split.dim, split.sizes, rank)
+        target = _Arrival(self, tensor, joined.shape, joined.dim, joined.sizes, rank)
+        sent = _counts(split.shape, split.dim, split.sizes, rank)
         self._run(self._comm.all_to_all, source, target.flat, sent, target.counts)
-        return target.tensor()
+        out = target.tensor()
+        out.narrow(*joined.slice(rank)).copy_(tensor.narrow(*split.slice(rank)))
+        return out
 
     def _run(self, operation: Callable[..., Any], *args: Any, **options: Any) -> None:
         if self._comm.device == "cpu":
@@ -144,14 +147,21 @@ class Wire:
             tuple(shape), dtype=like.dtype, device=like.device, memory_format=self.own
         )
 
-    def _pack(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the parts of ``tensor``, one after the other, without a copy if they lie so."""
+    def _pack(
+        self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], absent: int | None = None
+    ) -> torch.Tensor:
+        """Return the parts of ``tensor``, one after the other, without a copy if they lie so.
+
+        That of rank ``absent`` is left out.
+        """
         inner, at = self.inner(tensor), self.at(dim)
+        place = "cpu" if self.staged(tensor) else None
         if _in_a_row(inner, at, sizes):
-            flat = inner.contiguous().view(-1)
-            return flat.cpu() if self.staged(tensor) else flat
-        flat = inner.new_empty(inner.numel(), device="cpu" if self.staged(tensor) else None)
-        _copy_parts(inner, at, sizes, flat, lambda part, place: place.copy_(part))
+            flat = _without(inner.contiguous().view(-1), _counts(inner.shape, at, sizes), absent)
+            if flat is not None:
+                return flat.cpu() if place else flat
+        flat = inner.new_empty(sum(_counts(inner.shape, at, sizes, absent)), device=place)
+        _copy_parts(inner, at, sizes, absent, flat, lambda part, there: there.copy_(part))
         return flat
 
 
@@ -171,26 +181,40 @@ class _Arrival:
     """Memory for the parts of a tensor, one after the other, and the tensor made of them."""
 
     def __init__(
-        self, wire: Wire, like: torch.Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int]
+        self,
+        wire: Wire,
+        like: torch.Tensor,
+        shape: Sequence[int],
+        dim: int,
+        sizes: Sequence[int],
+        absent: int | None = None,
     ) -> None:
-        self.counts = _counts(shape, dim, sizes)
+        """Make room for the parts of ``sizes``, but for that of rank ``absent``."""
+        self.counts = _counts(shape, dim, sizes, absent)
         self._out = wire.empty(like, shape)
-        self._inner, self._at, self._sizes = wire.inner(self._out), wire.at(dim), sizes
+        self._inner, self._at = wire.inner(self._out), wire.at(dim)
+        self._sizes, self._absent = sizes, absent
         staged = wire.staged(like)
-        self._direct = (
-            _in_a_row(self._inner, self._at, sizes) and self._inner.is_contiguous() and not staged
-        )
+        flat = None
+        if _in_a_row(self._inner, self._at, sizes) and self._inner.is_contiguous() and not staged:
+            flat = _without(self._inner.view(-1), _counts(shape, dim, sizes), absent)
+        self._direct = flat is not None
         self.flat = (
-            self._inner.view(-1)
-            if self._direct
-            else like.new_empty(self._out.numel(), device="cpu" if staged else None)
+            like.new_empty(sum(self.counts), device="cpu" if staged else None)
+            if flat is None
+            else flat
         )
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, once the parts are there."""
         if not self._direct:
             _copy_parts(
-                self._inner, self._at, self._sizes, self.flat, lambda part, at: part.copy_(at)
+                self._inner,
+                self._at,
+                self._sizes,
+                self._absent,
+                self.flat,
+                lambda part, there: part.copy_(there),
             )
         return self._out
 
@@ -200,20 +224,35 @@ def _in_a_row(inner: torch.Tensor, at: int, sizes: Sequence[int]) -> bool:
     return len(sizes) == 1 or math.prod(inner.shape[:at]) <= 1
 
 
-def _counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
-    """Return the number of elements of each part."""
+def _counts(
+    shape: Sequence[int], dim: int, sizes: Sequence[int], absent: int | None = None
+) -> list[int]:
+    """Return the number of elements of each part, 0 for that of rank ``absent``."""
     rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    return [size * rest for size in sizes]
+    return [size * rest if rank != absent else 0 for rank, size in enumerate(sizes)]
+
+
+def _without(flat: torch.Tensor, counts: list[int], absent: int | None) -> torch.Tensor | None:
+    """Return ``flat`` without the part of rank ``absent``, unless that lies in the middle."""
+    if absent is None:
+        return flat
+    start = sum(counts[:absent])
+    stop = start + counts[absent]
+    if start == 0:
+        return flat[stop:]
+    return flat[:start] if stop == flat.numel() else None
 
 
 def _copy_parts(
     inner: torch.Tensor,
     at: int,
     sizes: Sequence[int],
+    absent: int | None,
     flat: torch.Tensor,
     copy: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> None:
     start = 0
-    for part in inner.split(list(sizes), at):
-        copy(part, flat.narrow(0, start, part.numel()).view(part.shape))
-        start += part.numel()
+    for rank, part in enumerate(inner.split(list(sizes), at)):
+        if rank != absent:
+            copy(part, flat.narrow(0, start, part.numel()).view(part.shape))
+            start += part.numel()

@@ -48,3 +48,21 @@ def test_float16(rows: np.ndarray, op: str) -> None:
         expected = expected.astype(np.float16)
     assert np.array_equal(out, expected, equal_nan=True)
     assert np.array_equal(rows, kept, equal_nan=True), "the input was written to"
+
+
+@given(
+    rows=st.sampled_from([np.float32, np.float64, np.int8, np.uint64]).flatmap(
+        lambda dtype: arrays.arrays(dtype, ROWS)
+    ),
+    op=st.sampled_from(["sum", "min", "max"]),
+)
+def test_other_types(rows: np.ndarray, op: str) -> None:
+    kept = rows.copy()
+    out = np.empty(rows.shape[1], rows.dtype)
+    reduce_rows(rows, rows.dtype.name, op, out)
+    with np.errstate(all="ignore"):
+        expected = rows[0].copy()
+        for row in rows[1:]:
+            expected = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op](expected, row)
+    assert out.tobytes() == expected.tobytes() or np.array_equal(out, expected, equal_nan=True)
+    assert rows.tobytes() == kept.tobytes(), "the input was written to"
