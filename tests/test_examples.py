@@ -1,11 +1,13 @@
 """The examples, run as a user runs them."""
 
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbclient
@@ -16,7 +18,29 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 LAUNCHER = re.compile("TAGI_DDP_|OMPI_|PMIX_|PMI_|TORCHELASTIC_|(RANK|WORLD_SIZE)$")
-RUN_2 = [sys.executable, "-m", "tagi_ddp", "run", "-n", "2"]
+MLP = ("--limit", 1409, "--epochs", 3)  # of the last batch, one image, rank 1 has none
+CNN = ("--model", "cnn", "--epochs", 5)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def ranks(number):
+    """Return how to run so many processes; one is started as users start it, without a launcher."""
+    launcher = ["-m", "tagi_ddp", "run", "-n", str(number)]
+    return [sys.executable, *(launcher if number > 1 else [])]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patient_threads():
+    """Let torch's threads wait without spinning, which takes three times as long on busy cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        yield
+
+
+def at_once(function, *arguments):
+    """Return the function's results. A single process alone would leave cores idle."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(function, arguments))
 
 
 def run(*command, cwd):
@@ -58,27 +82,36 @@ def test_a_script_is_short(script):
     assert len(script.read_text().splitlines()) < 100
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_two_processes_classify_as_well_as_one(tmp_path, model):
-    options = ("--model", model, "--epochs", 5)
-    two, _ = classify(RUN_2, tmp_path, *options)
-    one, _ = classify([sys.executable], tmp_path, *options)
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory):
+    """Return a function that classifies on one process and on two, once for each options."""
+    folder = tmp_path_factory.mktemp("classified")
+
+    @functools.cache
+    def both(*options):
+        return at_once(lambda processes: classify(ranks(processes), folder, *options), 1, 2)
+
+    return both
+
+
+@pytest.mark.parametrize("options", [MLP, CNN], ids=["mlp", "cnn"])
+def test_two_processes_classify_as_well_as_one(classified, options):
+    (one, _), (two, _) = classified(*options)
     assert max(one, two) < 15
     assert abs(one - two) < 2
 
 
 def test_two_processes_train_a_resnet(tmp_path):
-    error, _ = classify(RUN_2, tmp_path, "--model", "resnet", "--epochs", 4)
+    error, _ = classify(ranks(2), tmp_path, "--model", "resnet", "--epochs", 4)
     assert error < 20
 
 
-def test_every_launcher_gives_the_same_network(tmp_path):
-    options = ("--limit", 193, "--epochs", 2)  # of the last batch, one image, rank 1 has none
-    expected = classify(RUN_2, tmp_path, *options)
+def test_every_launcher_gives_the_same_network(tmp_path, classified):
+    alone, expected = classified(*MLP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert classify(torchrun, tmp_path, *options) == expected
-    assert classify(open_mpi(), tmp_path, *options) == expected
-    assert classify([sys.executable], tmp_path, *options) != expected
+    assert classify(torchrun, tmp_path, *MLP) == expected
+    assert classify(open_mpi(), tmp_path, *MLP) == expected
+    assert alone != expected
 
 
 def test_the_demo_compares(tmp_path):
@@ -101,22 +134,63 @@ def test_the_demo_compares(tmp_path):
 
 
 def test_the_regression_is_calibrated_on_two_processes_as_on_one(tmp_path):
-    def numbers(*launcher):
-        plot = tmp_path / f"{len(launcher)}.png"
-        output = run(*launcher, EXAMPLES / "regression.py", "--plot", plot, cwd=tmp_path).stdout
-        assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    def numbers(processes):
+        plot = tmp_path / f"{processes}.png"
+        options = ("--epochs", 4, "--plot", plot)
+        output = run(*ranks(processes), EXAMPLES / "regression.py", *options, cwd=tmp_path).stdout
+        assert plot.read_bytes().startswith(PNG)
         assert plot.stat().st_size > 5000
         summary = r"RMSE (\S+), mean log-likelihood (\S+)\n"
         intervals = [rf".*?([\d.]+)% of .* their {level}% interval\n" for level in (50, 90, 95)]
         return np.array(re.search(summary + "".join(intervals), output).groups(), float)
 
-    two, one = numbers(*RUN_2), numbers(sys.executable)
+    one, two = at_once(numbers, 1, 2)
     rmse, log_likelihood, *shares = two
     assert rmse < 60  # 77 is the standard deviation
     assert log_likelihood > -5.6  # -5.77 with mean and standard deviation for everybody
     np.testing.assert_allclose(shares, [50, 90, 95], atol=5)
     np.testing.assert_allclose(two[:2], one[:2], rtol=1e-2)
     np.testing.assert_allclose(shares, one[2:], atol=0.5)
+
+
+def test_the_ensemble_has_a_member_for_each_group_of_processes(tmp_path):
+    def numbers(processes, *options):
+        """Return RMSE, log-likelihood and calibration error of one network, and of the ensemble."""
+        plot = tmp_path / f"{processes}{len(options)}.png"
+        options = ("--epochs", 2, "--plot", plot, *options)
+        output = run(*ranks(processes), EXAMPLES / "ensemble.py", *options, cwd=tmp_path).stdout
+        assert plot.read_bytes().startswith(PNG)
+        assert plot.stat().st_size > 5000
+        line = r"{}: RMSE (\S+), .*log-likelihood (\S+), calibration error (\S+)%\n"
+        lines = (re.search(line.format(name), output) for name in ("one network", "ensemble"))
+        return np.array([found.groups() for found in lines], float)
+
+    (one, two), four = at_once(numbers, 1, 2), numbers(4)
+    pairs = numbers(4, "--ranks-per-member", 2)
+    digits = [0.11, 0.0011, 0.11]  # all agree; other roundings could change the last ones by one
+    np.testing.assert_array_equal(one[0], one[1])
+    for alone, ensemble in (two, four):
+        assert np.all(abs(alone - one[0]) < digits)  # the first member is always the same one
+        assert ensemble[0] < alone[0]
+        assert ensemble[1] > alone[1]
+    assert np.all(abs(pairs - two) < digits)
+
+
+def test_sharding_does_not_change_what_is_learnt(tmp_path):
+    def columns(processes):
+        output = run(*ranks(processes), EXAMPLES / "sharding.py", cwd=tmp_path).stdout
+        rows = re.findall(r"step \d+: loss (\S+), (\S+) MB kept\n", output)
+        return np.array(rows, float).T
+
+    ((losses, kept), (losses_2, kept_2)), (losses_3, kept_3) = at_once(columns, 1, 2), columns(3)
+    assert len(losses) == 4
+    assert losses[0] > 2  # who knows nothing has log(10) = 2.3
+    assert losses[-1] < 0.3
+    # They agree to 1e-12, which training amplifies; a mistake in a gradient changes them by 1e-3.
+    np.testing.assert_allclose(losses_2, losses, rtol=1e-9)
+    np.testing.assert_allclose(losses_3, losses, rtol=1e-9)
+    assert np.all(kept_2 < 0.55 * kept)
+    assert np.all(kept_3 < 0.4 * kept)  # rank 0 has two of the four heads
 
 
 def test_the_notebook_runs(tmp_path):
