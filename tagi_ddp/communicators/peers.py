@@ -18,7 +18,8 @@ from tagi_ddp.communicators.meeting import Meeting, Transfer
 from tagi_ddp.communicators.reduce import reduce_rows
 from tagi_ddp.communicators.watched import WatchedCommunicator
 
-_PART = 1 << 26  # bytes reduced at a time, which limits the temporary memory
+_PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memory
+_PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
 
 
 class PeerCommunicator(WatchedCommunicator[HostElements]):
@@ -86,11 +87,21 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
         op: ReduceOp,
     ) -> None:
         """Reduce this rank's slice of ``array``, a part of ``source``, into ``out``."""
-        rows = np.empty((self.size, out.size), array.dtype)
-        shares = [out.size] * self.size
-        flat = rows.reshape(-1)
-        meeting.carry(self._engine_all_to_all(array, flat, counts, shares, call.left()))
-        reduce_rows(rows, source.dtype, op, out)
+        slices = np.split(array, np.cumsum(counts)[:-1])
+        step = max(1, _PIECE // (array.itemsize * (self.size - 1)))
+        for start in range(0, max(counts), step):
+            pieces = [each[start : start + step] for each in slices]
+            own = pieces.pop(self.rank)  # does not travel
+            sent = [piece.size for piece in pieces]
+            sent.insert(self.rank, 0)
+            received = [own.size * (rank != self.rank) for rank in range(self.size)]
+            rows = np.empty((self.size - 1, own.size), array.dtype)
+            there = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            meeting.carry(
+                self._engine_all_to_all(there, rows.reshape(-1), sent, received, call.left())
+            )
+            ordered = [*rows[: self.rank], own, *rows[self.rank :]]
+            reduce_rows(ordered, source.dtype, op, out[start : start + step])
 
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
         meeting = self._meet(call)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tagi_ddp.communicators.communicator import ReduceOp
 
 
-def reduce_rows(rows: np.ndarray, dtype: str, op: ReduceOp, out: np.ndarray) -> None:
-    """Reduce ``rows`` of shape [ranks, count] into ``out`` of shape [count], both of ``dtype``.
+def reduce_rows(rows: Sequence[np.ndarray], dtype: str, op: ReduceOp, out: np.ndarray) -> None:
+    """Reduce ``rows``, one per rank, into ``out``, all of ``dtype`` and of one length.
 
     16-bit floats accumulate in float32 and are rounded once; bfloat16 comes and goes as uint16.
     """
