@@ -67,8 +67,10 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
         assert row["ratio"] == pytest.approx(better)
     targets = [row["target"] for row in rows if not row["name"].startswith("all_reduce")]
     compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4
-    others = [60, 2.5, 1.2, 1.9, *compute, 1.8, None, 1.8, None, 0.25, 0.25, None, None, 2, 2, 2, 2, 1.5, 1]
-    assert targets == others + GPU_TARGETS
+    scaling, memory, overlap = [1.8, None] * 2, [0.25] * 2, [None] * 2
+    edges, sharding = [2, 2], [2, 2, 1.5, 1]
+    ours = [60, 2.5, 1.2, 1.9, *compute, *scaling, *memory, *overlap, *edges, *sharding]
+    assert targets == ours + GPU_TARGETS
     assert not list(scratch.iterdir())
 
 
