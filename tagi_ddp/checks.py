@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,16 @@ def integer(name: str, value: Any, low: int | None = None) -> int:
     if low is not None and number < low:
         raise ValueError(f"{name} must be at least {low}, got {number}")
     return number
+
+
+def real(name: str, value: Any) -> float:
+    """Return ``value`` as a float; numbers pass, also numpy's, bools and strings do not.
+
+    Raises TypeError that names the argument and what it got.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:

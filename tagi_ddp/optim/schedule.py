@@ -1,0 +1,184 @@
+"""The schedule of DASO, without torch or communication: epochs, losses and batch numbers go in.
+
+Coquelin et al. 2022, "Accelerating neural network training with distributed asynchronous and
+selective optimization (DASO)", Journal of Big Data 9, section 3: ranks of a node synchronize often,
+nodes seldom and without waiting, the more seldom the less the loss still falls.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any, Literal
+
+from tagi_ddp.checks import integer, real
+
+Phase = Literal["warmup", "cycling", "cooldown"]
+
+_PATIENCE = 2  # epochs without improvement that make a loss stable
+
+
+@dataclass(frozen=True)
+class Skips:
+    """How often ranks synchronize, in batches; 1 <= batches_to_wait <= global_skip.
+
+    A global synchronization begins every ``global_skip`` batches and is merged ``batches_to_wait``
+    batches later; the ranks of a node synchronize every ``local_skip`` batches.
+    """
+
+    global_skip: int
+    local_skip: int
+    batches_to_wait: int
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What happens after a batch, in this order.
+
+    local: the ranks of each node synchronize.
+    merge: what a global group sent so many batches ago is merged; 0: there is nothing to merge.
+    send: the number of the global group that sends a copy, to be merged later; None: none does.
+    blocking: all ranks of all nodes average, and wait for one another.
+    """
+
+    local: bool = False
+    merge: int = 0
+    send: int | None = None
+    blocking: bool = False
+
+
+class SyncSchedule:
+    """Tells after each batch who synchronizes.
+
+    The first ``warmup_epochs`` and the last ``cooldown_epochs`` synchronize all ranks after every
+    batch. The epochs between them cycle: they begin with the longest skips, which are shortened
+    whenever the loss has been stable for two epochs, down to 1, and then begin again. The last
+    batch of each epoch synchronizes all ranks, so that nothing is under way between epochs.
+
+    Args:
+        total_epochs: the number of epochs, 1 or more.
+        groups: how many global groups there are, which take turns in sending.
+        warmup_epochs: 0 or more.
+        cooldown_epochs: 0 or more; where both overlap it is all the same.
+        stability_level: a loss that improves on the best one by no more than this part of it is
+            stable; 0 or more.
+        max_global_skips: the longest ``global_skip``, 1 or more.
+        skip_reduction_factor: what the skips are divided by, 2 or more.
+        local_skip_factor: how many local synchronizations there are for a global one at first, 1
+            or more.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes; all types are
+            checked before any value.
+    """
+
+    def __init__(
+        self,
+        total_epochs: int,
+        groups: int = 1,
+        warmup_epochs: int = 4,
+        cooldown_epochs: int = 4,
+        stability_level: float = 0.05,
+        max_global_skips: int = 8,
+        skip_reduction_factor: int = 2,
+        local_skip_factor: int = 4,
+    ) -> None:
+        """Check the arguments and begin with the first epoch."""
+        counts = {
+            "total_epochs": (total_epochs, 1),
+            "groups": (groups, 1),
+            "warmup_epochs": (warmup_epochs, 0),
+            "cooldown_epochs": (cooldown_epochs, 0),
+            "max_global_skips": (max_global_skips, 1),
+            "skip_reduction_factor": (skip_reduction_factor, 2),
+            "local_skip_factor": (local_skip_factor, 1),
+        }
+        for name, (value, _) in counts.items():
+            integer(name, value)
+        self._stability_level = real("stability_level", stability_level)
+        checked = {name: integer(name, value, low) for name, (value, low) in counts.items()}
+        if not 0 <= self._stability_level < math.inf:
+            raise ValueError(f"stability_level must be 0 or more, got {stability_level}")
+        self._total = checked["total_epochs"]
+        self._groups = checked["groups"]
+        self._warmup = checked["warmup_epochs"]
+        self._cooldown = checked["cooldown_epochs"]
+        self._reduction = checked["skip_reduction_factor"]
+        longest = checked["max_global_skips"]
+        self._longest = Skips(
+            longest, max(1, longest // checked["local_skip_factor"]), max(1, longest // 4)
+        )
+        self.epoch = 0
+        self.skips = self._longest
+        self._best = math.inf  # of the losses
+        self._stable = 0  # cycling epochs since one has improved
+
+    @property
+    def phase(self) -> Phase:
+        """What this epoch does: "warmup" and "cooldown" block after every batch."""
+        if self.epoch < self._warmup:
+            return "warmup"
+        return "cooldown" if self.epoch >= self._total - self._cooldown else "cycling"
+
+    def after(self, batch: int, batches: int) -> Sync:
+        """Return what happens after batch number ``batch`` of this epoch's ``batches``, from 0.
+
+        Raises TypeError or ValueError if there is no such batch.
+        """
+        batches = integer("batches", batches, 1)
+        batch = integer("batch", batch, 0)
+        if batch >= batches:
+            raise ValueError(f"batch is {batch}, but there are {batches}, numbered from 0")
+        if self.phase != "cycling":
+            return Sync(blocking=True)
+        skip, wait = self.skips.global_skip, self.skips.batches_to_wait
+        waited = (batch - 1) % skip + 1 if batch else 0  # since the last one before this batch
+        if batch == batches - 1:
+            return Sync(merge=waited if waited <= wait else 0, blocking=True)
+        merge = waited if waited == wait else 0
+        send = batch // skip % self._groups if batch % skip == 0 else None
+        local = batch % self.skips.local_skip == 0 or merge > 0 or send is not None
+        return Sync(local, merge, send)
+
+    def end_epoch(self, loss: float) -> None:
+        """Begin the next epoch, with other skips if the loss, the same on all ranks, asks for it.
+
+        Raises TypeError or ValueError if ``loss`` is no finite number.
+        """
+        loss = real("loss", loss)
+        if not math.isfinite(loss):
+            raise ValueError(f"loss must be finite, got {loss}")
+        improved = self._best - loss > self._stability_level * abs(self._best)
+        improved = improved or math.isinf(self._best)
+        self._best = min(self._best, loss)
+        if self.phase == "cycling":
+            self._stable = 0 if improved else self._stable + 1
+            if self._stable == _PATIENCE:
+                self._stable = 0
+                self._shorten()
+        self.epoch += 1
+
+    def _shorten(self) -> None:
+        if self.skips.global_skip == 1:
+            self.skips = self._longest
+            return
+        self.skips = Skips(*(max(1, skip // self._reduction) for skip in astuple(self.skips)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on from here, as numbers by name."""
+        return {
+            "epoch": self.epoch,
+            "best": self._best,
+            "stable": self._stable,
+            **asdict(self.skips),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was called, on a schedule of the same arguments.
+
+        Raises ValueError that names what ``state`` lacks.
+        """
+        if missing := self.state_dict().keys() - state.keys():
+            raise ValueError(f"state lacks {sorted(missing)}; give what state_dict returned")
+        self.epoch, self._best, self._stable = state["epoch"], state["best"], state["stable"]
+        self.skips = Skips(*(state[field.name] for field in fields(Skips)))
