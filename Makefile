@@ -8,9 +8,11 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 demo: .venv/.installed-examples
 	.venv/bin/python examples/demo.py
 
-# Everything: style, then all tests.
+# Everything: style, then all tests. Those outside of folders run commands, and mostly wait for a
+# single process: two files at a time.
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --ignore-glob='tests/test_*.py'
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile tests/test_*.py
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check

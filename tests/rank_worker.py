@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -88,6 +90,7 @@ def nursery(address: str) -> None:
     import _pytest.assertion.rewrite  # noqa: F401  (asserts in tasks use it)
     import torch  # noqa: F401
 
+    gc.freeze()  # so that the children do not copy what nobody collects
     connection = connect(address)
     connection.send((-1, os.getpid()))
     while True:
@@ -102,7 +105,9 @@ def nursery(address: str) -> None:
             connection.close()
             os.environ.update(environment)
             start_worker(address_of_pool, rank)
-            return
+            # Taking apart all that was imported would copy its memory, a second for each process.
+            atexit._run_exitfuncs()
+            os._exit(0)
 
 
 def reap() -> None:

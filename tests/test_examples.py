@@ -165,14 +165,14 @@ def test_the_ensemble_has_a_member_for_each_group_of_processes(tmp_path):
         lines = (re.search(line.format(name), output) for name in ("one network", "ensemble"))
         return np.array([found.groups() for found in lines], float)
 
-    (one, two), four = at_once(numbers, 1, 2), numbers(4)
+    one, two = at_once(numbers, 1, 2)
     pairs = numbers(4, "--ranks-per-member", 2)
     digits = [0.11, 0.0011, 0.11]  # all agree; other roundings could change the last ones by one
     np.testing.assert_array_equal(one[0], one[1])
-    for alone, ensemble in (two, four):
-        assert np.all(abs(alone - one[0]) < digits)  # the first member is always the same one
-        assert ensemble[0] < alone[0]
-        assert ensemble[1] > alone[1]
+    alone, ensemble = two
+    assert np.all(abs(alone - one[0]) < digits)  # the first member is always the same one
+    assert ensemble[0] < alone[0]
+    assert ensemble[1] > alone[1]
     assert np.all(abs(pairs - two) < digits)
 
 
@@ -182,15 +182,13 @@ def test_sharding_does_not_change_what_is_learnt(tmp_path):
         rows = re.findall(r"step \d+: loss (\S+), (\S+) MB kept\n", output)
         return np.array(rows, float).T
 
-    ((losses, kept), (losses_2, kept_2)), (losses_3, kept_3) = at_once(columns, 1, 2), columns(3)
+    (losses, kept), (losses_2, kept_2) = at_once(columns, 1, 2)
     assert len(losses) == 4
     assert losses[0] > 2  # who knows nothing has log(10) = 2.3
     assert losses[-1] < 0.3
     # They agree to 1e-12, which training amplifies; a mistake in a gradient changes them by 1e-3.
     np.testing.assert_allclose(losses_2, losses, rtol=1e-9)
-    np.testing.assert_allclose(losses_3, losses, rtol=1e-9)
     assert np.all(kept_2 < 0.55 * kept)
-    assert np.all(kept_3 < 0.4 * kept)  # rank 0 has two of the four heads
 
 
 def test_the_notebook_runs(tmp_path):

@@ -87,6 +87,9 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
         op: ReduceOp,
     ) -> None:
         """Reduce this rank's slice of ``array``, a part of ``source``, into ``out``."""
+        if self.size == 1:
+            reduce_rows([array], source.dtype, op, out)
+            return
         slices = np.split(array, np.cumsum(counts)[:-1])
         step = max(1, _PIECE // (array.itemsize * (self.size - 1)))
         for start in range(0, max(counts), step):

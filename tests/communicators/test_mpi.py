@@ -29,7 +29,7 @@ class TestMpi(
     StopContract,
 ):
     backend = "mpi"
-    sizes = (2, 3, 4)
+    sizes = (2, 3)
 
 
 TRAIN = """
