@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from benchmarks.harness import Row
 from benchmarks.launch import ROOT, measure_family
 from benchmarks.report import describe_machine, print_table, write_json
 from tagi_ddp import BackendUnavailable
@@ -27,6 +28,7 @@ TORCH_FAMILIES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("only", nargs="*", metavar="FAMILY", help="measure these; else all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it work?")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
     options = parser.parse_args()
@@ -39,11 +41,21 @@ def main() -> None:
         families += (*TORCH_FAMILIES, ("gpu", max(2, count_gpus())))
     else:
         print("torch is not installed: no rows of what it computes.")
+    if unknown := set(options.only) - {family for family, _ in families}:
+        parser.error(
+            f"no family {', '.join(sorted(unknown))}; there are {', '.join(dict(families))}"
+        )
     start = time.monotonic()
-    rows = [row for family, n in families for row in measure_family(family, n, options.quick)]
-    print_table(rows)
-    write_json(rows, machine, options.output)
-    print(f"{time.monotonic() - start:.0f} s; written to {options.output}")
+    rows: list[Row] = []
+    try:
+        for family, ranks in families:
+            if not options.only or family in options.only:
+                rows += measure_family(family, ranks, options.quick)
+    finally:  # what was measured before a family failed took minutes
+        if rows:
+            print_table(rows)
+            write_json(rows, machine, options.output)
+            print(f"{time.monotonic() - start:.0f} s; written to {options.output}")
 
 
 def count_gpus() -> int:
