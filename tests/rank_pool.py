@@ -26,7 +26,7 @@ import cloudpickle
 
 TESTS = Path(__file__).parent
 START_LIMIT = 60.0
-END_LIMIT = 20.0
+END_LIMIT = 10.0
 
 
 class RankError(AssertionError):

@@ -74,6 +74,32 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     assert not list(scratch.iterdir())
 
 
+def test_a_failing_family_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import __main__ as program
+    from benchmarks.harness import Figure, Row
+
+    def measure(family: str, ranks: int, quick: bool) -> list[Row]:
+        if family == "training":
+            raise SystemExit("failed")
+        return [Row(f"{family} {ranks}", Figure(1, 1, 1), Figure(2, 2, 2), "ms", None)]
+
+    monkeypatch.setattr(program, "measure_family", measure)
+    output = tmp_path / "bench.json"
+    command = ["benchmarks", "training", "all_reduce", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="failed"):
+        program.main()
+    found = [row["name"] for row in json.loads(output.read_text())]
+    assert found == ["all_reduce 2", "all_reduce 4"]
+    assert "all_reduce 4" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "nonsense"])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert "no family nonsense; there are steps, all_reduce" in capsys.readouterr().err
+
+
 def test_without_mpi_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import launch, report
 

@@ -1,8 +1,8 @@
 """The schedule of DASO, without torch or communication: epochs, losses and batch numbers go in.
 
 Coquelin et al. 2022, "Accelerating neural network training with distributed asynchronous and
-selective optimization (DASO)", Journal of Big Data 9, section 3: ranks of a node synchronize often,
-nodes seldom and without waiting, the more seldom the less the loss still falls.
+selective optimization (DASO)", Journal of Big Data 9: ranks of a node synchronize often, nodes
+seldom and without waiting, but the more often the less the loss still falls.
 """
 
 from __future__ import annotations
