@@ -15,6 +15,7 @@
 #include "engine/layer_layout.h"
 #include "python/nccl_binding.h"
 #include "python/shm_binding.h"
+#include "update/merge.h"
 #include "update/parameters.h"
 #include "update/statistics.h"
 #include "update/update.h"
@@ -302,7 +303,48 @@ void bind_update(nb::module_& module) {
             "bucket"_a, "divisor"_a, "cap"_a, "Cap and apply the bucket's deltas.")
         .def(
             "apply_own", [](const Parameters& self, float cap) { apply_own(self, cap); }, "cap"_a,
-            nb::call_guard<nb::gil_scoped_release>(), "Cap and apply the deltas where they are.");
+            nb::call_guard<nb::gil_scoped_release>(), "Cap and apply the deltas where they are.")
+        .def(
+            "read_posterior",
+            [](const Parameters& self, Floats gaussians) {
+                float* data = checked(self, gaussians);
+                nb::gil_scoped_release unlocked;
+                self.read_posterior(data);
+            },
+            "gaussians"_a, "Copy means and variances to gaussians: [means | variances].")
+        .def(
+            "write_posterior",
+            [](const Parameters& self, Floats gaussians) {
+                const float* data = checked(self, gaussians);
+                nb::gil_scoped_release unlocked;
+                self.write_posterior(data);
+            },
+            "gaussians"_a, "Replace means and variances: [means | variances].")
+        .def(
+            "change_since",
+            [](const Parameters& self, Floats now, Floats before, Floats change) {
+                const float* from = checked(self, before);
+                const float* to = checked(self, now);
+                float* out = checked(self, change);
+                nb::gil_scoped_release unlocked;
+                change_since(to, from, out, self.size());
+            },
+            "now"_a, "before"_a, "change"_a,
+            "Write how Gaussians came from others to change: [precisions | weighted means].")
+        .def(
+            "add_change",
+            [](const Parameters& self, Floats gaussians, Floats reference, Floats change,
+               std::optional<Floats> own) {
+                float* data = checked(self, gaussians);
+                const float* means = checked(self, reference);
+                const float* sum = checked(self, change);
+                const float* less = own ? checked(self, *own) : nullptr;
+                nb::gil_scoped_release unlocked;
+                return add_change(self, data, means, sum, less);
+            },
+            "gaussians"_a, "reference"_a, "change"_a, "own"_a = nb::none(),
+            "Multiply gaussians by change less own, both relative to the means of reference. "
+            "Returns how many parameters of each layer took only a part of it.");
 
     nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
         .def(

@@ -118,6 +118,20 @@ std::vector<int32_t> Parameters::negative_variances() const {
     return result;
 }
 
+void Parameters::read_posterior(float* gaussians) const {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+        std::copy_n(blocks_[i].mu, blocks_[i].count, gaussians + offsets_[i]);
+        std::copy_n(blocks_[i].var, blocks_[i].count, gaussians + size_ + offsets_[i]);
+    }
+}
+
+void Parameters::write_posterior(const float* gaussians) const {
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+        std::copy_n(gaussians + offsets_[i], blocks_[i].count, blocks_[i].mu);
+        std::copy_n(gaussians + size_ + offsets_[i], blocks_[i].count, blocks_[i].var);
+    }
+}
+
 void Parameters::add_deltas_to(float* sums, const std::vector<bool>& layers) const {
     for (size_t i = 0; i < blocks_.size(); ++i) {
         if (!layers[i / 2]) continue;

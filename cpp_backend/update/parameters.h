@@ -62,6 +62,10 @@ class Parameters {
     // The negative variances that the last step met, by layer.
     std::vector<int32_t> negative_variances() const;
 
+    // Copies means and variances to `gaussians`, [means | variances], 2 * size() floats, or back.
+    void read_posterior(float* gaussians) const;
+    void write_posterior(const float* gaussians) const;
+
     // Adds the deltas to `sums` ([means | variances], 2 * size() floats), or `sums` to the deltas;
     // for the layers whose flag in `layers` is set.
     void add_deltas_to(float* sums, const std::vector<bool>& layers) const;
