@@ -1,0 +1,20 @@
+"""What a step will take on more ranks than there are: ``tagi-ddp plan``.
+
+`predict` has the model, `measure_link` the numbers that it needs of a network.
+"""
+
+from tagi_ddp.plan.measure import measure_link
+from tagi_ddp.plan.model import SCHEMES, Cluster, Link, Training, predict
+from tagi_ddp.plan.report import default_ranks, plot, table
+
+__all__ = [
+    "SCHEMES",
+    "Cluster",
+    "Link",
+    "Training",
+    "default_ranks",
+    "measure_link",
+    "plot",
+    "predict",
+    "table",
+]

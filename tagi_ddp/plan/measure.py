@@ -1,0 +1,82 @@
+"""Links, measured by a communicator's own all_reduces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from tagi_ddp.checks import integer
+from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.objects import all_gather_object
+from tagi_ddp.plan.model import Cluster, Link, all_reduce
+
+_SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
+_REPEATS = 7  # of each size, after one that is not counted
+
+
+def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> Link:
+    """Time all_reduces of some sizes, and return the link that explains them best, to all ranks.
+
+    A collective call. Each rank must have a link of its own, as the ranks of one node have
+    (`Cluster.node`), or one rank of every node while the others rest (`Cluster.across`).
+
+    Args:
+        communicator: of 2 or more ranks.
+        sizes: in bytes, two different ones or more: a small one, for the latency, and for the
+            bandwidth greater ones, up to what will be sent; a cache can be faster than memory.
+
+    Raises:
+        ValueError: about an argument; or, on all ranks, if more bytes did not take longer.
+    """
+    if communicator.size < 2:
+        raise ValueError("communicator has one rank: there is nothing to measure")
+    counts = [integer("sizes", size, 4) // 4 for size in sizes]
+    if len(set(counts)) < 2:
+        raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
+    medians = all_gather_object(communicator, [_seconds(communicator, n) for n in counts])
+    seconds = np.max(medians, axis=0)  # of the slowest rank
+    shares = [_shares(communicator.size, 4 * count) for count in counts]
+    # Errors relative to the times: else the greatest size would decide on the latency, too.
+    matrix = np.array(shares) / seconds[:, None]
+    latency, per_byte = np.linalg.lstsq(matrix, np.ones(len(counts)), rcond=None)[0]
+    if latency < 0:
+        latency, column = 0.0, matrix[:, 1]
+        per_byte = column.sum() / (column @ column)
+    if not per_byte > 0:
+        raise ValueError(
+            f"all_reduces of {list(sizes)} bytes took {[f'{time:.3g}' for time in seconds]} s: "
+            "give sizes great enough to tell the bandwidth"
+        )
+    return Link(float(latency), 1 / float(per_byte))
+
+
+def _shares(ranks: int, size: int) -> list[float]:
+    """Return how many latencies, and how many bytes, an all_reduce takes by the model."""
+    units = Link(1.0, math.inf), Link(0.0, 1.0)
+    return [all_reduce(Cluster(unit, unit, ranks), ranks, size) for unit in units]
+
+
+def _seconds(communicator: Communicator, count: int) -> float:
+    """Return the median time of an all_reduce of ``count`` floats."""
+    buffer = _buffer(communicator, count)
+    communicator.all_reduce(buffer)
+    times = []
+    for _ in range(_REPEATS):
+        begin = perf_counter()
+        communicator.all_reduce(buffer)
+        times.append(perf_counter() - begin)
+    return median(times)
+
+
+def _buffer(communicator: Communicator, count: int) -> Any:
+    if communicator.device != "cpu":
+        import torch
+
+        return torch.zeros(count, dtype=torch.float32, device=communicator.device)
+    own_memory = getattr(communicator, "empty", np.zeros)  # where all_reduce is the fastest
+    return own_memory(count, np.float32)

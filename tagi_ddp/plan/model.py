@@ -1,0 +1,258 @@
+"""The time of a step on many ranks, from few measured numbers.
+
+A message of n bytes takes latency + n / bandwidth (Hockney 1994, "The communication challenge for
+MPP", Parallel Computing 20). Collectives are counted in such messages, as Thakur, Rabenseifner and
+Gropp do (2005, "Optimization of collective communication operations in MPICH", International
+Journal of High Performance Computing Applications 19); which messages there are is what the
+communicators of this package do:
+
+- Before any operation all ranks meet: one latency.
+- all_reduce of n bytes over p ranks: after that, each rank sends every other its slice of n / p
+  bytes, reduces its own, and sends that to every other. Messages to all others are under way at
+  once, so either phase costs one latency, and (p - 1) / p * n bytes out of a rank while as many
+  come in. In shared memory the ranks copy each other's slices, which are as many bytes.
+- Ranks of several nodes use two kinds of links at once. In each phase R * (p - R) / p * n bytes
+  leave a node of R ranks by the one link that they share; the slower kind decides.
+- broadcast of n bytes in a node: one latency and n bytes after the meeting.
+- Agreeing, before replicas change, on whether all can: a meeting and a phase of almost no bytes.
+
+The schemes, each with n bytes, both deltas of all parameters:
+
+- "sum": after every step all agree, then a flat all_reduce over all ranks.
+- "precision": that step is a merge, and there is one every ``sync_every`` steps. All agree, then
+  posteriors are merged in each node (all_reduce), then between nodes: all_reduce over one rank of
+  each node, which has the link for itself, and broadcast in the node. The arithmetic of a merge
+  comes with either level.
+- "asynchronous": merges as `SyncSchedule` says, walked through batch by batch. What a node sends
+  travels while the next batches compute; a merge waits for the rest of it. Merges in a node, and
+  all of those in warm-up and cool-down epochs and after an epoch's last batch, block. The loss is
+  taken to fall in every epoch, so that skips stay the longest.
+
+Not counted: computing that gets slower while data travels; what a rank's processor does for a
+message, which makes flat collectives over thousands of ranks dearer than this; gloo's all_gather,
+which with many ranks sends to a few at a time; sums that are reduced during backward, which hide a
+part of this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tagi_ddp.checks import integer, real
+from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
+
+SCHEMES = ("sum", "precision", "asynchronous")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a rank, or a node, to the others, in both directions at once.
+
+    ``latency`` is in seconds, 0 or more; ``bandwidth`` in bytes a second, in each direction,
+    greater than 0 and possibly infinite. Raises TypeError or ValueError that names the argument.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        _zero_or_more("latency", self.latency)
+        _positive("bandwidth", self.bandwidth)
+
+    def seconds(self, size: float) -> float:
+        """Return how long a message of ``size`` bytes takes."""
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of ``ranks_per_node`` ranks each, the last one of those that are left.
+
+    ``node`` is each rank's link to the others of its node; ``across`` each node's link to the other
+    nodes, which its ranks share.
+    """
+
+    node: Link
+    across: Link
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        integer("ranks_per_node", self.ranks_per_node, 1)
+
+    def nodes(self, ranks: int) -> int:
+        """Return how many nodes so many ranks fill."""
+        return -(-ranks // self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What each rank computes and sends, which is the same at any number of ranks.
+
+    Args:
+        step: seconds of a step of one rank that does not communicate; greater than 0.
+        parameters: their number; greater than 0, not necessarily an integer.
+        sync_every: the steps from one merge of the scheme "precision" to the next, 1 or more.
+        batches, epochs: batches of an epoch, and epochs, 1 or more, of the scheme "asynchronous".
+        merge: seconds of a merge's arithmetic for each byte, 0 or more.
+        bytes_per_parameter: greater than 0; 8.0: the deltas of mean and variance in float32.
+        warmup_epochs, cooldown_epochs, max_global_skips, local_skip_factor: of `SyncSchedule`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+    """
+
+    step: float
+    parameters: float
+    sync_every: int = 8
+    batches: int = 100
+    epochs: int = 20
+    merge: float = 0.0
+    bytes_per_parameter: float = 8.0
+    warmup_epochs: int = 4
+    cooldown_epochs: int = 4
+    max_global_skips: int = 8
+    local_skip_factor: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("step", "parameters", "bytes_per_parameter"):
+            if math.isinf(_positive(name, getattr(self, name))):
+                raise ValueError(f"{name} must be finite, got inf")
+        _zero_or_more("merge", self.merge)
+        for name in ("sync_every", "batches", "epochs"):
+            integer(name, getattr(self, name), 1)
+        self.schedule()
+
+    @property
+    def bytes(self) -> float:
+        """What a rank has to send."""
+        return self.parameters * self.bytes_per_parameter
+
+    def schedule(self) -> SyncSchedule:
+        """Return the schedule of the scheme "asynchronous", at its first epoch."""
+        return SyncSchedule(
+            self.epochs,
+            warmup_epochs=self.warmup_epochs,
+            cooldown_epochs=self.cooldown_epochs,
+            stability_level=0.0,  # a loss that falls is not stable
+            max_global_skips=self.max_global_skips,
+            local_skip_factor=self.local_skip_factor,
+        )
+
+
+def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float]:
+    """Return the seconds per step of each of `SCHEMES` on so many ranks, 1 or more."""
+    integer("ranks", ranks, 1)
+    costs = _costs(training, cluster, ranks)
+    flat = _agree(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
+    waits = sum(count * _waits(training.step, costs, syncs) for count, syncs in _epochs(training))
+    return {
+        "sum": training.step + flat,
+        "precision": training.step + costs.blocking / training.sync_every,
+        "asynchronous": training.step + waits / (training.epochs * training.batches),
+    }
+
+
+# Operations, in seconds.
+
+
+def _phase(cluster: Cluster, ranks: int, size: float) -> float:
+    """Return how long it takes until each of ``ranks`` has its slice of ``size`` from each other's.
+
+    The same for sending its own slice to each other.
+    """
+    inside = min(ranks, cluster.ranks_per_node)
+    part = size / ranks
+    seconds = 0.0
+    if inside > 1:
+        seconds = cluster.node.seconds((inside - 1) * part)
+    if ranks > inside:
+        seconds = max(seconds, cluster.across.seconds(inside * (ranks - inside) * part))
+    return seconds
+
+
+def _agree(cluster: Cluster, ranks: int) -> float:
+    return 2 * _phase(cluster, ranks, 0)
+
+
+def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
+    """Return how long an all_reduce of ``size`` bytes over all of ``ranks`` takes."""
+    return _phase(cluster, ranks, 0) + 2 * _phase(cluster, ranks, size)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds of what a two-level merge consists of, and of all of it at once."""
+
+    local: float  # in the node
+    transfer: float  # between nodes; may be under way while ranks compute
+    arrival: float  # when that has come
+    blocking: float
+
+
+def _costs(training: Training, cluster: Cluster, ranks: int) -> _Costs:
+    size, nodes = training.bytes, cluster.nodes(ranks)
+    inside = min(ranks, cluster.ranks_per_node)
+    arithmetic = size * training.merge
+    local = transfer = arrival = 0.0
+    if inside > 1:
+        local = all_reduce(cluster, inside, size) + arithmetic
+    if nodes > 1:
+        transfer = all_reduce(replace(cluster, ranks_per_node=1), nodes, size)
+        arrival = arithmetic
+        if inside > 1:  # broadcast
+            arrival += cluster.node.latency + cluster.node.seconds(size)
+    return _Costs(local, transfer, arrival, _agree(cluster, ranks) + local + transfer + arrival)
+
+
+def _waits(step: float, costs: _Costs, syncs: Sequence[Sync]) -> float:
+    """Return the seconds that an epoch spends on synchronizing and on waiting for it."""
+    spent = spent_at_send = 0.0
+    for sync in syncs:
+        if sync.local:
+            spent += costs.local
+        if sync.merge:
+            passed = sync.merge * step + spent - spent_at_send
+            spent += max(0.0, costs.transfer - passed) + costs.arrival
+        if sync.send is not None:
+            spent_at_send = spent
+        if sync.blocking:
+            spent += costs.blocking
+    return spent
+
+
+@lru_cache(maxsize=8)
+def _epochs(training: Training) -> list[tuple[int, list[Sync]]]:
+    """Return what the epochs' batches do, and in how many epochs they do it."""
+    schedule = training.schedule()
+    counts: Counter[tuple[bool, Skips]] = Counter()
+    syncs: dict[tuple[bool, Skips], list[Sync]] = {}
+    for epoch in range(training.epochs):
+        kind = (schedule.phase == "cycling", schedule.skips)
+        counts[kind] += 1
+        if kind not in syncs:
+            batches = range(training.batches)
+            syncs[kind] = [schedule.after(batch, training.batches) for batch in batches]
+        schedule.end_epoch(-epoch)  # the loss
+    return [(count, syncs[kind]) for kind, count in counts.items()]
+
+
+# Checks.
+
+
+def _positive(name: str, value: float) -> float:
+    number = real(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be greater than 0, got {value}")
+    return number
+
+
+def _zero_or_more(name: str, value: float) -> None:
+    if not 0 <= real(name, value) < math.inf:
+        raise ValueError(f"{name} must be 0 or more, and finite, got {value}")

@@ -1,0 +1,61 @@
+"""Predictions for many numbers of ranks: as text, and as a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from tagi_ddp.plan.model import SCHEMES, Cluster, Training, predict
+
+
+def default_ranks(most: int = 10_000) -> list[int]:
+    """Return 1, 2, 4, ... and ``most``."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
+    """Return the predictions as text, a line for each number of ranks."""
+    step = 1e3 * training.step
+    decimals = max(0, 2 - math.floor(math.log10(step)))  # three digits of the step
+    columns = [
+        ["ranks", *(str(number) for number in ranks)],
+        ["nodes", *(str(cluster.nodes(number)) for number in ranks)],
+    ]
+    predictions = [predict(training, cluster, number) for number in ranks]
+    for scheme in SCHEMES:
+        seconds = [prediction[scheme] for prediction in predictions]
+        columns.append([f"{scheme} ms", *(f"{1e3 * time:.{decimals}f}" for time in seconds)])
+        columns.append(["efficiency", *(f"{training.step / time:.1%}" for time in seconds)])
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in zip(*columns, strict=True)
+    ]
+    note = (
+        "Milliseconds per step; efficiency: of these, what one rank alone takes. Each rank's share "
+        "of a\nbatch is the same at any number of ranks."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def plot(path: str | Path, training: Training, cluster: Cluster, ranks: Sequence[int]) -> None:
+    """Plot time per step and efficiency over the ranks, to a file of the kind that its name tells.
+
+    Raises ImportError if there is no matplotlib, OSError or ValueError about the path.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'tagi-ddp[examples]'") from error
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    times, efficiencies = figure.subplots(1, 2)
+    predictions = [predict(training, cluster, number) for number in ranks]
+    for scheme in SCHEMES:
+        seconds = [prediction[scheme] for prediction in predictions]
+        times.plot(ranks, [1e3 * time for time in seconds], ".-", label=scheme)
+        efficiencies.plot(ranks, [100 * training.step / time for time in seconds], ".-")
+    times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step")
+    efficiencies.set(xscale="log", ylim=(0, 105), xlabel="ranks", ylabel="efficiency in %")
+    times.legend()
+    figure.savefig(path)

@@ -1,0 +1,388 @@
+"""Predicted times: numbers worked out by hand, what must hold for all, the command, and links."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+
+from tagi_ddp.cli import main
+from tagi_ddp.plan import (
+    SCHEMES,
+    Cluster,
+    Link,
+    Training,
+    default_ranks,
+    measure,
+    measure_link,
+    plot,
+    predict,
+    table,
+)
+
+PLAN = ["plan", "--step-ms", "12", "--parameters", "11e6"]
+CLUSTER = Cluster(node=Link(1e-3, 1e6), across=Link(1e-2, 1e5), ranks_per_node=2)
+TRAINING = Training(step=1.0, parameters=1000, sync_every=4)  # 8000 bytes
+
+LINKS = st.builds(Link, st.floats(0, 1), st.floats(1e3, 1e12))
+CLUSTERS = st.builds(Cluster, LINKS, LINKS, st.integers(1, 9))
+TRAININGS = st.builds(
+    Training,
+    st.floats(1e-5, 10),
+    st.floats(1, 1e9),
+    sync_every=st.integers(1, 10),
+    batches=st.integers(1, 30),
+    epochs=st.integers(1, 10),
+    merge=st.floats(0, 1e-6),
+    warmup_epochs=st.integers(0, 3),
+    cooldown_epochs=st.integers(0, 3),
+    max_global_skips=st.integers(1, 12),
+    local_skip_factor=st.integers(1, 12),
+)
+RANKS = st.integers(1, 10_000)
+ROUNDING = 1 + 1e-9
+
+
+# By hand.
+
+
+def test_one_node() -> None:
+    # Agreeing: 2 ms. all_reduce: 3 ms, and 4000 bytes twice.
+    found = predict(TRAINING, CLUSTER, 2)
+    assert found["sum"] == pytest.approx(1 + 0.002 + 0.003 + 0.008)
+    assert found["precision"] == pytest.approx(1 + 0.013 / 4)
+
+
+def test_two_nodes() -> None:
+    # Of each node, 2 ranks send 2000 bytes to 2 ranks of the other, twice.
+    found = predict(TRAINING, CLUSTER, 4)
+    assert found["sum"] == pytest.approx(1 + 0.02 + 0.03 + 0.16)
+    agree, local, between, broadcast = 0.02, 0.003 + 0.008, 0.03 + 0.08, 0.002 + 0.008
+    assert found["precision"] == pytest.approx(1 + (agree + local + between + broadcast) / 4)
+
+
+def test_the_slower_kind_of_links_decides() -> None:
+    slow_inside = replace(CLUSTER, node=Link(0.1, 1e4))
+    assert predict(TRAINING, slow_inside, 4)["sum"] == pytest.approx(1 + 0.2 + 0.3 + 2 * 0.2)
+
+
+def test_a_node_may_be_filled_in_part() -> None:
+    # 2 ranks of the first node send 8000 / 3 bytes to the third rank, and get as many.
+    assert CLUSTER.nodes(3) == 2
+    assert predict(TRAINING, CLUSTER, 3)["sum"] == pytest.approx(1 + 0.02 + 0.03 + 2 * 0.16 / 3)
+
+
+def test_each_level_of_a_merge_has_its_arithmetic() -> None:
+    training = replace(TRAINING, merge=1e-3)  # 8 s
+    for ranks, merges in ((2, 1), (4, 2)):
+        more = [predict(each, CLUSTER, ranks) for each in (training, TRAINING)]
+        assert more[0]["precision"] - more[1]["precision"] == pytest.approx(8 * merges / 4)
+        assert more[0]["sum"] == more[1]["sum"]
+    single = replace(CLUSTER, ranks_per_node=1)
+    assert predict(training, single, 2)["precision"] == pytest.approx(1 + (0.05 + 0.08 + 8) / 4)
+
+
+def test_a_merge_waits_for_the_rest_of_what_was_sent() -> None:
+    # Batches 0 and 2 send, 1 and 3 merge, the last one, 4, blocks. A transfer takes 1.5 steps.
+    training = Training(
+        1.0, 1000, batches=5, epochs=3, warmup_epochs=0, cooldown_epochs=0, max_global_skips=2
+    )
+    cluster = Cluster(Link(0, 1), Link(0, 8000 / 1.5), 1)
+    waits = 0.5 + 0.5 + 1.5
+    assert predict(training, cluster, 2)["asynchronous"] == pytest.approx(1 + waits / 5)
+    # Of three epochs two block after every batch.
+    around = replace(training, warmup_epochs=1, cooldown_epochs=1)
+    expected = 1 + (2 * 5 * 1.5 + waits) / 15
+    assert predict(around, cluster, 2)["asynchronous"] == pytest.approx(expected)
+    # What takes less than a step is hidden.
+    fast = Cluster(Link(0, 1), Link(0, 8000 / 0.9), 1)
+    assert predict(training, fast, 2)["asynchronous"] == pytest.approx(1 + 0.9 / 5)
+
+
+def test_merges_in_a_node_are_not_hidden_but_hide() -> None:
+    # Skips 4, 2 and 1. Batches 0 and 4 send, 1 merges; 0, 1, 2 and 4 merge the node; 5 blocks.
+    training = Training(
+        1.0,
+        1000,
+        batches=6,
+        epochs=1,
+        warmup_epochs=0,
+        cooldown_epochs=0,
+        max_global_skips=4,
+        local_skip_factor=2,
+    )
+    cluster = Cluster(Link(0, 1e5), Link(0, 8000 / 1.5), 2)
+    local, broadcast, transfer = 0.08, 0.08, 1.5
+    stall = transfer - 1 - local + broadcast  # batch 5 waits without a merge of the node
+    last = transfer - 1 + broadcast + local + transfer + broadcast
+    expected = 1 + (4 * local + stall + last) / 6
+    assert predict(training, cluster, 4)["asynchronous"] == pytest.approx(expected)
+
+
+# For all.
+
+
+@given(TRAININGS, CLUSTERS, RANKS)
+def test_no_step_is_faster_than_alone(training: Training, cluster: Cluster, ranks: int) -> None:
+    found = predict(training, cluster, ranks)
+    assert tuple(found) == SCHEMES
+    assert all(time >= training.step for time in found.values())
+    assert set(predict(training, cluster, 1).values()) == {training.step}
+
+
+@settings(max_examples=60)
+@given(TRAININGS, CLUSTERS, RANKS, st.floats(1, 10), st.sampled_from(["node", "across"]))
+def test_worse_is_slower(
+    training: Training, cluster: Cluster, ranks: int, times: float, which: str
+) -> None:
+    link = getattr(cluster, which)
+    before = predict(training, cluster, ranks)
+    for worse in (
+        (replace(training, parameters=training.parameters * times), cluster),
+        (replace(training, merge=training.merge * times), cluster),
+        (training, replace(cluster, **{which: Link(link.latency * times, link.bandwidth)})),
+        (training, replace(cluster, **{which: Link(link.latency, link.bandwidth / times)})),
+    ):
+        after = predict(*worse, ranks)
+        assert all(before[scheme] <= after[scheme] * ROUNDING for scheme in SCHEMES)
+
+
+@given(TRAININGS, CLUSTERS, RANKS)
+def test_a_merge_at_every_step_on_one_level_is_as_long_as_a_sum(
+    training: Training, cluster: Cluster, ranks: int
+) -> None:
+    every = replace(training, sync_every=1, merge=0.0)
+    for level in (replace(cluster, ranks_per_node=10_000), replace(cluster, ranks_per_node=1)):
+        found = predict(every, level, ranks)
+        assert found["precision"] == pytest.approx(found["sum"])
+
+
+@given(TRAININGS, CLUSTERS, RANKS)
+def test_asynchronous_merges_are_no_slower_than_blocking_at_every_step(
+    training: Training, cluster: Cluster, ranks: int
+) -> None:
+    found = predict(replace(training, sync_every=1), cluster, ranks)
+    blocking = predict(replace(training, warmup_epochs=training.epochs), cluster, ranks)
+    assert blocking["asynchronous"] == pytest.approx(found["precision"])
+    assert found["asynchronous"] <= blocking["asynchronous"] * ROUNDING
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Link(-1, 1), "latency must be 0 or more, and finite, got -1"),
+        (lambda: Link(0, 0), "bandwidth must be greater than 0, got 0"),
+        (lambda: Link(0, float("nan")), "bandwidth must be greater than 0, got nan"),
+        (lambda: Cluster(Link(0, 1), Link(0, 1), 0), "ranks_per_node must be at least 1, got 0"),
+        (lambda: Training(0, 1), "step must be greater than 0, got 0"),
+        (lambda: Training(1, float("inf")), "parameters must be finite, got inf"),
+        (lambda: Training(1, 1, merge=-1), "merge must be 0 or more, and finite, got -1"),
+        (lambda: Training(1, 1, batches=0), "batches must be at least 1, got 0"),
+        (lambda: Training(1, 1, max_global_skips=0), "max_global_skips must be at least 1, got 0"),
+        (lambda: predict(TRAINING, CLUSTER, 0), "ranks must be at least 1, got 0"),
+    ],
+)
+def test_wrong_values_are_named(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_wrong_types_are_named() -> None:
+    with pytest.raises(TypeError, match="step must be a number, got '1'"):
+        Training("1", 1)
+
+
+def test_ranks_go_up_in_powers_of_two() -> None:
+    assert default_ranks(1) == [1]
+    assert default_ranks(8) == [1, 2, 4, 8]
+    assert default_ranks(9) == [1, 2, 4, 8, 9]
+    assert default_ranks()[-3:] == [4096, 8192, 10_000]
+
+
+# The command.
+
+
+def test_the_table() -> None:
+    # Asynchronous: 8 epochs of 100 * 0.151 s, and 12 of 50 * 0.011 + 13 * 0.010 + 0.151 s.
+    assert table(TRAINING, CLUSTER, [1, 4]).splitlines()[:4] == [
+        "ranks  nodes  sum ms  efficiency  precision ms  efficiency  asynchronous ms  efficiency",
+        "    1      1    1000      100.0%          1000      100.0%             1000      100.0%",
+        "    4      2    1210       82.6%          1038       96.4%             1065       93.9%",
+        "",
+    ]
+    short = table(replace(TRAINING, step=0.0005), CLUSTER, [1]).splitlines()[1]
+    assert short.split()[2:4] == ["0.500", "100.0%"]
+
+
+def test_units(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {
+        "--ranks": "4,64",
+        "--ranks-per-node": "2",
+        "--node-latency-us": "3",
+        "--node-gbs": "5",
+        "--latency-us": "70",
+        "--gbit": "8",
+        "--sync-every": "3",
+        "--batches": "50",
+        "--epochs": "9",
+        "--merge-ns": "0.5",
+    }
+    assert main([*PLAN, *(word for option in options.items() for word in option)]) == 0
+    training = Training(0.012, 11e6, 3, 50, 9, 0.5e-9)
+    cluster = Cluster(Link(3e-6, 5e9), Link(70e-6, 1e9), 2)
+    assert capsys.readouterr().out == table(training, cluster, [4, 64]) + "\n"
+
+
+def test_help_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(PLAN) == 0
+    cluster = Cluster(Link(1e-6, 10e9), Link(20e-6, 25e9 / 8), 4)
+    expected = table(Training(0.012, 11e6), cluster, default_ranks())
+    assert capsys.readouterr().out == expected + "\n"
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("link; default: 4", "node; default: 1.0", "direction; default: 25.0"):
+        assert default in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--step-ms", "0"], "argument --step-ms: must be a number greater than 0, got '0'"),
+        (["--parameters", "inf"], "--parameters: must be a number greater than 0, got 'inf'"),
+        (["--gbit", "fast"], "argument --gbit: must be a number greater than 0, got 'fast'"),
+        (["--latency-us=-1"], "argument --latency-us: must be a number from 0 up, got '-1'"),
+        (["--ranks", "4,0"], "argument --ranks: must be an integer from 1 up, got '0'"),
+        (["--epochs", "1.5"], "argument --epochs: must be an integer from 1 up, got '1.5'"),
+    ],
+)
+def test_wrong_options_are_named(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*PLAN, *words])
+    assert text in capsys.readouterr().err
+
+
+def test_step_and_parameters_are_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan"])
+    assert "required: --step-ms, --parameters" in capsys.readouterr().err
+
+
+def test_it_loads_neither_torch_nor_mpi(tmp_path: Path) -> None:
+    code = f"import sys; from tagi_ddp.cli import main; main({PLAN}); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    loaded = set(done.stdout.split())
+    assert "tagi_ddp.plan.model" in loaded
+    assert not loaded & {"torch", "mpi4py", "pytagi", "matplotlib"}
+
+
+def test_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.svg"
+    assert main([*PLAN, "--plot", str(path)]) == 0
+    assert "efficiency" in capsys.readouterr().out
+    text = path.read_text()
+    assert "<svg" in text
+    assert all(f"<!-- {word} -->" in text for word in (*SCHEMES, "ms per step", "efficiency in %"))
+    plot(tmp_path / "plan.png", TRAINING, CLUSTER, [1, 2, 4])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_plot_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*PLAN, "--plot", str(tmp_path / "missing" / "plan.png")]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert main([*PLAN, "--plot", str(tmp_path / "plan.xyz")]) == 1
+    assert "plan.xyz: Format 'xyz' is not supported" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1
+    assert "needs matplotlib: pip install 'tagi-ddp[examples]'" in capsys.readouterr().err
+
+
+# Links.
+
+
+class Clock:
+    """A communicator of three ranks whose all_reduces take what ``seconds`` says of their bytes."""
+
+    size = 3
+    device = "cpu"
+
+    def __init__(self, seconds: Any) -> None:
+        self.seconds = seconds
+        self.now = 0.0
+        self.calls = 0
+
+    def all_reduce(self, buffer: Any) -> None:
+        self.calls += 1
+        first = self.calls % 8 == 1  # of each size, which is a warm-up
+        self.now += 100.0 if first else self.seconds(buffer.nbytes)
+
+    def all_gather_object(self, value: list[float]) -> list[list[float]]:
+        return [[time / 2 for time in value], value, [time / 3 for time in value]]
+
+
+def link_by(seconds: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any = (1024, 1 << 20)) -> Link:
+    clock = Clock(seconds)
+    monkeypatch.setattr(measure, "perf_counter", lambda: clock.now)
+    return measure_link(clock, sizes)
+
+
+def test_a_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(5e-5, 3e8)
+
+    def seconds(size: int) -> float:
+        return 3 * link.latency + 2 * 2 / 3 * size / link.bandwidth
+
+    for sizes in ((1024, 1 << 20), (4, 1 << 18, 1 << 22, 1 << 23), (1026, 1 << 20)):
+        found = link_by(seconds, monkeypatch, sizes)
+        assert found.latency == pytest.approx(link.latency)
+        assert found.bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_a_latency_is_never_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = link_by(lambda size: size**1.5 * 1e-9, monkeypatch, (1 << 10, 1 << 11, 1 << 20))
+    assert found.latency == 0
+    assert found.bandwidth > 0
+
+
+def test_no_bandwidth_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"1048576\] bytes took \['2', '1'\] s: give sizes great"):
+        link_by(lambda size: 2.0 if size == 1024 else 1.0, monkeypatch)
+
+
+def test_links_need_sizes_and_ranks() -> None:
+    for sizes in ((8,), (8, 9)):
+        with pytest.raises(ValueError, match="sizes must be two different ones or more"):
+            measure_link(Clock(None), sizes)
+    with pytest.raises(ValueError, match="sizes must be at least 4, got 3"):
+        measure_link(Clock(None), (3, 8))
+    alone = Clock(None)
+    alone.size = 1
+    with pytest.raises(ValueError, match="communicator has one rank"):
+        measure_link(alone)
+
+
+def test_a_link_of_shared_memory(shm: RankPool) -> None:
+    links = shm.run(lambda comm: measure_link(comm), size=2)
+    assert links[0] == links[1]
+    assert links[0].bandwidth > 1e6
