@@ -29,7 +29,7 @@ _PART_BYTES = 4 << 20
 
 
 class LateAgreement(Protocol):
-    """What the ranks agreed on where the device applies it; `Replica.take_refused` tells more."""
+    """What the ranks agreed on where the device applies it; `Exchange.take_refused` tells more."""
 
     def all_joined(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
@@ -63,6 +63,22 @@ class Exchange(ABC):
         """Return the name of the first layer with an own delta that is NaN or infinite, or ""."""
         return parameters.first_not_finite()
 
+    def refusal(self, ranks: list[int], culprit: str) -> str:
+        """Return the text for a step that was refused: ``ranks`` are at fault, here the layer."""
+        where = f" (here: layer {culprit})" if culprit else ""
+        return (
+            f"step refused on all ranks: deltas of ranks {ranks} are NaN or infinite{where}. No "
+            "parameter has changed. Look at the inputs, the targets and the observation variance "
+            "of those ranks."
+        )
+
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return the ranks that made an earlier step be refused, if nobody has been told yet.
+
+        ``everything``: wait for the outcome of all steps so far. None where it is told at once.
+        """
+        return []
+
     @abstractmethod
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
@@ -77,6 +93,15 @@ class Exchange(ABC):
         self._statistics.pack(buffer, batch)
         self._communicator.all_reduce(buffer)
         self._statistics.unpack(buffer, total)
+
+    def restart(self) -> None:  # noqa: B027
+        """Tell that the replicas have been made equal by other means."""
+
+    def abort(self, reason: str) -> None:  # noqa: B027
+        """Let ranks know that wait on communicators of the exchange's own."""
+
+    def close(self) -> None:  # noqa: B027
+        """Close communicators of its own."""
 
 
 def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarray:
@@ -158,7 +183,7 @@ class _Bucket(Exchange):
     def __call__(
         self, parameters: Parameters, contribution: Contribution, average: bool
     ) -> Agreement:
-        agreement = _agree(self._communicator, contribution)
+        agreement = agree(self._communicator, contribution)
         if not agreement.applies:
             return agreement
         if self._bucket is None:
@@ -224,7 +249,7 @@ class _Overlapped(Exchange):
     ) -> Agreement:
         if not self._works:
             self.start_nothing()
-        agreement = _agree(self._communicator, contribution)
+        agreement = agree(self._communicator, contribution)
         self.discard()
         if agreement.applies:
             parameters.apply(self._bucket, agreement.divisor(average), agreement.cap(average))
@@ -245,6 +270,10 @@ class _OnDevice(Exchange):
     def first_not_finite(self, parameters: Any) -> str:
         return ""  # `words_of` looks, on the device
 
+    def take_refused(self, everything: bool) -> list[int]:
+        refused: list[int] = self._replica.take_refused(everything)
+        return refused
+
     def __call__(self, parameters: Any, contribution: Contribution, average: bool) -> LateAgreement:
         agreement: LateAgreement = self._replica.agree(self._communicator, contribution, average)
         return agreement
@@ -264,13 +293,14 @@ def split(parameters: Parameters, size: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _agree(communicator: Communicator, contribution: Contribution) -> Agreement:
-    words = np.array([contribution.batch, contribution.finite, contribution.joined], dtype=np.int64)
-    everyone = np.empty(3 * communicator.size, np.int64)
-    communicator.all_gather(words, everyone)
+def agree(communicator: Communicator, contribution: Contribution) -> Agreement:
+    """Return what follows from the contributions of all ranks; a collective call."""
+    words = [contribution.batch, int(contribution.finite), int(contribution.joined)]
+    if communicator.device == "cpu":
+        everyone = np.empty((communicator.size, len(words)), np.int64)
+        communicator.all_gather(np.array(words, np.int64), everyone)
+    else:
+        everyone = np.array(all_gather_object(communicator, words))
     return Agreement(
-        [
-            Contribution(int(batch), bool(finite), bool(joined))
-            for batch, finite, joined in everyone.reshape(-1, 3)
-        ]
+        [Contribution(int(batch), bool(finite), bool(joined)) for batch, finite, joined in everyone]
     )

@@ -15,8 +15,11 @@ from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
-from tagi_ddp.exchange import make_exchange
+from tagi_ddp.exchange import Exchange, make_exchange
+from tagi_ddp.merge_interface import MergeInterface
+from tagi_ddp.merging import Reduction, check_reduction, make_merging
 from tagi_ddp.micro_batches import MicroBatches
+from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.placement import adopt, connect, place
 from tagi_ddp.replicas import (
     ReplicaMismatch,
@@ -31,9 +34,9 @@ _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 
 
 class NotFiniteError(FloatingPointError):
-    """A step was refused on all ranks: deltas of some rank are NaN or infinite.
+    """A step was refused: deltas of some rank are NaN or infinite; raised on all ranks.
 
-    No parameter has changed. ``ranks`` are those at fault.
+    It has changed no parameter. ``ranks`` are those at fault.
     """
 
     def __init__(self, message: str, ranks: list[int]) -> None:
@@ -42,14 +45,15 @@ class NotFiniteError(FloatingPointError):
         self.ranks = tuple(ranks)
 
 
-class DDPSequential(SequentialInterface):
+class DDPSequential(SequentialInterface, MergeInterface):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
     ranks (or takes their mean), caps them and applies the same update everywhere. With
     ``average=False`` the result is that of one process on the union of the shares; with
     ``average=True``, pytagi's default, it is the mean of the deltas, capped as for one share: steps
-    about ``world_size`` times more cautious.
+    about ``world_size`` times more cautious. With ``reduction="precision"`` ranks step alone, and
+    their posteriors are merged by Bayes' rule, at every step or less often; see `merge`.
 
     An error in any method ends the group: it is raised here at once, and on the other ranks, naming
     this one, at their next collective operation.
@@ -60,6 +64,12 @@ class DDPSequential(SequentialInterface):
             ``device`` is or will be.
         config: backend, rank and world size; `DDPConfig.from_env` asks the launcher.
         average: True: mean of the deltas; False: their sum, which reproduces one process.
+        reduction: "mean" or "sum" of the deltas, in place of ``average``; or "precision", by which
+            posteriors are merged.
+        sync_every: for "precision": how many steps lie between two merges; or a SyncSchedule, by
+            which the ranks of a node merge often, and nodes seldom and without waiting. It needs
+            `begin_epoch` and `end_epoch`.
+        node_size: for a schedule: how many consecutive ranks make a node; None: those of a host.
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten
@@ -81,6 +91,9 @@ class DDPSequential(SequentialInterface):
         config: DDPConfig | None = None,
         average: bool = True,
         *,
+        reduction: Reduction | None = None,
+        sync_every: int | SyncSchedule = 1,
+        node_size: int | None = None,
         communicator: Communicator | Any | None = None,
         compute: Choice = "auto",
         device: str | None = None,
@@ -99,7 +112,8 @@ class DDPSequential(SequentialInterface):
         self.config = config or DDPConfig(
             [], "auto", self.communicator.rank, self.communicator.size
         )
-        self.average = bool(average)
+        self.reduction = check_reduction(reduction, bool(average), sync_every, node_size)
+        self.average = self.reduction == "mean"
         self._forward_samples: int | None = None  # of the forward pass that backward would follow
         self._delta_samples: int | None = None  # behind the engine's deltas that step would apply
         self._accumulating = False  # until the next step
@@ -107,16 +121,24 @@ class DDPSequential(SequentialInterface):
         self._closed = False
         try:
             with self._or_abort():
-                self._attach(compute, device, precision)
+                self._attach(compute, device, precision, sync_every, node_size)
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, compute: Choice, device: str, precision: Precision) -> None:
+    def _attach(
+        self,
+        compute: Choice,
+        device: str,
+        precision: Precision,
+        sync_every: int | SyncSchedule,
+        node_size: int | None,
+    ) -> None:
         replica = place(self.model, compute, device)
         chosen = choose(self.model, replica, compute, device, precision)
-        options = {"average": self.average, "compute": chosen, "precision": precision}
-        check_structure(self.communicator, replica, options)
+        scheme = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
+        options = {"reduction": self.reduction, "compute": chosen, "precision": precision}
+        check_structure(self.communicator, replica, {**options, "sync_every": scheme})
         self.compute = make_compute(
             chosen, self.model, replica, self.communicator, device, precision
         )
@@ -124,7 +146,12 @@ class DDPSequential(SequentialInterface):
         self._micro_batches = MicroBatches(self._replica)
         self._set_threads()
         self._replica.share(self.communicator)
-        self._exchange = make_exchange(self.communicator, self._replica, self.compute.bucket)
+        if self.reduction == "precision":
+            self._exchange: Exchange = make_merging(
+                self.communicator, self._replica, sync_every, node_size
+            )
+        else:
+            self._exchange = make_exchange(self.communicator, self._replica, self.compute.bucket)
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""
@@ -233,9 +260,20 @@ class DDPSequential(SequentialInterface):
             if self.communicator.rank == 0:
                 self.model.load_state_dict(state_dict)
             self._replica.share(self.communicator)
+            self._exchange.restart()
 
     def save(self, filename: str) -> None:
-        """Write the parameters and running statistics to a file, on rank 0; others do nothing."""
+        """Write the parameters and running statistics to a file, on rank 0; others do nothing.
+
+        Where posteriors are merged, call `merge` on all ranks before; this warns if steps are left.
+        """
+        if self.communicator.rank == 0 and self.unmerged_steps:
+            warnings.warn(
+                f"{filename!r} gets what rank 0 alone has learned in {self.unmerged_steps} steps "
+                "since the last merge: call merge() on all ranks before save()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self.communicator.rank == 0:
             self._replica.export()
             self.model.save(filename)
@@ -249,19 +287,7 @@ class DDPSequential(SequentialInterface):
                 self._replica.export()
                 self.model.load(filename)
             self._replica.share(self.communicator)
-
-    def get_neg_var_w_counter(self) -> dict[str, int]:
-        """Return how many variances of each layer's weights the last step found not positive.
-
-        By the engine's description of the layer, as pytagi does, those inside of blocks too; layers
-        with one description are added up.
-        """
-        counts: dict[str, int] = {}
-        handles = (layer.handle for layer in self._replica.layers)
-        for handle, count in zip(handles, self._replica.parameters.negative_variances, strict=True):
-            name = handle.get_layer_info()
-            counts[name] = counts.get(name, 0) + count
-        return counts
+            self._exchange.restart()
 
     # --- beyond the engine's interface --------------------------------------------------------
 
@@ -307,7 +333,15 @@ class DDPSequential(SequentialInterface):
         with self._or_abort():
             self._replica.pull()
             self._replica.export()
-            return check_state(self.communicator, self._replica)
+            try:
+                return check_state(self.communicator, self._replica)
+            except ReplicaMismatch as error:
+                if not self.unmerged_steps:
+                    raise
+                raise ReplicaMismatch(
+                    f"{error} There were {self.unmerged_steps} steps since the last merge: call "
+                    "merge() before."
+                ) from None
 
     def close(self) -> None:
         """Leave the group; the model stays usable on its own. May be called again.
@@ -317,10 +351,12 @@ class DDPSequential(SequentialInterface):
         if self._closed:
             return
         self._closed = True
+        exchange: Exchange | None = getattr(self, "_exchange", None)
+        if exchange is not None:
+            exchange.close()
         if self._own_communicator:
             self.communicator.close()
-        replica = getattr(self, "_replica", None)
-        if replica is not None and (ranks := replica.take_refused(everything=True)):
+        if exchange is not None and (ranks := exchange.take_refused(everything=True)):
             warnings.warn(
                 f"a step before close() was refused: deltas of ranks {ranks} were NaN or infinite. "
                 "It has changed no parameter.",
@@ -334,8 +370,8 @@ class DDPSequential(SequentialInterface):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Close; when the block ended in an error the other ranks learn it."""
-        if error is not None and not isinstance(error, CommunicatorError):
-            self.communicator.abort(f"{type(error).__name__}: {error}")
+        if error is not None:
+            self._abort(error)
         self.close()
 
     def _started(self, begin: int) -> None:
@@ -357,19 +393,16 @@ class DDPSequential(SequentialInterface):
             if agreement.applies:
                 self._exchange.average_statistics(samples, agreement.batch)
                 self._replica.updated()
-        if agreement.not_finite:
-            where = f" (here: layer {culprit})" if culprit else ""
-            raise NotFiniteError(
-                f"step refused on all ranks: deltas of ranks {agreement.not_finite} are NaN or "
-                f"infinite{where}. No parameter has changed. Look at the inputs, the targets and "
-                "the observation variance of those ranks.",
-                agreement.not_finite,
-            )
+        self._raise_if_refused(agreement, culprit)
         return agreement.all_joined
+
+    def _raise_if_refused(self, agreement: Agreement, culprit: str) -> None:
+        if ranks := agreement.not_finite:
+            raise NotFiniteError(self._exchange.refusal(ranks, culprit), ranks)
 
     def _tell_refused(self, everything: bool) -> None:
         """Raise if a step on the device was refused of which nobody has been told."""
-        if ranks := self._replica.take_refused(everything):
+        if ranks := self._exchange.take_refused(everything):
             raise NotFiniteError(
                 f"an earlier step was refused on all ranks: deltas of ranks {ranks} were NaN or "
                 "infinite. It has changed no parameter. Look at the inputs, the targets and the "
@@ -393,8 +426,15 @@ class DDPSequential(SequentialInterface):
             raise CommunicatorError("the model is closed; wrap it again to go on")
         try:
             yield
-        except (CommunicatorError, ReplicaMismatch):
+        except ReplicaMismatch:
             raise
         except BaseException as error:
-            self.communicator.abort(f"{type(error).__name__}: {error}")
+            self._abort(error)
             raise
+
+    def _abort(self, error: BaseException) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, CommunicatorError):
+            self.communicator.abort(reason)
+        if (exchange := getattr(self, "_exchange", None)) is not None:
+            exchange.abort(reason)

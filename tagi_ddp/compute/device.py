@@ -17,6 +17,7 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.compute import FloatArray
 from tagi_ddp.compute.agreement import WORDS, DeviceAgreement, Outcomes, words_of
+from tagi_ddp.compute.posteriors import add_change, change_since
 from tagi_ddp.engine.adapter import Replica, share_on_host
 from tagi_ddp.engine.layers import PARAMETERS
 
@@ -205,6 +206,31 @@ class DeviceParameters:
         """Copy the deltas to a bucket on the host."""
         torch.from_numpy(bucket).copy_(self.deltas)
 
+    def read_posterior(self, gaussians: Tensor) -> None:
+        """Copy means and variances to ``gaussians``, [means | variances]."""
+        torch.cat((self.mu, self.var), out=gaussians)
+
+    def write_posterior(self, gaussians: Tensor) -> None:
+        """Replace means and variances."""
+        for own, part in zip((self.mu, self.var), gaussians.chunk(2), strict=True):
+            own.copy_(part)
+
+    def change_since(self, now: Tensor, before: Tensor, change: Tensor) -> None:
+        """Write how Gaussians came from others to ``change``."""
+        change_since(now, before, change)
+
+    def add_change(
+        self, gaussians: Tensor, reference: Tensor, change: Tensor, own: Tensor | None = None
+    ) -> list[int]:
+        """Multiply Gaussians by ``change`` less ``own``; how many took a part of it, by layer."""
+        guarded = add_change(gaussians, reference, change, own)
+        return [
+            int(guarded[begin : begin + weights + biases].sum())
+            for (begin, weights), (_, biases) in zip(
+                self.blocks[::2], self.blocks[1::2], strict=True
+            )
+        ]
+
     def add_deltas_to(self, sums: Tensor, layers: list[bool]) -> None:
         """Add the deltas of some layers to ``sums``."""
         self._add(self.deltas, sums, layers)
@@ -234,9 +260,9 @@ class DeviceStatistics:
         """Write them to ``out``, times ``weight``."""
         torch.from_numpy(out).copy_(self.packed(weight))
 
-    def unpack(self, values: FloatArray, total: float) -> None:
+    def unpack(self, values: FloatArray | Tensor, total: float) -> None:
         """Replace them by ``values`` / ``total``."""
-        self._replace(torch.from_numpy(values).div(total))
+        self._replace(torch.as_tensor(values).div(total))
 
     def packed(self, weight: float) -> Tensor:
         """Return them, flat, on the device, times ``weight``."""

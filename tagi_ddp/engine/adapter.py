@@ -47,13 +47,6 @@ class Replica(Protocol):
         """Make the engine's memory, and `state`, show the present state, wherever that is kept."""
         ...
 
-    def take_refused(self, everything: bool) -> list[int]:
-        """Return the ranks that made an earlier step be refused, if nobody has been told yet.
-
-        ``everything``: wait for the outcome of all steps so far.
-        """
-        ...
-
     def share(self, communicator: Communicator) -> None:
         """Give every rank rank 0's means, variances and running statistics."""
         ...
@@ -145,10 +138,6 @@ class InPlace:
 
     updated = export = push
 
-    def take_refused(self, everything: bool) -> list[int]:
-        """Return none: who refuses a step tells it at once."""
-        return []
-
     def share(self, communicator: Communicator) -> None:
         """Give every rank rank 0's state."""
         share_on_host(self, communicator)
@@ -230,10 +219,6 @@ class Copied:
 
     def export(self) -> None:
         """Do nothing: `updated` has."""
-
-    def take_refused(self, everything: bool) -> list[int]:
-        """Return none: who refuses a step tells it at once."""
-        return []
 
     def share(self, communicator: Communicator) -> None:
         """Give every rank rank 0's state."""

@@ -179,7 +179,7 @@ def other_average(comm: Any) -> Report:
 def test_reductions_that_differ(shm: RankPool) -> None:
     for kind, text, _ in shm.run(other_average, size=2, fresh=True):
         assert kind == ReplicaMismatch.__name__
-        assert "option average" in text
+        assert "option reduction" in text
 
 
 def keeps_its_parameters(comm: Any, name: str) -> bool:
