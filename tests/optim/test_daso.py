@@ -1,0 +1,103 @@
+"""DASO: every parameter of every rank after every batch, against a slow reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+
+from optim import daso_reference as reference
+from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[RankPool]:
+    pool = RankPool("shm", 6)
+    yield pool
+    pool.close()
+
+
+def linear() -> nn.Linear:
+    """Return the reference's layer."""
+    layer = nn.Linear(reference.INPUTS, reference.OUTPUTS)
+    with torch.no_grad():
+        for parameter, value in zip(layer.parameters(), reference.begin(), strict=True):
+            parameter.copy_(torch.from_numpy(value))
+    return layer
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), reference.RATE, reference.MOMENTUM)
+
+
+def flat(module: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()]).numpy()
+
+
+def batch_loss(module: nn.Module, *seed: int) -> torch.Tensor:
+    data = torch.from_numpy(reference.draw(*seed)).float()
+    inputs, targets = data[:, : reference.INPUTS], data[:, reference.INPUTS :]
+    return nn.functional.mse_loss(module(inputs), targets)
+
+
+def train(comm: Any, losses: list[float], batches: int, arguments: Any) -> np.ndarray:
+    """Return what this rank holds after every batch, of all epochs."""
+    layer = linear()
+    daso = DASO(sgd(layer), len(losses), comm, **arguments)
+    module = DataParallelMultiGPU(layer, daso)
+    daso.last_batch = batches
+    found = []
+    for epoch, loss in enumerate(losses):
+        for batch in range(batches):
+            daso.zero_grad()
+            batch_loss(module, epoch, batch, comm.rank).backward()
+            daso.step()
+            found.append(flat(layer))
+        daso.epoch_loss_logic(loss)
+    daso.close()
+    return np.array(found)
+
+
+CYCLE = {"warmup_epochs": 1, "cooldown_epochs": 1, "max_global_skips": 8}
+LOSSES = [1.0] * 9  # one of warm-up, two each at 8, 4, 2 and 1, one more at 8; cool-down
+LOSSES_BETWEEN = [1.0, 0.5, *[0.25] * 4]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "losses", "batches", "more"),
+    [
+        (2, 2, LOSSES, 18, {}),
+        (2, 2, LOSSES, 18, {"downcast_type": torch.bfloat16}),
+        (2, 2, LOSSES_BETWEEN, 11, {"local_skip_factor": 1, "sending_chunk_size": 7}),
+        (2, 2, LOSSES_BETWEEN, 7, {"local_weight": 0.5, "max_global_skips": 5}),
+        (3, 2, LOSSES, 18, {}),
+        (3, 2, LOSSES_BETWEEN, 13, {"downcast_type": torch.half, "sending_chunk_size": 5}),
+        (1, 4, LOSSES_BETWEEN, 9, {}),
+        (2, 1, LOSSES, 18, {}),
+        (2, 1, LOSSES_BETWEEN, 17, {"downcast_type": torch.bfloat16}),
+    ],
+)
+def test_traces(
+    shm: RankPool,
+    six: RankPool,
+    nodes: int,
+    size: int,
+    losses: list[float],
+    batches: int,
+    more: dict[str, Any],
+) -> None:
+    arguments = {**CYCLE, "downcast_type": torch.float, **more}
+    pool = six if nodes * size > 4 else shm
+    ranks = pool.run(train, losses, batches, {"node_size": size, **arguments}, size=nodes * size)
+    found = np.stack(ranks, axis=1)
+    cast = arguments.pop("downcast_type")
+    arguments.pop("sending_chunk_size", None)
+    weight = arguments.pop("local_weight", 2.0)
+    expected = reference.trace(nodes, size, losses, batches, weight, **arguments)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, atol=2e-6 if cast == torch.float else 2e-3)
