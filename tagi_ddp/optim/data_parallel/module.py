@@ -1,0 +1,299 @@
+"""One torch module, trained by all ranks of a communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
+from tagi_ddp.optim.chunks import broadcast_in_place
+from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
+from tagi_ddp.optim.data_parallel.updates import (
+    BlockingUpdates,
+    Buffers,
+    LaggingUpdates,
+)
+
+
+class DataParallel(nn.Module):
+    """A module as one of the equal replicas of all ranks; a context manager.
+
+    Each rank runs forward and backward on its own share of a batch, by a loss that is a mean over
+    samples; a step of the optimizer uses the means of all ranks' gradients. Weights and buffers
+    begin as rank 0's. Buffers of floats, like running statistics, are averaged at each step.
+
+    Blocking, a step does what serial training on the union of equal shares does. Non-blocking,
+    gradients are averaged while backward goes on, and the update is made in the next forward, just
+    before each layer runs: one step late. Reading parameters through this object, `eval`,
+    `state_dict` and leaving the block catch up first. There a module must be the first to use its
+    parameters in a forward; all else may use them before.
+
+    An error on one rank is raised on the others too, at their next collective operation.
+
+    Args:
+        module: the network; trained in place.
+        comm: a communicator, a torch.distributed.ProcessGroup or an mpi4py communicator.
+        optimizer: one or several, of different parameters.
+        blocking: overrides the optimizers' own.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what it got.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator | Any,
+        optimizer: DataParallelOptimizer | Sequence[DataParallelOptimizer],
+        blocking: bool = False,
+    ) -> None:
+        """Copy rank 0's parameters and buffers to all; a collective call."""
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        self._optimizers = _checked(optimizer)
+        check_blocking(blocking)
+        self.module = module
+        self.blocking = blocking
+        self._given: Communicator = as_communicator(comm)
+        self._comm = self._given
+        self._own = [] if self._given is comm else [self._given]  # to be closed with this
+        self._updates: list[BlockingUpdates | LaggingUpdates] = []
+        self._handles: list[Any] = []
+        self._ran: set[nn.Module] = set()  # parts, in this forward or the last one
+        self._layered: set[Tensor] = set()  # parameters of parts that ran in the last one
+        self._closed = False
+        try:
+            with self._or_abort():
+                self._attach()
+        except BaseException:
+            self._close()
+            raise
+
+    def _attach(self) -> None:
+        module = self._modules["module"]
+        if not self.blocking and not self._own and self._given.size > 1:
+            # Ranks differ in when reductions begin: these must not meet the caller's operations.
+            self._comm = self._given.split(0, self._given.rank)
+            self._own.append(self._comm)
+        optimized = [p for optimizer in self._optimizers for p in optimizer.params_ref]
+        tensors = dict.fromkeys([*module.parameters(), *module.buffers(), *optimized])
+        broadcast_in_place(tensors, self._comm)
+        buffers = Buffers(module, self._comm)
+        for optimizer in self._optimizers:
+            updates = self._make_updates(optimizer.torch_optimizer, buffers)
+            optimizer.attach(updates, self._or_abort)
+            self._updates.append(updates)
+        if not self.blocking:
+            self._hook(module)
+
+    def _make_updates(
+        self, optimizer: torch.optim.Optimizer, buffers: Buffers
+    ) -> BlockingUpdates | LaggingUpdates:
+        if self.blocking:
+            return BlockingUpdates(optimizer, self._comm, buffers)
+        overlap = len(self._optimizers) == 1  # steps of several may come in any order
+        return LaggingUpdates(
+            optimizer, self._comm, buffers, overlap, _Hook(self, "_after_gradient")
+        )
+
+    def _hook(self, root: nn.Module) -> None:
+        # First of all hooks, as others may compute with the parameters.
+        for part in root.modules():
+            if part is not root and any(True for _ in part.parameters(recurse=False)):
+                hook = _Hook(self, "_before_part")
+                self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+        hook = _Hook(self, "_before_root")
+        self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
+        self._handles.append(root.register_forward_hook(_Hook(self, "_after_root")))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's share of a batch."""
+        with self._or_abort():
+            return self._modules["module"](*args, **kwargs)
+
+    # --- the update that waits for a forward --------------------------------------------------
+
+    def _before_root(self, root: nn.Module, args: Any) -> None:
+        """Update what belongs to no module that is sure to run, then let the others follow."""
+        self._ran.clear()
+        own = set(root.parameters(recurse=False))
+        for optimizer, updates in zip(self._optimizers, self._updates, strict=True):
+            if updates.pending:
+                updates.apply(
+                    [p for p in optimizer.params_ref if p in own or p not in self._layered]
+                )
+
+    def _before_part(self, part: nn.Module, args: Any) -> None:
+        self._ran.add(part)
+        for updates in self._updates:
+            if updates.pending:
+                updates.apply(part.parameters(recurse=False))
+
+    def _after_root(self, root: nn.Module, args: Any, output: Any) -> None:
+        for updates in self._updates:
+            updates.apply()
+        self._layered = {p for part in self._ran for p in part.parameters(recurse=False)}
+
+    def _after_gradient(self, param: Tensor) -> None:
+        with self._or_abort():
+            for updates in self._updates:
+                if isinstance(updates, LaggingUpdates):
+                    updates.ready(param)
+
+    def catch_up(self) -> None:
+        """Make the update that waits for the next forward.
+
+        After a step whose gradients were changed between backward and the step for the first time,
+        by clipping or a second backward, this waits for the other ranks to do the same.
+        """
+        with self._or_abort():
+            for updates in self._updates:
+                updates.apply()
+
+    # --- what reads or moves parameters -------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        self.catch_up()
+        return self._modules["module"]
+
+    def train(self, mode: bool = True) -> DataParallel:
+        """Set the mode of training or, after catching up, of evaluation."""
+        if not mode:
+            self.catch_up()
+        self._modules["module"].train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, after catching up; names begin with "module."."""
+        self.catch_up()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what `state_dict` returned; the same on all ranks."""
+        self.catch_up()
+        return super().load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters, after catching up."""
+        self.catch_up()
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Return the buffers, after catching up."""
+        self.catch_up()
+        return super().named_buffers(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Return the wrapped module, after catching up."""
+        self.catch_up()
+        return super().named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Return all modules, after catching up."""
+        self.catch_up()
+        return super().named_modules(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset this rank's gradients; an update that waits has its own."""
+        self._modules["module"].zero_grad(set_to_none)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Catch up and leave the group; the module stays usable on its own. May be called again."""
+        if self._closed:
+            return
+        try:
+            self.catch_up()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        for optimizer, updates in zip(self._optimizers, self._updates, strict=False):
+            optimizer.detach()
+            updates.close()
+        while self._handles:
+            self._handles.pop().remove()
+        while self._own:
+            self._own.pop().close()
+
+    def __enter__(self) -> DataParallel:
+        """Return the object itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; when the block ended in an error the other ranks learn it."""
+        if error is None:
+            self.close()
+            return
+        if not self._closed:
+            self._abort(error)
+            self._close()
+
+    @contextlib.contextmanager
+    def _or_abort(self) -> Iterator[None]:
+        """Let the other ranks know when this one fails, so that none waits for it."""
+        try:
+            yield
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(error, CommunicatorError) or self._closed:
+            return
+        for comm in {id(comm): comm for comm in (self._comm, self._given)}.values():
+            with contextlib.suppress(CommunicatorError):  # it has failed, or is closed
+                comm.abort(f"{type(error).__name__}: {error}")
+
+
+class _Hook:
+    """A method of a `DataParallel`, which this does not keep alive; copies call nothing."""
+
+    def __init__(self, owner: DataParallel | None, name: str) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._name = name
+
+    def __call__(self, *args: Any) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            getattr(owner, self._name)(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None, str]]:
+        return _Hook, (None, self._name)
+
+
+def _checked(optimizer: Any) -> list[DataParallelOptimizer]:
+    """Return the optimizers as a list."""
+    optimizers = [optimizer] if isinstance(optimizer, DataParallelOptimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or isinstance(optimizers, str):
+        got = type(optimizer).__name__
+        raise TypeError(f"optimizer must be a DataParallelOptimizer or several, got {got}")
+    for one in optimizers:
+        if not isinstance(one, DataParallelOptimizer):
+            got = type(one).__name__
+            raise TypeError(f"optimizer must hold DataParallelOptimizers only, got {got}")
+    if not optimizers:
+        raise ValueError("optimizer must hold at least one DataParallelOptimizer, got none")
+    if any(one.attached for one in optimizers):
+        raise ValueError("optimizer belongs to another DataParallel; close that before")
+    params = [param for one in optimizers for param in one.params_ref]
+    if len(set(params)) < len(params):
+        raise ValueError("optimizer must not hold a parameter twice")
+    return list(optimizers)

@@ -1,0 +1,260 @@
+"""From a call of step() to new parameters: at once, or layer by layer in the next forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.optim.chunks import mean_in_place, start_reduction
+from tagi_ddp.optim.data_parallel.buckets import Round
+
+
+class Buffers:
+    """A module's buffers of floats; those that change are averaged, so that replicas stay equal.
+
+    Others are not: the mean of equal numbers may differ from them by rounding.
+    """
+
+    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
+        """Begin with buffers that are equal on all ranks."""
+        self._module = module
+        self._communicator = communicator
+        self._last = {name: buffer.clone() for name, buffer in self._named().items()}
+
+    def _named(self) -> dict[str, Tensor]:
+        if self._communicator.size == 1:
+            return {}
+        named = self._module.named_buffers()
+        return {name: buffer for name, buffer in named if buffer.is_floating_point()}
+
+    def all(self) -> list[Tensor]:
+        """Return all of them."""
+        return list(self._named().values())
+
+    def changed(self) -> list[Tensor]:
+        """Return for each whether it has changed on this rank, as tensors, for no host to wait."""
+        return [
+            torch.ones((), dtype=torch.bool)
+            if (last := self._last.get(name)) is None or last.shape != buffer.shape
+            else (last.to(buffer.device) != buffer).any()
+            for name, buffer in self._named().items()
+        ]
+
+    def averaged(self) -> None:
+        """Take note of what all ranks hold now."""
+        self._last = {name: buffer.clone() for name, buffer in self._named().items()}
+
+
+class BlockingUpdates:
+    """Every step waits for the means of all ranks, and applies them."""
+
+    pending = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, communicator: Communicator, buffers: Buffers
+    ) -> None:
+        """Update with ``optimizer``."""
+        self._optimizer = optimizer
+        self._communicator = communicator
+        self._buffers = buffers
+
+    def step(self) -> None:
+        """Average gradients and buffers over the ranks, and update the parameters."""
+        if self._communicator.size > 1:
+            self._average()
+        self._optimizer.step()
+
+    def _average(self) -> None:
+        params = all_params(self._optimizer)
+        flags = [param.grad is not None for param in params]
+        agreed = Agreement(flags, self._buffers.changed(), self._communicator).result()
+        used = [param for param, flag in zip(params, agreed, strict=False) if flag]
+        for param in used:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        changed = zip(self._buffers.all(), agreed[len(params) :], strict=True)
+        buffers = [buffer for buffer, flag in changed if flag]
+        mean_in_place([*(param.grad for param in used), *buffers], self._communicator)
+        if buffers:
+            self._buffers.averaged()
+
+    def apply(self, params: Iterable[Tensor] | None = None) -> None:
+        """Do nothing: nothing is ever left to apply."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LaggingUpdates:
+    """Every step is remembered, and applied in the next forward.
+
+    Args:
+        optimizer: what updates.
+        communicator: used by this alone, as ranks may differ in when they use it.
+        buffers: of the module.
+        overlap: whether reductions start during backward; else at the step.
+        hook: is called with each parameter when backward has left its gradient; calls `ready`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        buffers: Buffers,
+        overlap: bool,
+        hook: Callable[[Tensor], None],
+    ) -> None:
+        """Get ready for the first backward."""
+        self._optimizer = optimizer
+        self._communicator = communicator
+        self._buffers = buffers
+        self._overlap = overlap and communicator.size > 1
+        self._hook = hook
+        self._hooked: dict[Tensor, RemovableHandle] = {}
+        self._lock = threading.Lock()  # backward runs on one thread for each device
+        self._update: _Update | None = None
+        self._begin(early=self._overlap)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step has not been applied in full."""
+        return self._update is not None
+
+    def ready(self, param: Tensor) -> None:
+        """Take note that backward has left a gradient."""
+        with self._lock:
+            self._round.ready(param)
+
+    def step(self) -> None:
+        """Remember gradients, buffers and the optimizer's settings of now."""
+        self.apply()  # no forward has followed the step before
+        changed = self._round.finish(self._trainable())
+        self._update = _Update(
+            self._optimizer, self._communicator, self._buffers, self._round, changed
+        )
+        # A scheduler looks for this; its step may come before the update.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._begin(early=False)  # until all ranks' gradients are known to have been left alone
+
+    def apply(self, params: Iterable[Tensor] | None = None) -> None:
+        """Update ``params``, if a step is remembered that does; None: all that are left."""
+        update = self._update
+        if update is None:
+            return
+        if not update.settled:
+            changed = update.settle()
+            self._round.early = self._overlap and not changed
+        update.apply(params)
+        if not update.left:
+            self._update = None
+
+    def close(self) -> None:
+        """Forget what is remembered, and the parameters."""
+        self._update = None
+        while self._hooked:
+            self._hooked.popitem()[1].remove()
+
+    def _begin(self, early: bool) -> None:
+        params = self._trainable()
+        for param in params:
+            if param not in self._hooked:
+                self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook)
+        self._round = Round(params, self._communicator, early)
+
+    def _trainable(self) -> list[Tensor]:
+        return [param for param in all_params(self._optimizer) if param.requires_grad]
+
+
+class _Update:
+    """A remembered step. Ranks may look at its results at different times, or never."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        buffers: Buffers,
+        gradients: Round,
+        changed: bool,
+    ) -> None:
+        self.settled = False
+        self.left: dict[Tensor, Tensor] = {}  # gradients by parameter, once settled
+        self._optimizer = optimizer
+        self._groups = [_copied(group) for group in optimizer.param_groups]
+        self._gradients = gradients
+        self._buffers = buffers
+        self._buffer_means = [(buffer, buffer.clone()) for buffer in buffers.all()]
+        self._buffer_reduction = start_reduction(
+            [mean for _, mean in self._buffer_means], communicator
+        )
+        has = [p.grad is not None for bucket in gradients.buckets for p in bucket.params]
+        self._agreement = Agreement([changed, *has], buffers.changed(), communicator)
+
+    def settle(self) -> bool:
+        """Wait for the reductions; return whether any rank's gradients had changed."""
+        changed, *flags = self._agreement.result()
+        if changed and self._gradients.early:
+            self._gradients.again()
+        means = (mean for bucket in self._gradients.buckets for mean in bucket.means())
+        used = iter(flags)
+        self.left = {param: mean for param, mean in means if next(used)}
+        self._buffer_reduction.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer, mean in self._buffer_means:
+                if next(used):
+                    buffer.copy_(mean)
+        self._buffers.averaged()
+        self.settled = True
+        return changed
+
+    def apply(self, params: Iterable[Tensor] | None) -> None:
+        """Let the optimizer update ``params`` and no others, with the settings of the step."""
+        chosen = [p for p in (list(self.left) if params is None else params) if p in self.left]
+        if not chosen:
+            return
+        own_groups, own_gradients = self._optimizer.param_groups, [p.grad for p in chosen]
+        within = set(chosen)
+        groups = [{**g, "params": [p for p in g["params"] if p in within]} for g in self._groups]
+        try:
+            for param in chosen:
+                param.grad = self.left.pop(param).to(param.device)
+            self._optimizer.param_groups = [group for group in groups if group["params"]]
+            with torch.inference_mode(False):  # the optimizer's state outlives this forward
+                self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = own_groups
+            for param, gradient in zip(chosen, own_gradients, strict=True):
+                param.grad = gradient
+
+
+class Agreement:
+    """Flags of which each becomes true on all ranks where any rank's is."""
+
+    def __init__(self, flags: list[bool], more: list[Tensor], communicator: Communicator) -> None:
+        """Begin to agree on ``flags`` and ``more``, single elements, without waiting for them."""
+        device = torch.device(communicator.device)
+        parts = [torch.tensor(flags, dtype=torch.uint8, device=device)]
+        parts += [flag.to(device, torch.uint8).view(1) for flag in more]
+        self._flags = torch.cat(parts)
+        self._reduction = start_reduction([self._flags], communicator, "max")
+
+    def result(self) -> list[bool]:
+        """Return the flags in their order."""
+        self._reduction.wait()
+        return [bool(flag) for flag in self._flags.tolist()]
+
+
+def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the group's settings, which a scheduler may change in place, and its parameters."""
+    copied = {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
+    return {**copied, "params": list(group["params"])}
