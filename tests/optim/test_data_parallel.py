@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,31 +11,25 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import PeerLost, init
-from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer, buckets
+from optim.torch_cases import (
+    Plain,
+    assert_replicas_equal,
+    batch,
+    distance,
+    loss_of,
+    make,
+    small_buckets,
+    values,
+)
+from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer
 
-Step = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.05, weight_decay=0.1),
 }
 MODES = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
-STEPS = 5
-SAMPLES = 12  # of all ranks, a step
-
-
-class Plain(nn.Module):
-    """Layers of different sizes, in several buckets."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 5, dtype=dtype)
-        self.second = nn.Linear(5, 4, dtype=dtype)
-        self.last = nn.Linear(4, 1, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+STEPS = 4
 
 
 class Odd(Plain):
@@ -74,44 +65,6 @@ class Mixed(nn.Module):
         return self.last(torch.tanh(self.second(self.first(x).float())).double())
 
 
-@contextlib.contextmanager
-def small_buckets() -> Iterator[list[int]]:
-    """Make buckets of a few elements; return the sizes of reductions of gradients, as they come."""
-    kept, start = buckets._ELEMENTS, buckets.start_reduction
-    sizes: list[int] = []
-
-    def recording(tensors: Any, communicator: Any, **options: Any) -> Any:
-        if communicator.size > 1:
-            sizes.append(sum(tensor.numel() for tensor in tensors))
-        return start(tensors, communicator, **options)
-
-    buckets._ELEMENTS, buckets.start_reduction = 16, recording
-    try:
-        yield sizes
-    finally:
-        buckets._ELEMENTS, buckets.start_reduction = kept, start
-
-
-def make(kind: type[nn.Module], seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind()
-
-
-def batch(step: int) -> Tensor:
-    return torch.randn(
-        SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
-    )
-
-
-def loss_of(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the loss, a mean over samples."""
-    return (call(x) - x.sum(1, keepdim=True).sin()).square().mean()
-
-
-def values(module: nn.Module) -> list[Tensor]:
-    return [value.detach().clone() for value in module.state_dict().values()]
-
-
 def serial(
     net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, scheduler: Any = None
 ) -> list[list[Tensor]]:
@@ -125,18 +78,6 @@ def serial(
             scheduler.step()
         states.append(values(net))
     return states
-
-
-def distance(a: list[Tensor], b: list[Tensor]) -> float:
-    return max(float((x.double() - y.double()).abs().max()) for x, y in zip(a, b, strict=True))
-
-
-def assert_replicas_equal(comm: Any, module: nn.Module) -> None:
-    for value in values(module):
-        for root in range(comm.size):
-            other = value.clone()
-            comm.broadcast(other.view(-1).view(torch.uint8), root)
-            assert torch.equal(value, other)
 
 
 def train(
@@ -176,7 +117,7 @@ def train(
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            after = step + 1 if blocking or step + 1 == 0 else step
+            after = step + 1 if blocking else step
             assert distance(values(net), expected[after]) <= tolerance, (step, late)
             assert optimizer.update_next == (not blocking)
         assert bool(sizes) == (comm.size > 1 and not blocking)
@@ -194,7 +135,7 @@ def all_optimizers(comm: Any, blocking: bool) -> None:
         expected = serial(one, optimize(one.parameters()))
         assert distance(expected[0], expected[1]) > 1e-3, name
         ends = []
-        for late, set_to_none in ((False, True), (True, True), (False, False), (True, False)):
+        for late, set_to_none in ((False, True), (True, True), (True, False)):
             net = make(Plain)
             ends.append(
                 train(
@@ -210,7 +151,7 @@ def all_optimizers(comm: Any, blocking: bool) -> None:
         assert all(distance(end, ends[0]) == 0 for end in ends), "the loop's order matters"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [4, 3, 2, 1])
 @MODES
 def test_equals_serial_training_at_each_step(shm: RankPool, size: int, blocking: bool) -> None:
     """Non-blocking: one step later, seen from outside; in both loop orders, bit for bit."""
@@ -270,8 +211,8 @@ def test_several_groups_and_a_scheduler(shm: RankPool, blocking: bool) -> None:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)
 
     def task(comm: Any) -> None:
-        warnings.simplefilter("error")
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             one, net = make(Plain), make(Plain)
             reference, own = optimize(one), optimize(net)
             expected = serial(one, reference, scheduler=schedule(reference))
@@ -317,7 +258,7 @@ def test_several_backward_calls_before_a_step(shm: RankPool, blocking: bool) -> 
 
     def task(comm: Any) -> None:
         def samples(x: Tensor, step: int) -> list[Tensor]:
-            return list(x.split([6, 2, 3, 6, 1][step] if comm.rank else 6))
+            return list(x.split([6, 2, 6, 1][step] if comm.rank else 6))
 
         one = make(Plain)
         expected = serial(one, OPTIMIZERS["momentum"](one.parameters()))
@@ -404,10 +345,8 @@ def test_clipped_gradients(shm: RankPool, blocking: bool) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
                 after = values(model)  # which catches up
-                assert all(
-                    torch.equal(a - b, a * 0 - step - 0.5) or torch.allclose(a, b - step - 0.5)
-                    for a, b in zip(after, start, strict=True)
-                )
+                for old, new in zip(start, after, strict=True):
+                    assert torch.allclose(new, old - step - 0.5, rtol=1e-14)
 
     shm.run(task, size=2)
 
