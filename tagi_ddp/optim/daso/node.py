@@ -21,24 +21,25 @@ class ModelsDiffer(AllRanksRaise, ValueError):
 class Tensors:
     """The tensors of a model and its optimizer that ranks keep in step, each once.
 
-    parameters: what is trained; frozen ones are left alone.
-    floats, integers: the buffers.
+    parameters: what the optimizer trains; frozen ones are left alone.
+    floats: the model's other trainable parameters, and its buffers of floats.
+    integers: its other buffers.
     """
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        """Collect them; the optimizer may know parameters that the model does not."""
+        """Collect them."""
         known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        modules = () if model is None else (model,)
-        named = [pair for module in modules for pair in module.named_parameters()]
-        seen = {id(parameter) for _, parameter in named}
-        named += [(f"parameter {i}", p) for i, p in enumerate(known) if id(p) not in seen]
-        buffers = [pair for module in modules for pair in module.named_buffers()]
-        self._named: list[tuple[str, Tensor]] = [*named, *buffers]
-        self.parameters: list[Tensor] = [p for _, p in named if p.requires_grad]
-        if any(parameter.is_complex() for parameter in self.parameters):
-            raise TypeError("parameters must be real, got complex ones")
-        self.floats = [buffer for _, buffer in buffers if buffer.is_floating_point()]
+        numbers = {id(parameter) for parameter in known}
+        named = [] if model is None else list(model.named_parameters())
+        buffers = [] if model is None else list(model.named_buffers())
+        others = [pair for pair in named if id(pair[1]) not in numbers]
+        self._named = [*((f"parameter {i}", p) for i, p in enumerate(known)), *others, *buffers]
+        self.parameters: list[Tensor] = [p for p in known if p.requires_grad]
+        self.floats = [p for _, p in others if p.requires_grad]
+        self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
         self.integers = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
+        if any(tensor.is_complex() for tensor in (*self.parameters, *self.floats)):
+            raise TypeError("parameters must be real, got complex ones")
 
     def begin(self, world: Communicator, limit: int) -> None:
         """Let all ranks have what rank 0 has, also where it is frozen; a collective call.
@@ -72,37 +73,64 @@ class Node:
     """
 
     def __init__(self, communicator: Communicator, tensors: Tensors, limit: int) -> None:
-        """Remember them."""
+        """Begin with tensors that are equal on all ranks."""
         self._communicator = communicator
         self._tensors = tensors
         self._limit = limit
+        alone = communicator.size == 1
+        self._last = [] if alone else [tensor.detach().clone() for tensor in tensors.floats]
+        self._changed: list[int] = []  # numbers of `Tensors.floats`
 
-    def complete_gradients(self) -> list[Tensor]:
-        """Return the gradients, zeros where only other ranks have one.
+    def meet(self) -> list[Tensor]:
+        """Agree on what to average; return the gradients, zeros where only other ranks have one.
 
         Raises TypeError on all ranks of the node if one has a sparse gradient.
         """
         parameters = self._tensors.parameters
         if self._communicator.size > 1:
-            kinds = torch.tensor([_kind(p.grad) for p in parameters], dtype=torch.int8)
-            kinds = kinds.to(self._communicator.device)
-            self._communicator.all_reduce(kinds, "max")
-            for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+            kinds = self._agreed_kinds()
+            for parameter, kind in zip(parameters, kinds, strict=False):
                 if kind == _SPARSE:
                     raise TypeError("gradients must be dense, got a sparse one: give sparse=False")
                 if kind == _DENSE and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+            # The mean of equal numbers may differ from them by rounding, so others are left alone.
+            self._changed = [i for i, flag in enumerate(kinds[len(parameters) :]) if flag]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
+    def _agreed_kinds(self) -> list[int]:
+        """Return what gradients there are, and which other tensors have changed, on any rank."""
+        device = self._communicator.device
+        gradients = [_kind(parameter.grad) for parameter in self._tensors.parameters]
+        pairs = zip(self._tensors.floats, self._last, strict=True)
+        changed = [(tensor != last).any().view(1) for tensor, last in pairs]
+        kinds = torch.cat(
+            [part.to(device, torch.int8) for part in (torch.tensor(gradients), *changed)]
+        )
+        self._communicator.all_reduce(kinds, "max")
+        return kinds.tolist()
+
     def average(self, gradients: Iterable[Tensor]) -> None:
-        """Average them and the floating-point buffers; other buffers are the first rank's."""
+        """Average gradients and changed tensors; buffers of integers become the first rank's."""
         if self._communicator.size > 1:
-            mean_in_place([*gradients, *self._tensors.floats], self._communicator, self._limit)
+            changed = [self._tensors.floats[index] for index in self._changed]
+            mean_in_place([*gradients, *changed], self._communicator, self._limit)
+            for index in self._changed:
+                self._last[index].copy_(self._tensors.floats[index])
             broadcast_in_place(self._tensors.integers, self._communicator, 0, self._limit)
 
     def average_parameters(self) -> None:
         """Average what the ranks have made of the parameters, each alone."""
         mean_in_place(self._tensors.parameters, self._communicator, self._limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `Tensors.floats` held when they were last averaged."""
+        return {"last": [last.clone() for last in self._last]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was called."""
+        for last, saved in zip(self._last, state["last"], strict=True):
+            last.copy_(saved)
 
 
 _DENSE, _SPARSE = 1, 2

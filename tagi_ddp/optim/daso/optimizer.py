@@ -46,7 +46,7 @@ class DASO(Attributes):
 
     Rank 0's parameters and buffers are where all begin. Afterwards trainable parameters and
     floating-point buffers are averaged, other buffers are rank 0's, and frozen parameters are left
-    alone; call `set_model` again after freezing, unfreezing or moving any. The optimizer's own
+    alone; call `set_model` again after adding, freezing, unfreezing or moving any. The optimizer's own
     state is not exchanged. Numbers that are NaN or infinite are noticed when nodes exchange them:
     all ranks raise FloatingPointError after the same batch, and apply nothing of the exchange.
 
@@ -272,6 +272,7 @@ class DASO(Attributes):
 
     @torch.no_grad()
     def _meet_early(self, nodes: Nodes) -> None:
+        self._node.meet()
         self._node.average([])
         if self._apart:
             self._node.average_parameters()
@@ -303,6 +304,7 @@ class DASO(Attributes):
             "last_batch": self._last_batch,
             "sent": self._sent,
             "apart": self._apart,
+            "node": self._node.state_dict(),
             "nodes": nodes,
             **self._update.state_dict(),
         }
@@ -318,6 +320,7 @@ class DASO(Attributes):
         self._check(state)
         if self._nodes is not None:
             self._nodes.load_state_dict(state["nodes"])
+        self._node.load_state_dict(state["node"])
         self._schedule.load_state_dict(state["schedule"])
         self._batch, self._last_batch = state["batch"], state["last_batch"]
         self._sent, self._apart = state["sent"], state["apart"]

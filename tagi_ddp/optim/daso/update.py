@@ -31,7 +31,7 @@ class Update:
         With a scaler, ranks skip the step together. Raises NotFinite, without one, on all ranks.
         """
         scaler = self._enabled_scaler()
-        gradients = node.complete_gradients()
+        gradients = node.meet()
         if scaler is not None:
             _unscale(scaler, self.optimizer)  # first, as ranks may have different scales
         node.average(gradients)

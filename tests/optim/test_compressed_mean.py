@@ -1,0 +1,88 @@
+"""Means in few bits: all ranks get the same, and nothing is lost for good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import RankPool
+
+from tagi_ddp.optim.daso.compressed_mean import CompressedMean, nothing_lost, slices
+
+Parts = tuple[np.ndarray, ...]
+
+
+def means(comm: Any, size: int, dtype: torch.dtype, limit: int, times: int) -> list[Parts]:
+    """Return each vector, mean and what was lost, elementwise: own, and of the mean."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    vector = torch.zeros(size)
+    lost = nothing_lost(vector, comm, limit)
+    found = []
+    for _ in range(times):
+        vector = torch.randn(size, generator=generator) * 10.0 ** torch.arange(size).remainder(5)
+        before = vector.clone()
+        mean = CompressedMean(vector, lost, comm, dtype, limit)
+        while mean._unread:
+            mean.progress()
+        mean.finish()
+        mean.finish()
+        assert torch.equal(vector, before)
+        assert mean.mean.dtype == dtype
+        lost = mean.lost
+        share, place, begin = torch.zeros(size), 0, 0
+        for part in vector.split(limit):
+            counts = slices(len(part), comm.size)
+            first = begin + sum(counts[: comm.rank])
+            own = counts[comm.rank]
+            share[first : first + own] = lost.share[place : place + own]
+            place, begin = place + own, begin + len(part)
+        assert place == len(lost.share)
+        found.append((vector.numpy(), mean.mean.float().numpy(), lost.own.numpy(), share.numpy()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("size", "limit"), [(50, 1000), (50, 7), (2, 1)])
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.half, 11)])
+def test_what_is_lost_is_sent_the_next_time(
+    shm: RankPool, ranks: int, size: int, limit: int, dtype: torch.dtype, bits: int
+) -> None:
+    times = 5
+    found = shm.run(means, size, dtype, limit, times, size=ranks)
+    sums = {"vectors": np.zeros(size), "means": np.zeros(size)}
+    for time in range(times):
+        vectors, averages, own, share = (
+            np.array([found[rank][time][part] for rank in range(ranks)], np.float64)
+            for part in range(4)
+        )
+        assert (averages == averages[0]).all()
+        sums["vectors"] += vectors.mean(0)
+        sums["means"] += averages[0]
+        kept = sums["vectors"] - sums["means"]
+        scale = np.abs(vectors).max(0)
+        np.testing.assert_allclose(kept / scale, (own.mean(0) + share.sum(0)) / scale, atol=1e-5)
+        assert (np.abs(kept) <= 4 * 2.0**-bits * (scale + np.abs(averages[0]))).all()
+        assert np.abs(own).max() > 0
+
+
+def exact(comm: Any, limit: int) -> np.ndarray:
+    vector = torch.randn(
+        11, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank)
+    )
+    mean = CompressedMean(vector, None, comm, torch.float64, limit)
+    mean.finish()
+    assert mean.lost is None
+    return mean.mean.numpy()
+
+
+def test_without_a_cast(shm: RankPool) -> None:
+    results = [row for limit in (1, 4, 100) for row in shm.run(exact, limit, size=3)]
+    for row in results:
+        np.testing.assert_array_equal(row, results[0])
+    own = [
+        torch.randn(11, dtype=torch.float64, generator=torch.Generator().manual_seed(r))
+        for r in range(3)
+    ]
+    np.testing.assert_allclose(results[0], torch.stack(own).mean(0).numpy(), atol=1e-15)
