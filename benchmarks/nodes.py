@@ -1,0 +1,204 @@
+"""Merging posteriors over a slow link between two emulated nodes; see `rows`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytagi
+from pytagi import HRCSoftmaxMetric, Utils
+from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+
+from benchmarks.emulated import MBIT, NotPossible, two_nodes
+from benchmarks.harness import Figure, Missing, Row
+from benchmarks.work import CLASSES
+from tagi_ddp import (
+    Communicator,
+    DDPSequential,
+    DistributedSampler,
+    accelerate,
+    reduce_metrics,
+)
+from tagi_ddp.communicators import all_gather_object
+from tagi_ddp.datasets import ImageData, load_images
+from tagi_ddp.optim import SyncSchedule
+from tagi_ddp.plan import Cluster, Training, measure_link, predict
+
+NAME = f"2 emulated nodes, {MBIT} Mbit/s, Fashion-MNIST, MLP"
+EPOCHS, BATCH, HIDDEN = 6, 512, 256
+SIGMA_V = 1.0
+# Of the asynchronous scheme; its loss is taken to fall, as the simulator takes it.
+SCHEDULE = {"warmup_epochs": 1, "cooldown_epochs": 1, "max_global_skips": 8}
+
+
+@dataclass
+class Contender:
+    """A replica, and the seconds that its epochs took."""
+
+    model: DDPSequential
+    schedule: SyncSchedule | None
+    seconds: float = 0.0
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """(j) asynchronous merging against the sum of deltas at every step: the same epochs.
+
+    And what `tagi_ddp.plan` predicts for both, from the link as measured by all_reduces, and from
+    the time of a step without communication.
+    """
+    try:
+        data = load_images("digits" if quick else "fashion-mnist")
+    except FileNotFoundError as error:
+        return [_missing(error)]
+    epochs, batch = (3, 256) if quick else (EPOCHS, BATCH)
+    try:
+        with two_nodes(communicator) as network:
+            return _measure(communicator, network, data, epochs, batch)
+    except NotPossible as error:
+        return [_missing(error)]
+
+
+def _measure(
+    communicator: Communicator, network: Communicator, data: ImageData, epochs: int, batch: int
+) -> list[Row]:
+    schedule = SyncSchedule(epochs, stability_level=0.0, **SCHEDULE)
+    merging = {"reduction": "precision", "sync_every": schedule, "node_size": 1}
+    contenders = {
+        "asynchronous": Contender(_wrap(network, data.side, **merging), schedule),
+        "sum": Contender(_wrap(network, data.side, average=False), None),
+    }
+    size = 8 * sum(  # of the deltas, in bytes
+        len(layer.mu_w) + len(layer.mu_b) for layer in contenders["sum"].model.model.layers
+    )
+    # Of what will be sent: TCP's rate on such a link depends on the size.
+    link = measure_link(network, [1 << 10, size // 2, size, 2 * size])
+    batches = len(data.x_train) // batch
+    alone = Contender(accelerate(_network(data.side), compute="torch"), None)
+    alone.model.set_threads(1)
+    for part in (5, batches // 4):  # the first batches are slower
+        alone.seconds = 0.0
+        _train_epoch(communicator, alone, data, 0, batch, most=part)
+    step = alone.seconds / max(1, batches // 4)
+    for epoch in range(epochs):
+        for contender in contenders.values():  # in turn, epoch by epoch
+            _train_epoch(communicator, contender, data, epoch, batch)
+    errors = {name: _test(communicator, each.model, data) for name, each in contenders.items()}
+    for contender in contenders.values():
+        contender.model.check_replicas()
+    training = Training(step, size / 8, batches=batches, epochs=epochs, **SCHEDULE)
+    predicted = predict(training, Cluster(link, link, 1), 2)
+    ours, other = contenders["asynchronous"].seconds, contenders["sum"].seconds
+    return [
+        Row(
+            f"{NAME}, {epochs} epochs, asynchronous merging against the sum",
+            _one(ours),
+            _one(other),
+            "s",
+            1 / 0.66,
+        ),
+        Row(
+            f"{NAME}, test error",
+            _one(100 * errors["asynchronous"]),
+            _one(100 * errors["sum"]),
+            "%",
+            None,
+        ),
+        *(
+            Row(
+                f"{NAME}, {name}, measured against predicted",
+                _one(each.seconds),
+                _one(predicted[name] * batches * epochs),
+                "s",
+                None,
+            )
+            for name, each in contenders.items()
+        ),
+        Row(
+            f"{NAME}, step without communication against sum's",
+            _one(1e3 * step),
+            _one(1e3 * other / batches / epochs),
+            "ms",
+            None,
+        ),
+    ]
+
+
+def _missing(error: Exception) -> Row:
+    return Row("2 emulated nodes", Missing(str(error)), Missing(str(error)), "s", None)
+
+
+def _wrap(network: Communicator, side: int, **options: object) -> DDPSequential:
+    return DDPSequential(_network(side), communicator=network, compute="torch", **options)
+
+
+def _network(side: int) -> Sequential:
+    pytagi.manual_seed(1)
+    outputs = HRCSoftmaxMetric(CLASSES).hrc_softmax.len
+    return Sequential(
+        Linear(side * side, HIDDEN),
+        ReLU(),
+        Linear(HIDDEN, HIDDEN),
+        ReLU(),
+        Linear(HIDDEN, outputs),
+    )
+
+
+def _train_epoch(
+    communicator: Communicator,
+    contender: Contender,
+    data: ImageData,
+    epoch: int,
+    batch: int,
+    most: int | None = None,
+) -> None:
+    """Train on all full batches, or so many at most; add what the slower rank took."""
+    model, schedule = contender.model, contender.schedule
+    shares = _sampler(communicator, data.x_train, epoch).batches(batch)
+    shares = shares[: len(data.x_train) // batch][:most]
+    targets, nodes, width = Utils().label_to_obs(data.y_train, CLASSES)
+    targets, nodes = targets.reshape(-1, width), nodes.reshape(-1, width)
+    updater, metric = OutputUpdater("cpu"), HRCSoftmaxMetric(CLASSES)
+    communicator.barrier()
+    start, wrong = time.perf_counter(), 0
+    if schedule:
+        model.begin_epoch(len(shares))
+    for share in shares:
+        mean, variance = model(data.x_train[share])
+        noise = np.full(targets[share].size, SIGMA_V**2, np.float32)
+        updater.update_using_indices(
+            model.output_z_buffer,
+            targets[share].ravel(),
+            noise,
+            nodes[share].ravel(),
+            model.input_delta_z_buffer,
+        )
+        model.backward()
+        model.step()
+        wrong += np.sum(metric.get_predicted_labels(mean, variance) != data.y_train[share])
+    if schedule:
+        model.end_epoch(wrong / sum(map(len, shares)))
+    contender.seconds += max(all_gather_object(communicator, time.perf_counter() - start))
+
+
+def _test(communicator: Communicator, model: DDPSequential, data: ImageData) -> float:
+    """Return the part of the test images that are not recognized."""
+    model.eval()
+    metric = HRCSoftmaxMetric(CLASSES)
+    shares = DistributedSampler(
+        data.x_test, communicator.size, communicator.rank, shuffle=False
+    ).batches(500)
+    wrong = [metric.get_predicted_labels(*model(data.x_test[i])) != data.y_test[i] for i in shares]
+    return reduce_metrics(communicator, sum(map(np.sum, wrong)), sum(map(len, shares)))
+
+
+def _sampler(communicator: Communicator, samples: np.ndarray, epoch: int) -> DistributedSampler:
+    sampler = DistributedSampler(samples, communicator.size, communicator.rank)
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def _one(value: float) -> Figure:
+    """Return the figure of a single measurement."""
+    return Figure(value, value, value)
