@@ -34,18 +34,12 @@ def check_reduction(
         reduction = "mean" if average else "sum"
     if reduction not in _REDUCTIONS:
         raise ValueError(f'reduction must be "mean", "sum" or "precision", got {reduction!r}')
-    if isinstance(sync_every, SyncSchedule):
-        scheduled = True
-    else:
-        scheduled = False
-        if integer("sync_every", sync_every, 1) == 1 and node_size is None:
-            return reduction
-    if reduction != "precision":
+    often = not isinstance(sync_every, SyncSchedule) and integer("sync_every", sync_every, 1) == 1
+    if reduction != "precision" and not (often and node_size is None):
         raise ValueError(
-            f'reduction={reduction!r} sums deltas at every step; several steps are for "precision"'
+            f"reduction={reduction!r} sums deltas at every step; sync_every and node_size are for "
+            '"precision"'
         )
-    if node_size is not None and not scheduled:
-        raise ValueError("node_size is for sync_every=SyncSchedule(...), which has two levels")
     return reduction
 
 
@@ -54,23 +48,24 @@ def make_merging(
 ) -> Merging:
     """Return what merges ``replica`` every so many steps, or when a schedule says so."""
     if isinstance(sync_every, SyncSchedule):
-        return ScheduledMerging(communicator, replica, sync_every, node_size)
-    return Merging(communicator, replica, integer("sync_every", sync_every, 1))
+        return ScheduledMerging(communicator, replica, node_size, sync_every)
+    return Merging(communicator, replica, node_size, integer("sync_every", sync_every, 1))
 
 
 class Merging(Exchange):
     """Merges the replicas of all ranks after every ``every`` steps.
 
-    ``steps`` are those of this rank since the last merge, ``guarded`` how many parameters of each
-    layer have taken only a part of a merge so far.
+    There are three posteriors: this rank's own; its node's; and the one that all nodes have in
+    common. Each is the next one, times what has been learned since it was told. What a node has
+    learned is sent by one of its ranks; when all nodes' changes have arrived they go into the
+    common posterior, and into the node's, which has its own change already.
+
+    ``steps`` are those of this rank since the last merge of all, ``guarded`` how many parameters of
+    each layer have taken only a part of a merge so far.
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        replica: Any,
-        every: int = 1,
-        consensus: Consensus | None = None,
+        self, communicator: Communicator, replica: Any, node_size: int | None, every: int = 1
     ) -> None:
         """Begin with replicas that are equal."""
         super().__init__(communicator, replica.statistics)
@@ -78,9 +73,15 @@ class Merging(Exchange):
         self._on_host = isinstance(replica.parameters, Parameters)
         self._every = every
         self._alone = SingleCommunicator()
-        self._all = consensus or Consensus(communicator, replica)
+        self._levels = Levels(communicator, node_size)
         self._now = replica.zeros()
-        self._samples = 0  # since the last merge
+        self._node = Consensus(self._levels.node, replica)
+        if self._levels.nodes > 1:
+            self._common = Consensus(self._levels.across, replica)
+            self._sent = replica.zeros()  # this node's change that is under way
+        self._sum: Sum | None = None  # of all nodes' changes, on the ranks that send them
+        self._sender: int | None = None  # their place on the node; None: nothing is under way
+        self._samples = 0  # since the last merge of all
         self._culprit = ""  # the layer that made a step since then be refused
         self.steps = 0
         self.guarded = [0] * len(replica.layers)
@@ -109,24 +110,43 @@ class Merging(Exchange):
         return _GO_ON
 
     def merge(self, joined: bool = False) -> Agreement:
-        """Merge what the ranks have learned since the last merge; a collective call."""
+        """Merge what all ranks have learned, and what is under way; a collective call."""
         agreement = self._agree(joined)
+        self._merge_node()
+        if self._sender is not None:
+            self._receive()
+        if self._levels.nodes > 1:
+            self._send(0)
+            self._receive()
+            self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
+        self._write()
         if agreement.batch:
-            self._read()
-            self._count(self._all.merge(self._now))
-            self._write(self._all.gaussians)
             self._average(agreement.batch)
         self._begin()
         return agreement
 
     def restart(self) -> None:
         """Begin anew with replicas that have been made equal by other means."""
+        if self._sum is not None:
+            self._sum.wait()
+        self._sum = self._sender = None
         self._replica.pull()
-        self._all.begin()
+        self._node.begin()
+        if self._levels.nodes > 1:
+            self._common.begin()
         self._begin()
 
     def average_statistics(self, batch: int, total: int) -> None:
         """Do nothing: a merge does it."""
+
+    def abort(self, reason: str) -> None:
+        """Let those know who wait on one of the levels."""
+        self._levels.node.abort(reason)
+        self._levels.across.abort(reason)
+
+    def close(self) -> None:
+        """Close the levels."""
+        self._levels.close()
 
     def _begin(self) -> None:
         self.steps = self._samples = 0
@@ -150,12 +170,35 @@ class Merging(Exchange):
             refused = bool(self._replica.take_refused(everything=True))
         return agree(self._communicator, Contribution(self._samples, not refused, joined))
 
-    def _read(self) -> None:
+    def _merge_node(self) -> None:
         self._replica.pull()
         self._replica.parameters.read_posterior(self._now)
+        self._count(self._node.merge(self._now))
 
-    def _write(self, gaussians: Any) -> None:
-        self._replica.parameters.write_posterior(gaussians)
+    def _send(self, sender: int) -> None:
+        """Begin to add up the changes of all nodes since the common posterior."""
+        common, node = self._common, self._node.gaussians
+        self._replica.parameters.change_since(node, common.gaussians, self._sent)
+        self._sender = sender
+        if self._levels.node.rank == sender:
+            common.change[:] = self._sent
+            self._sum = Sum(self._levels.across, common.change)
+
+    def _receive(self) -> None:
+        """Wait for the changes of all nodes, and take them into both posteriors."""
+        if self._sum is not None:
+            self._sum.wait()
+        assert self._sender is not None
+        change, common = self._common.change, self._common.gaussians
+        broadcast(self._levels.node, change, self._sender)
+        self._sum = self._sender = None
+        add = self._replica.parameters.add_change
+        self._count(add(self._node.gaussians, common, change, self._sent))
+        self._count(add(common, common, change))
+
+    def _write(self) -> None:
+        """Go on with the node's posterior."""
+        self._replica.parameters.write_posterior(self._node.gaussians)
         self._replica.updated()
 
     def _average(self, total: int) -> None:
@@ -172,29 +215,18 @@ class Merging(Exchange):
 
 
 class ScheduledMerging(Merging):
-    """Merges the ranks of a node often, and nodes seldom and without waiting, by a schedule.
-
-    There are three posteriors: this rank's own; its node's; and the one that all nodes have in
-    common. Each is the next one, times what has been learned since it was told. The change of a
-    node is sent by one of its ranks, in turns; when all nodes' changes have arrived they go into
-    the common posterior, and into the node's, which has its own change already.
-    """
+    """Merges the ranks of a node often, and nodes seldom and without waiting, by a schedule."""
 
     def __init__(
         self,
         communicator: Communicator,
         replica: Any,
-        schedule: SyncSchedule,
         node_size: int | None,
+        schedule: SyncSchedule,
     ) -> None:
         """Begin with replicas that are equal."""
-        self._levels = Levels(communicator, node_size)
-        super().__init__(communicator, replica, consensus=Consensus(self._levels.across, replica))
-        self._node = Consensus(self._levels.node, replica)
+        super().__init__(communicator, replica, node_size)
         self._schedule = schedule
-        self._sent = replica.zeros()  # this node's change that is under way
-        self._sum: Sum | None = None  # of all nodes' changes, on the ranks that send them
-        self._sender: int | None = None  # their place on the node; None: nothing is under way
         self._batch = self._batches = 0  # of this epoch
 
     def begin_epoch(self, batches: int) -> None:
@@ -233,70 +265,10 @@ class ScheduledMerging(Merging):
             self._merge_node()
             if sync.merge and self._sender is not None:  # not if merge() was called meanwhile
                 self._receive()
-            if sync.send is not None:
+            if sync.send is not None and self._levels.nodes > 1:
                 self._send(sync.send % self._levels.node.size)
-            self._write(self._node.gaussians)
+            self._write()
         return _GO_ON
-
-    def merge(self, joined: bool = False) -> Agreement:
-        """Merge what all ranks have learned, and what is under way; a collective call."""
-        self._merge_node()
-        if self._sender is not None:
-            self._receive()
-        agreement = self._agree(joined)
-        common = self._all.gaussians
-        if self._levels.nodes == 1:
-            common[:] = self._node.gaussians
-        else:
-            self._send(0)
-            self._receive()
-            self._node.gaussians[:] = common
-        self._write(common)
-        if agreement.batch:
-            self._average(agreement.batch)
-        self._begin()
-        return agreement
-
-    def restart(self) -> None:
-        """Begin anew with replicas that have been made equal by other means."""
-        if self._sum is not None:
-            self._sum.wait()
-        self._sum = self._sender = None
-        super().restart()
-        self._node.begin()
-
-    def abort(self, reason: str) -> None:
-        """Let those know who wait on one of the levels."""
-        self._levels.node.abort(reason)
-        self._levels.across.abort(reason)
-
-    def close(self) -> None:
-        """Close the levels."""
-        self._levels.close()
-
-    def _merge_node(self) -> None:
-        self._read()
-        self._count(self._node.merge(self._now))
-
-    def _send(self, sender: int) -> None:
-        """Begin to add up the changes of all nodes since the common posterior."""
-        node, common = self._node.gaussians, self._all
-        self._replica.parameters.change_since(node, common.gaussians, self._sent)
-        self._sender = sender
-        if self._levels.node.rank == sender:
-            common.change[:] = self._sent
-            self._sum = Sum(self._levels.across, common.change)
-
-    def _receive(self) -> None:
-        """Wait for the changes of all nodes, and take them into both posteriors."""
-        if self._sum is not None:
-            self._sum.wait()
-        assert self._sender is not None
-        broadcast(self._levels.node, self._all.change, self._sender)
-        self._sum = self._sender = None
-        add, common = self._replica.parameters.add_change, self._all.gaussians
-        self._count(add(self._node.gaussians, common, self._all.change, self._sent))
-        self._count(add(common, common, self._all.change))
 
 
 class Consensus:

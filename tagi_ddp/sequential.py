@@ -69,7 +69,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         sync_every: for "precision": how many steps lie between two merges; or a SyncSchedule, by
             which the ranks of a node merge often, and nodes seldom and without waiting. It needs
             `begin_epoch` and `end_epoch`.
-        node_size: for a schedule: how many consecutive ranks make a node; None: those of a host.
+        node_size: for "precision": how many consecutive ranks make a node; None: those of a host.
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten

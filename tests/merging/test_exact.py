@@ -22,13 +22,13 @@ def eight() -> Iterator[RankPool]:
     pool.close()
 
 
-def every(comm: Any, steps: int, compute: str) -> tuple[float, str]:
+def every(comm: Any, steps: int, node_size: int | None) -> tuple[float, str]:
     model = DDPSequential(
         linear.network(),
         communicator=comm,
-        compute=compute,
         reduction="precision",
         sync_every=steps,
+        node_size=node_size,
     )
     prior = linear.weights(model)
     for step in range(2 * steps):
@@ -39,9 +39,11 @@ def every(comm: Any, steps: int, compute: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("steps", [1, 8])
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_every_so_many_steps(eight: RankPool, size: int, steps: int) -> None:
-    answers = eight.run(every, steps, "torch", size=size)
+@pytest.mark.parametrize(
+    ("size", "node_size"), [(1, None), (2, None), (4, None), (8, None), (8, 2)]
+)
+def test_every_so_many_steps(eight: RankPool, size: int, node_size: int | None, steps: int) -> None:
+    answers = eight.run(every, steps, node_size, size=size)
     assert len({state for _, state in answers}) == 1
     assert max(error for error, _ in answers) < TOLERANCE
 

@@ -87,12 +87,15 @@ def train(comm: Any, name: str, options: Options, shares: int) -> dict[str, list
 
 WAYS: list[Options] = [
     {"sync_every": 4},
+    {"sync_every": 4, "node_size": 2},
     {"sync_every": schedule(), "node_size": 2},
     {"sync_every": schedule(), "node_size": 1},
 ]
 
 
-@pytest.mark.parametrize("options", WAYS, ids=["steps", "nodes of 2", "nodes of 1"])
+@pytest.mark.parametrize(
+    "options", WAYS, ids=["steps", "steps on nodes", "nodes of 2", "nodes of 1"]
+)
 @pytest.mark.parametrize("name", ["mlp", "batch_norm"])
 def test_devices_and_engine_agree(shm: RankPool, name: str, options: Options) -> None:
     answers = {}
@@ -106,7 +109,7 @@ def test_devices_and_engine_agree(shm: RankPool, name: str, options: Options) ->
 
 
 def test_over_nccl_as_over_memory(nccl: RankPool, shm: RankPool) -> None:
-    options = {**WAYS[1], "device": "cpu:0"}
+    options = {**WAYS[2], "device": "cpu:0"}
     answers = [pool.run(train, "batch_norm", options, 4, size=4, limit=60) for pool in (nccl, shm)]
     for ours, other in zip(*answers, strict=True):
         assert distance(ours, other) < 1e-5
@@ -232,11 +235,12 @@ def test_a_rank_that_fails_keeps_nobody_waiting(shm: RankPool, options: Options)
     ("options", "error", "text"),
     [
         ({"reduction": "max"}, ValueError, 'reduction must be "mean", "sum" or "precision"'),
-        ({"reduction": "sum", "sync_every": 2}, ValueError, "several steps are for"),
+        ({"reduction": "sum", "sync_every": 2}, ValueError, 'are for "precision"'),
         ({"sync_every": schedule()}, ValueError, "reduction='mean'"),
         ({"reduction": "precision", "sync_every": 0}, ValueError, "sync_every must be at least 1"),
         ({"reduction": "precision", "sync_every": "4"}, TypeError, "sync_every must be an integer"),
-        ({"reduction": "precision", "node_size": 2}, ValueError, "node_size is for sync_every="),
+        ({"reduction": "precision", "node_size": 2}, ValueError, "1 ranks do not make equal nodes"),
+        ({"node_size": 2}, ValueError, "sync_every and node_size are for"),
     ],
 )
 def test_wrong_options(options: Options, error: type[Exception], text: str) -> None:
