@@ -77,18 +77,23 @@ def init(
 
 
 def as_communicator(group: Any) -> Communicator:
-    """Return ``group`` itself, or a communicator of the ranks of a torch.distributed.ProcessGroup.
+    """Return ``group`` itself, or a communicator of the ranks of another library's group.
 
-    Wrapping is a collective call of the process group's ranks. The communicator has connections of
-    its own, so its operations and the group's do not meet; close it when done.
+    That is a torch.distributed.ProcessGroup or an intracommunicator of mpi4py. Wrapping is a
+    collective call of its ranks. The communicator has connections of its own, so its operations and
+    the group's do not meet; close it when done.
     """
     if isinstance(group, Communicator):
         return group
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
         return _module("gloo", "torch", "torch").wrap(group)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(group, mpi.Intracomm):
+        return _module("mpi", "mpi4py", "openmpi").wrap(group)
     raise TypeError(
-        f"expected a communicator or a torch.distributed.ProcessGroup, got {type(group).__name__}"
+        "expected a communicator, a torch.distributed.ProcessGroup or an intracommunicator of "
+        f"mpi4py, got {type(group).__name__}"
     )
 
 

@@ -135,26 +135,34 @@ def create(
             "start the ranks with the mpirun that belongs to mpi4py's MPI "
             f"({MPI.Get_library_version().splitlines()[0].strip()})"
         )
+    return wrap(world, timeout)
+
+
+def wrap(group: MPI.Intracomm, timeout: float = 300.0) -> MpiCommunicator:
+    """Return a communicator of the ranks of ``group`` over a copy of it."""
+    if group == MPI.COMM_NULL:
+        raise ValueError("this rank is in no group: it got MPI.COMM_NULL")
+    rank, size = group.rank, group.size
     deadline = time.monotonic() + timeout
 
     def complete(request: MPI.Request, what: str) -> None:
         if not _Request(request).ready(deadline - time.monotonic()):
-            where = f"init on rank {rank} of {world_size} (mpi)"
+            where = f"init on rank {rank} of {size} (mpi)"
             raise Timeout(
-                f"{where}: MPI could not {what} within {timeout:g} s. Call init() on all ranks; "
-                "look at their output."
+                f"{where}: MPI could not {what} within {timeout:g} s. Make the same call on all "
+                "ranks; look at their output."
             )
 
     def exchange(record: bytes) -> Sequence[bytes]:
         padded = np.frombuffer(record.ljust(_RECORD), np.uint8)
-        records = np.empty((world_size, _RECORD), np.uint8)
+        records = np.empty((size, _RECORD), np.uint8)
         complete(copy.Iallgather(padded, records), "exchange addresses")
         return [row.tobytes().rstrip() for row in records]
 
-    copy, request = world.Idup()
-    complete(request, "copy its world")
-    watch = meet(MpiCommunicator.backend, rank, world_size, timeout, deadline, exchange)
-    comm = MpiCommunicator(rank, world_size, timeout, watch)
+    copy, request = group.Idup()
+    complete(request, "copy the group")
+    watch = meet(MpiCommunicator.backend, rank, size, timeout, deadline, exchange)
+    comm = MpiCommunicator(rank, size, timeout, watch)
     comm.open_engine(copy)
     return comm
 

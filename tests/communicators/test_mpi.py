@@ -149,6 +149,43 @@ def test_without_thread_support(tmp_path: Path) -> None:
     assert status == 0, output
 
 
+def test_a_communicator_of_mpi4py(tmp_path: Path) -> None:
+    """Of all ranks or some; neither's operations meet the other's, and closing leaves it be."""
+    source = """
+        from mpi4py import MPI
+        import numpy as np
+        from tagi_ddp.communicators import as_communicator
+        world = MPI.COMM_WORLD
+        part = world.Split(0 if world.rank else MPI.UNDEFINED, -world.rank)
+        for group in (world, part, MPI.COMM_SELF):
+            if group == MPI.COMM_NULL:
+                continue
+            with as_communicator(group) as comm:
+                assert (comm.backend, comm.rank, comm.size) == ("mpi", group.rank, group.size)
+                assert as_communicator(comm) is comm
+                ranks = np.array([world.rank + 1])
+                if group.rank == 0:
+                    request = group.Ibarrier()
+                    comm.all_reduce(ranks)
+                else:
+                    comm.all_reduce(ranks)
+                    request = group.Ibarrier()
+                request.Wait()
+                assert ranks[0] == group.allreduce(world.rank + 1)
+            assert group.allreduce(1) == group.size
+        for wrong, error in ((part, ValueError), (MPI.COMM_NULL, TypeError)):
+            if wrong == MPI.COMM_NULL:
+                try:
+                    as_communicator(wrong)
+                except error as raised:
+                    print(world.rank, type(raised).__name__, raised)
+    """
+    status, output = run_script(tmp_path / "train.py", source, 3)
+    assert status == 0, output
+    assert "0 ValueError this rank is in no group: it got MPI.COMM_NULL" in output
+    assert output.count("TypeError expected a communicator") == 3
+
+
 def test_without_mpirun(tmp_path: Path) -> None:
     source = """
         from tagi_ddp.communicators import BackendUnavailable, init
