@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.optim.data_parallel import buckets
+from tagi_ddp.optim.data_parallel import DataParallelOptimizer, buckets
 
 SAMPLES = 12  # of all ranks, a step
 
@@ -75,3 +75,14 @@ def assert_replicas_equal(comm: Any, module: nn.Module) -> None:
             other = value.clone()
             comm.broadcast(other.view(-1).view(torch.uint8), root)
             assert torch.equal(value, other)
+
+
+def descend(params: Any, lr: float = 0.1) -> DataParallelOptimizer:
+    return DataParallelOptimizer(torch.optim.SGD(params, lr=lr))
+
+
+def learn(comm: Any, model: nn.Module, optimizer: DataParallelOptimizer, step: int = 0) -> None:
+    """Take a step on this rank's share of the batch."""
+    optimizer.zero_grad()
+    loss_of(model, batch(step)[comm.rank :: comm.size]).backward()
+    optimizer.step()

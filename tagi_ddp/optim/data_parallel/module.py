@@ -31,8 +31,8 @@ class DataParallel(nn.Module):
     Blocking, a step does what serial training on the union of equal shares does. Non-blocking,
     gradients are averaged while backward goes on, and the update is made in the next forward, just
     before each layer runs: one step late. Reading parameters through this object, `eval`,
-    `state_dict` and leaving the block catch up first. There a module must be the first to use its
-    parameters in a forward; all else may use them before.
+    `state_dict` and leaving the block catch up first. A layer's parameters must not be used before
+    it runs, unless it did not run in the forward before.
 
     An error on one rank is raised on the others too, at their next collective operation.
 
@@ -57,8 +57,8 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        self._optimizers = _checked(optimizer)
         check_blocking(blocking)
+        self._optimizers = _checked(optimizer)
         self.module = module
         self.blocking = blocking
         self._given: Communicator = as_communicator(comm)

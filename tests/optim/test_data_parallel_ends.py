@@ -1,0 +1,186 @@
+"""How a wrapped module fails and ends, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+import warnings
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import nn
+
+from optim.torch_cases import (
+    Plain,
+    batch,
+    descend,
+    distance,
+    learn,
+    loss_of,
+    make,
+    values,
+)
+from tagi_ddp.communicators import PeerLost
+from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer
+
+MODES = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
+
+
+@MODES
+@pytest.mark.parametrize("where", ["forward", "step", "block"])
+def test_an_error_reaches_all_ranks(shm: RankPool, where: str, blocking: bool) -> None:
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        torch_optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = DataParallelOptimizer(torch_optimizer)
+
+        def fail(*args: Any) -> None:
+            raise ValueError("out of cheese")
+
+        def run(model: DataParallel) -> None:
+            learn(comm, model, optimizer)
+            if comm.rank == 1 and where == "forward":
+                net.second.register_forward_pre_hook(fail)
+            if comm.rank == 1 and where == "step":
+                torch_optimizer.register_step_pre_hook(fail)
+            if comm.rank == 1 and where == "block":
+                fail()
+            for step in range(3):
+                learn(comm, model, optimizer, step)
+
+        def start() -> None:
+            model = DataParallel(net, comm, optimizer, blocking)
+            if where == "block":
+                with model:
+                    run(model)
+            else:
+                run(model)
+
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match="out of cheese"):
+                start()
+        else:
+            with pytest.raises(PeerLost, match="rank 1 gave up: ValueError: out of cheese"):
+                start()
+        with pytest.raises(PeerLost, match="out of cheese"):
+            comm.barrier()
+
+    shm.run(task, size=2, fresh=True, timeout=10.0)
+
+
+def test_the_end(shm: RankPool) -> None:
+    """The module and the optimizer go on alone, or in another group."""
+
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        optimizer = descend(net.parameters())
+        model = DataParallel(net, comm, optimizer)
+        with pytest.raises(ValueError, match="optimizer belongs to another DataParallel"):
+            DataParallel(net, comm, optimizer)
+        learn(comm, model, optimizer)
+        model.close()
+        model.close()
+        after = values(net)
+        assert torch.equal(model(batch(0)), net(batch(0)))
+        loss_of(net, batch(0)).backward()
+        with pytest.raises(RuntimeError, match="step\\(\\) needs an open DataParallel"):
+            optimizer.step()
+        assert distance(values(net), after) == 0
+        for part in net.modules():
+            assert not part._forward_pre_hooks
+            assert not part._forward_hooks
+        with DataParallel(net, comm, optimizer, blocking=True) as model:
+            learn(comm, model, optimizer)
+        assert distance(values(net), after) > 0
+        comm.barrier()  # which stays open
+
+    shm.run(task, size=2)
+
+
+def test_copies_belong_to_nobody(shm: RankPool) -> None:
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        optimizer = descend(net.parameters())
+        with warnings.catch_warnings(), DataParallel(net, comm, optimizer) as model:
+            warnings.simplefilter("error")
+            learn(comm, model, optimizer)
+            file = io.BytesIO()
+            cloudpickle.dump(net, file)  # the class travelled by value
+            file.seek(0)
+            for copied in (copy.deepcopy(net), cloudpickle.load(file)):
+                loss_of(copied, batch(0)).backward()
+                assert optimizer.update_next
+                assert distance(values(copied), values(net)) == 0
+
+    shm.run(task, size=2)
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+def wrong_types(comm: Any) -> None:
+    net = make(Plain)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = DataParallelOptimizer(sgd)
+    module, opt = lambda *args: DataParallel(*args), DataParallelOptimizer
+    for make_it, args, error in (
+        (opt, (net,), "torch_optimizer must be a torch.optim.Optimizer, got Plain"),
+        (opt, (optimizer,), "torch_optimizer must be a torch.optim.Optimizer, got DataParallelOpt"),
+        (opt, (sgd, 1), "blocking must be a bool, got 1"),
+        (module, (len, comm, optimizer), "module must be a torch.nn.Module, got builtin"),
+        (module, (net, "shm", optimizer), "expected a communicator"),
+        (module, (net, comm, sgd), "optimizer must be a DataParallelOptimizer or several, got SGD"),
+        (module, (net, comm, [optimizer, sgd]), "DataParallelOptimizers only, got SGD"),
+        (module, (net, comm, optimizer, "no"), "blocking must be a bool, got 'no'"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(error)):
+            make_it(*args)
+    with pytest.raises(TypeError, match="without a closure, but LBFGS needs one"):
+        DataParallelOptimizer(torch.optim.LBFGS(net.parameters()))
+    with pytest.raises(ValueError, match="at least one DataParallelOptimizer, got none"):
+        DataParallel(net, comm, [])
+    with pytest.raises(ValueError, match="optimizer must not hold a parameter twice"):
+        DataParallel(net, comm, [optimizer, DataParallelOptimizer(sgd)])
+    assert not optimizer.attached
+
+
+def test_wrong_types(shm: RankPool) -> None:
+    """Optimizers that need a closure are refused too."""
+    shm.run(wrong_types, size=1)
+
+
+def test_public_attributes(shm: RankPool) -> None:
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = DataParallelOptimizer(sgd, True)
+        assert optimizer.torch_optimizer is sgd
+        assert optimizer.blocking_parameter_updates is True
+        assert optimizer.update_next is False
+        assert all(a is b for a, b in zip(optimizer.params_ref, net.parameters(), strict=True))
+        assert optimizer.param_groups is sgd.param_groups
+        with DataParallel(net, comm, optimizer):
+            assert optimizer.blocking_parameter_updates is False, "DataParallel overrides"
+
+    shm.run(task, size=1)
+
+
+@MODES
+def test_sparse_gradients_are_refused(shm: RankPool, blocking: bool) -> None:
+    def task(comm: Any) -> None:
+        net = nn.Embedding(3, 2, sparse=True)
+        optimizer = descend(net.parameters())
+
+        def run() -> None:
+            with DataParallel(net, comm, optimizer, blocking) as model:
+                model(torch.tensor([1])).sum().backward()
+                optimizer.step()
+
+        with pytest.raises((TypeError, PeerLost), match="must be dense"):
+            run()
+
+    shm.run(task, size=2, fresh=True)
