@@ -101,6 +101,39 @@ def test_sums(shm: RankPool) -> None:
     shm.run(sums, size=2)
 
 
+class Ordered:
+    """A work as devices have it, which the host need not wait for."""
+
+    def __init__(self, work: Any, calls: list[Any]) -> None:
+        self.work = work
+        self.calls = calls
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.calls.append(timeout)
+        self.work.wait(timeout)
+
+    def order(self) -> None:
+        self.calls.append("order")
+        self.work.wait()
+
+
+def test_on_a_device_the_host_waits_only_with_a_limit(shm: RankPool) -> None:
+    class OnDevice(Counted):
+        def all_reduce(self, buffer: Tensor, *args: Any, **options: Any) -> Any:
+            return Ordered(super().all_reduce(buffer, *args, **options), calls)
+
+    calls: list[Any] = []
+
+    def task(comm: Any) -> list[Any]:
+        for limit in (None, 5.0):
+            tensor = torch.full((3,), comm.rank + 1.0)
+            start_reduction([tensor], OnDevice(comm), limit=2).wait(limit)
+            assert tensor.tolist() == [1.5] * 3
+        return calls
+
+    assert shm.run(task, size=2) == [["order", "order", 5.0, 5.0]] * 2
+
+
 def broadcasts(comm: Any) -> None:
     def make(rank: int) -> list[Tensor]:
         return [

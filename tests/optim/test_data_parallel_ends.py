@@ -24,8 +24,8 @@ from optim.torch_cases import (
     make,
     values,
 )
-from tagi_ddp.communicators import PeerLost
-from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer
+from tagi_ddp.communicators import CommunicatorError, PeerLost
+from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer, module
 
 MODES = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 
@@ -101,6 +101,21 @@ def test_the_end(shm: RankPool) -> None:
     shm.run(task, size=2)
 
 
+def test_a_communicator_made_of_another_group_is_closed(shm: RankPool) -> None:
+    def task(comm: Any, blocking: bool) -> None:
+        net, wrapped = make(Plain), comm.split(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "as_communicator", lambda group: wrapped)
+            with DataParallel(net, "a group", descend(net.parameters()), blocking):
+                wrapped.barrier()
+        with pytest.raises(CommunicatorError, match="closed"):
+            wrapped.barrier()
+        comm.barrier()
+
+    for blocking in (True, False):
+        shm.run(task, blocking, size=2)
+
+
 def test_copies_belong_to_nobody(shm: RankPool) -> None:
     def task(comm: Any) -> None:
         net = make(Plain)
@@ -126,16 +141,16 @@ def wrong_types(comm: Any) -> None:
     net = make(Plain)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = DataParallelOptimizer(sgd)
-    module, opt = lambda *args: DataParallel(*args), DataParallelOptimizer
+    model, opt = DataParallel, DataParallelOptimizer
     for make_it, args, error in (
         (opt, (net,), "torch_optimizer must be a torch.optim.Optimizer, got Plain"),
         (opt, (optimizer,), "torch_optimizer must be a torch.optim.Optimizer, got DataParallelOpt"),
         (opt, (sgd, 1), "blocking must be a bool, got 1"),
-        (module, (len, comm, optimizer), "module must be a torch.nn.Module, got builtin"),
-        (module, (net, "shm", optimizer), "expected a communicator"),
-        (module, (net, comm, sgd), "optimizer must be a DataParallelOptimizer or several, got SGD"),
-        (module, (net, comm, [optimizer, sgd]), "DataParallelOptimizers only, got SGD"),
-        (module, (net, comm, optimizer, "no"), "blocking must be a bool, got 'no'"),
+        (model, (len, comm, optimizer), "module must be a torch.nn.Module, got builtin"),
+        (model, (net, "shm", optimizer), "expected a communicator"),
+        (model, (net, comm, sgd), "optimizer must be a DataParallelOptimizer or several, got SGD"),
+        (model, (net, comm, [optimizer, sgd]), "DataParallelOptimizers only, got SGD"),
+        (model, (net, comm, optimizer, "no"), "blocking must be a bool, got 'no'"),
     ):
         with pytest.raises(TypeError, match=re.escape(error)):
             make_it(*args)
