@@ -1,5 +1,38 @@
-"""When replicas synchronize: every batch, or now and then between nodes."""
+"""Optimizers of torch on many ranks, and the schedule by which replicas of any kind synchronize.
+
+Those for torch import it when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
-__all__ = ["Skips", "Sync", "SyncSchedule"]
+if TYPE_CHECKING:
+    from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
+    from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer
+
+_ON_TORCH = {
+    "DASO": "daso",
+    "DataParallel": "data_parallel",
+    "DataParallelMultiGPU": "daso",
+    "DataParallelOptimizer": "data_parallel",
+}
+
+__all__ = [
+    "DASO",
+    "DataParallel",
+    "DataParallelMultiGPU",
+    "DataParallelOptimizer",
+    "Skips",
+    "Sync",
+    "SyncSchedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_ON_TORCH[name]}"), name)

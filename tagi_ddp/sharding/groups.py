@@ -69,7 +69,11 @@ def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Co
 def _own(comm: Communicator) -> Communicator:
     """Return ``comm``; raise TypeError if it is not a communicator."""
     if type(comm) not in _kinds:  # comparing with the protocol takes longer than a small operation
-        as_communicator(comm)
+        if not isinstance(comm, Communicator):
+            raise TypeError(
+                "mgroup must be a communicator or a torch.distributed.ProcessGroup, got "
+                f"{type(comm).__name__}; as_communicator() wraps one of mpi4py"
+            )
         _kinds.add(type(comm))
     return comm
 
