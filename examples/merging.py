@@ -1,0 +1,96 @@
+"""Compare ways to make one TAGI network of many replicas, on real images.
+
+tagi-ddp run -n 4 examples/merging.py --node-size 2
+mpirun -n 8 --host a:4,b:4 python examples/merging.py --data fashion-mnist
+
+Every way trains on the same batches: by the sum of all deltas at every step, as one process; by
+merging posteriors at every step, or every 8; and by a schedule, where nodes do not wait for one
+another.
+"""
+
+import argparse
+import time
+
+import numpy as np
+import pytagi
+from networks import NETWORKS
+from pytagi import HRCSoftmaxMetric, Utils
+from pytagi.nn import OutputUpdater
+
+import tagi_ddp
+from tagi_ddp import DDPSequential, DistributedSampler, reduce_metrics
+from tagi_ddp.datasets import DATASETS, load_images
+from tagi_ddp.optim import SyncSchedule
+
+CLASSES = 10
+SIGMA_V = 1.0  # standard deviation of the observations, which are -1 and 1
+
+
+def train(model, data, options, scheduled):
+    """Return the seconds that training took."""
+    targets, nodes, depth = Utils().label_to_obs(data.y_train, CLASSES)
+    targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
+    metric, updater = HRCSoftmaxMetric(CLASSES), OutputUpdater("cpu")
+    sampler = DistributedSampler(data.x_train)
+    start = time.perf_counter()
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        batches, wrong = sampler.batches(options.batch_size), 0
+        if scheduled:
+            model.begin_epoch(len(batches))
+        for share in batches:  # this rank's part of each batch
+            mean, variance = model(data.x_train[share])
+            updater.update_using_indices(
+                model.output_z_buffer,
+                targets[share].ravel(),
+                np.full(targets[share].size, SIGMA_V**2, np.float32),
+                nodes[share].ravel(),
+                model.input_delta_z_buffer,
+            )
+            model.backward()
+            model.step()
+            wrong += np.sum(metric.get_predicted_labels(mean, variance) != data.y_train[share])
+        if scheduled:
+            model.end_epoch(wrong / max(1, sum(map(len, batches))))
+    if model.reduction == "precision":
+        model.merge()  # the steps since the last merge
+    return time.perf_counter() - start
+
+
+def test(model, data):
+    model.eval()
+    metric = HRCSoftmaxMetric(CLASSES)
+    shares = DistributedSampler(data.x_test, shuffle=False).batches(500)
+    wrong = [metric.get_predicted_labels(*model(data.x_test[i])) != data.y_test[i] for i in shares]
+    return reduce_metrics(model.communicator, sum(map(np.sum, wrong)), sum(map(len, shares)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", choices=DATASETS, default="digits")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
+    parser.add_argument("--node-size", type=int, help="ranks of a node; default: those of a host")
+    options = parser.parse_args()
+    merging = {"reduction": "precision", "node_size": options.node_size}
+    schedule = SyncSchedule(options.epochs, warmup_epochs=1, cooldown_epochs=1)
+    ways = {
+        "sum": {"reduction": "sum"},
+        "precision": {**merging},
+        "precision, every 8 steps": {**merging, "sync_every": 8},
+        "precision, by a schedule": {**merging, "sync_every": schedule},
+    }
+    data = load_images(options.data)
+    with tagi_ddp.init() as comm:
+        for name, way in ways.items():
+            pytagi.manual_seed(0)
+            net = NETWORKS["mlp"](data.side, HRCSoftmaxMetric(CLASSES).hrc_softmax.len)
+            with DDPSequential(net, communicator=comm, **way) as model:
+                seconds = train(model, data, options, "schedule" in name)
+                error, replicas = test(model, data), model.check_replicas()
+            if comm.rank == 0:
+                print(f"{name}: test error {error:.2%}, {seconds:.1f} s, replicas {replicas[:8]}")
+
+
+if __name__ == "__main__":
+    main()
