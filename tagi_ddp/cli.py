@@ -136,7 +136,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--gbit", _positive, "GBIT/S", "Gbit/s of a node's link, in each direction", 25.0)
     add("--sync-every", _count, "K", "steps from one merge to the next", 8)
     add("--batches", _count, "N", "steps of an epoch, for asynchronous merges", 100)
-    add("--epochs", _count, "N", "epochs, for asynchronous merges: 8 of them block", 20)
+    add("--epochs", _count, "N", "epochs, for asynchronous merges", 20)
+    add("--blocking-epochs", _zero_or_count, "N", "how many of them wait at every step", 8)
     add("--merge-ns", _zero_or_more, "NS", "arithmetic of a merge for each of those bytes", 0.0)
     parser.add_argument(
         "--ranks", type=_counts, metavar="N,N,...", help="default: 1,2,4,...,8192,10000"
@@ -154,6 +155,8 @@ def _plan(options: argparse.Namespace) -> int:
         sync_every=options.sync_every,
         batches=options.batches,
         epochs=options.epochs,
+        warmup_epochs=options.blocking_epochs,
+        cooldown_epochs=0,
         merge=options.merge_ns / 1e9,
     )
     cluster = plan.Cluster(
@@ -179,6 +182,12 @@ def _exit_on_signal(number: int, _: object) -> NoReturn:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 up, got {text!r}")
+    return int(text)
+
+
+def _zero_or_count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 up, got {text!r}")
     return int(text)
 
 

@@ -191,6 +191,23 @@ def test_sharding_does_not_change_what_is_learnt(tmp_path):
     assert np.all(kept_2 < 0.55 * kept)
 
 
+def test_every_way_of_merging_learns_and_keeps_replicas_equal(tmp_path):
+    options = ("--epochs", 6, "--batch-size", 64, "--node-size", 1)
+    output = run(*ranks(2), EXAMPLES / "merging.py", *options, cwd=tmp_path).stdout
+    line = r"\[0\] (.*): test error (.*)%, .* s, replicas [0-9a-f]{8}\n"
+    names, errors = zip(*re.findall(line, output), strict=True)
+    merged = ("precision", "precision, every 8 steps", "precision, by a schedule")
+    assert names == ("sum", *merged)
+    assert max(map(float, errors)) < 20
+
+
+def test_daso_trains_a_torch_network_on_two_nodes(tmp_path):
+    options = ("--epochs", 4, "--node-size", 1)
+    output = run(*ranks(2), EXAMPLES / "daso.py", *options, cwd=tmp_path).stdout
+    (error,) = re.findall(r"test error (.*)%", output)
+    assert float(error) < 20
+
+
 def test_the_notebook_runs(tmp_path):
     path = EXAMPLES / "notebook.ipynb"
     cells = json.loads(path.read_text())["cells"]

@@ -237,10 +237,11 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
         "--sync-every": "3",
         "--batches": "50",
         "--epochs": "9",
+        "--blocking-epochs": "2",
         "--merge-ns": "0.5",
     }
     assert main([*PLAN, *(word for option in options.items() for word in option)]) == 0
-    training = Training(0.012, 11e6, 3, 50, 9, 0.5e-9)
+    training = Training(0.012, 11e6, 3, 50, 9, 0.5e-9, warmup_epochs=2, cooldown_epochs=0)
     cluster = Cluster(Link(3e-6, 5e9), Link(70e-6, 1e9), 2)
     assert capsys.readouterr().out == table(training, cluster, [4, 64]) + "\n"
 
@@ -265,6 +266,7 @@ def test_help_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gbit", "fast"], "argument --gbit: must be a number greater than 0, got 'fast'"),
         (["--latency-us=-1"], "argument --latency-us: must be a number from 0 up, got '-1'"),
         (["--ranks", "4,0"], "argument --ranks: must be an integer from 1 up, got '0'"),
+        (["--blocking-epochs=-1"], "--blocking-epochs: must be an integer from 0 up, got '-1'"),
         (["--epochs", "1.5"], "argument --epochs: must be an integer from 1 up, got '1.5'"),
     ],
 )
