@@ -320,21 +320,24 @@ def test_both_types_of_scalers() -> None:
 def again(comm: Any) -> tuple[list[float], list[float]]:
     """Return what is held after an epoch cut short, and after one begun anew."""
     x = nn.Parameter(torch.zeros(()))
-    daso = DASO(optimizer_of(x), 5, comm, 0, 0, node_size=2, downcast_type=torch.float)
+    daso = DASO(optimizer_of(x), 20, comm, 0, 0, node_size=2, downcast_type=torch.float)
     daso.last_batch = 20
     found = []
-    for batches in (1, 2, 6, 9, 10, 12):  # a copy is under way after 1, 2, 9 and 10
+    for batches in (1, 2, 6, 9, 10, 12):  # a copy is under way after 1, 2, 9 and 10 batches
         for _ in range(batches):
             x.grad = torch.full((), 1.0 + comm.rank)
             daso.step()
-        daso.epoch_loss_logic(1.0)
+        daso.epoch_loss_logic(0.5**daso.epoch)
+        assert daso.global_skip == 8
         assert not daso._nodes.busy
         found.append(x.item())
     for _ in range(9):
         x.grad = torch.full((), 1.0 + comm.rank)
         daso.step()
+    assert daso._nodes.busy == (comm.rank % 2 == 1)
     daso.reset()
     assert daso.epoch == 0
+    assert not daso._nodes.busy
     for _ in range(20):
         x.grad = torch.full((), 1.0 + comm.rank)
         daso.step()
@@ -349,3 +352,5 @@ def test_short_epochs_and_reset(shm: RankPool) -> None:
     short, anew = results[0]
     assert (np.diff([0.0, *short, *anew]) < 0).all()
     assert short[0] == pytest.approx(-0.25)  # the mean of one batch, by all ranks
+    # Nodes are at -0.3 and -0.7 from there, merge a copy that was at -0.25 for both, and average.
+    assert short[1] == pytest.approx(-0.25 - 0.375)

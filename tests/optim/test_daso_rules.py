@@ -161,6 +161,7 @@ def resume(comm: Any, stops: list[int]) -> list[bool]:
         assert_same(held(whole.net), held(again.net))
         assert again.daso.scheduler.get_last_lr() == whole.daso.scheduler.get_last_lr()
         again.daso.close()
+    assert whole.daso.scheduler.last_epoch == 36
     whole.daso.close()
     return busy[:-1]
 

@@ -29,8 +29,8 @@ class DASO(Attributes):
     after every batch of the first and the last epochs, and in between now and then, without
     waiting: see `SyncSchedule`. With one node it is data parallelism, after every batch.
 
-    Making it is a collective call, and so are its methods but `zero_grad`, `state_dict`, `print0`
-    and `close`. An epoch has ``last_batch`` batches, which must be set, and ends with
+    Making it is a collective call, and so are `step`, `epoch_loss_logic`, `set_model`, `reset` and
+    `load_state_dict`. An epoch has ``last_batch`` batches, which must be set, and ends with
     `epoch_loss_logic`::
 
         daso = DASO(optimizer, total_epochs=20)
@@ -57,8 +57,8 @@ class DASO(Attributes):
             one of mpi4py; None: `init()`.
         warmup_epochs, cooldown_epochs: how many epochs, at the beginning and at the end, average
             over all ranks after every batch.
-        scheduler: a learning rate scheduler that `step` steps after each batch; None: there is
-            none, or you step it.
+        scheduler: a learning rate scheduler of torch, which `step` steps after the optimizer, so
+            once a batch; None: there is none, or you step it.
         stability_level: a loss that improves on the best one by no more than this part of it is
             stable; after two such epochs nodes exchange more often.
         max_global_skips: the largest number of batches from one exchange between nodes to the next.
@@ -72,7 +72,7 @@ class DASO(Attributes):
         verbose: whether rank 0 prints what `print0` is given.
         node_size: how many consecutive ranks make a node; None: see `Levels`.
         local_weight: when nodes' copies arrive S batches after they were sent, the local one counts
-            as ``local_weight * S`` of them; 2 in the paper. See `SyncSchedule` for it.
+            as ``local_weight * S`` of them; 2 in the paper that `SyncSchedule` names.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got; all types are checked before
