@@ -46,9 +46,9 @@ class DASO(Attributes):
 
     Rank 0's parameters and buffers are where all begin. Afterwards trainable parameters and
     floating-point buffers are averaged, other buffers are rank 0's, and frozen parameters are left
-    alone; call `set_model` again after adding, freezing, unfreezing or moving any. The optimizer's own
-    state is not exchanged. Numbers that are NaN or infinite are noticed when nodes exchange them:
-    all ranks raise FloatingPointError after the same batch, and apply nothing of the exchange.
+    alone; call `set_model` again after adding, freezing, unfreezing or moving any. The optimizer's
+    own state is not exchanged. Numbers that are NaN or infinite are noticed when nodes exchange
+    them: all ranks raise FloatingPointError after the same batch, and apply nothing of it.
 
     Args:
         local_optimizer: of this rank's model; not one that needs a closure.
