@@ -13,6 +13,9 @@ from rank_pool import RankPool
 # A shell starts what it puts in the background with this signal ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch asks for the name of every peer's address; a DNS that drops such a question costs 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 @pytest.fixture(scope="session")
 def shm() -> Iterator[RankPool]:

@@ -83,14 +83,15 @@ def as_communicator(group: Any) -> Communicator:
     collective call of its ranks. The communicator has connections of its own, so its operations and
     the group's do not meet; close it when done.
     """
-    if isinstance(group, Communicator):
-        return group
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
         return _module("gloo", "torch", "torch").wrap(group)
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and isinstance(group, mpi.Intracomm):
-        return _module("mpi", "mpi4py", "openmpi").wrap(group)
+    if mpi is not None and isinstance(group, mpi.Comm):  # COMM_NULL bears no look at its size
+        if isinstance(group, mpi.Intracomm):
+            return _module("mpi", "mpi4py", "openmpi").wrap(group)
+    elif isinstance(group, Communicator):
+        return group
     raise TypeError(
         "expected a communicator, a torch.distributed.ProcessGroup or an intracommunicator of "
         f"mpi4py, got {type(group).__name__}"
