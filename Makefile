@@ -8,11 +8,13 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 demo: .venv/.installed-examples
 	.venv/bin/python examples/demo.py
 
-# Everything: style, then all tests. Those outside of folders run commands, and mostly wait for a
-# single process: two files at a time.
+# Everything: style, then all tests. Where ranks have to notice something in time they have the
+# machine to themselves; all else runs two files at a time.
+ALONE = tests/sequential $(filter-out %/test_gloo.py %/test_mpi.py, \
+    $(wildcard tests/communicators/test_*.py))
 test: lint
-	.venv/bin/python -m pytest --ignore-glob='tests/test_*.py'
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile tests/test_*.py
+	.venv/bin/python -m pytest $(ALONE)
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ALONE:%=--ignore=%)
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check

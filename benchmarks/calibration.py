@@ -78,7 +78,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
 
 
 def _images(quick: bool, batch: int) -> Train:
-    data = load_images("digits", limit=200) if quick else load_images("fashion-mnist")
+    data = load_images("digits", limit=100) if quick else load_images("fashion-mnist")
     return lambda group, options: _classify(group, options, data, batch, 1 if quick else 2)
 
 
@@ -134,7 +134,7 @@ def _classify(
     hit = probabilities.argmax(axis=1) == data.y_test
     bins = np.minimum((10 * confidence).astype(int), 9)
     gaps = [abs(np.sum(hit[bins == i]) - np.sum(confidence[bins == i])) for i in range(10)]
-    return Quality(float(-np.log(right).mean()), 100 * sum(gaps) / len(hit))
+    return Quality(float(-np.log(np.maximum(right, 1e-30)).mean()), 100 * sum(gaps) / len(hit))
 
 
 # --- a regression set of the UCI repository --------------------------------------------------
