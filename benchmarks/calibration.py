@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytagi
-from pytagi import HRCSoftmaxMetric, Utils
+from pytagi import Utils
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
 from benchmarks.harness import Figure, Missing, Row
-from benchmarks.work import CLASSES
+from benchmarks.work import CLASSES, ImageTask
 from tagi_ddp import Communicator, DDPSequential, DistributedSampler
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.datasets import ImageData, load_images
@@ -85,56 +85,38 @@ def _images(quick: bool, batch: int) -> Train:
 def _classify(
     group: Communicator, options: dict[str, Any], data: ImageData, batch: int, epochs: int
 ) -> Quality:
-    metric = HRCSoftmaxMetric(CLASSES)
-    targets, nodes, width = Utils().label_to_obs(data.y_train, CLASSES)
-    targets, nodes = targets.reshape(-1, width), nodes.reshape(-1, width)
+    task = ImageTask(data)
     pytagi.manual_seed(1)
     network = Sequential(
         Linear(data.side**2, 128),
         ReLU(),
         Linear(128, 128),
         ReLU(),
-        Linear(128, metric.hrc_softmax.len),
+        Linear(128, task.metric.hrc_softmax.len),
     )
-    updater = OutputUpdater("cpu")
     with DDPSequential(network, communicator=group, compute="torch", **options) as model:
         model.set_threads(1)
         sampler = DistributedSampler(data.x_train, group.size, group.rank)
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
             for share in sampler.batches(batch):
-                model(data.x_train[share])
-                noise = np.ones(targets[share].size, np.float32)
-                updater.update_using_indices(
-                    model.output_z_buffer,
-                    targets[share].ravel(),
-                    noise,
-                    nodes[share].ravel(),
-                    model.input_delta_z_buffer,
-                )
-                model.backward()
-                model.step()
+                task.step(model, share)
         if "sync_every" in options:
             model.merge()
         mean, variance = model(data.x_test)
-    tree, convert, outputs = (
-        metric.hrc_softmax,
-        Utils().obs_to_label_prob,
-        (-1, metric.hrc_softmax.len),
-    )
-    probabilities = np.array(
-        [
-            convert(*sample, tree, CLASSES)
-            for sample in zip(mean.reshape(outputs), variance.reshape(outputs), strict=True)
-        ]
-    )
-    probabilities /= probabilities.sum(axis=1, keepdims=True)
-    right = probabilities[np.arange(len(data.y_test)), data.y_test]
-    confidence = probabilities.max(axis=1)
-    hit = probabilities.argmax(axis=1) == data.y_test
+    outputs = zip(*(part.reshape(len(data.y_test), -1) for part in (mean, variance)), strict=True)
+    tree, convert = task.metric.hrc_softmax, Utils().obs_to_label_prob
+    probabilities = np.array([convert(*output, tree, CLASSES) for output in outputs])
+    return _rate(probabilities / probabilities.sum(axis=1, keepdims=True), data.y_test)
+
+
+def _rate(probabilities: np.ndarray, labels: np.ndarray) -> Quality:
+    """Return the quality; the calibration error is that of confidences in ten bins."""
+    right = np.maximum(probabilities[np.arange(len(labels)), labels], 1e-30)
+    confidence, hit = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     bins = np.minimum((10 * confidence).astype(int), 9)
     gaps = [abs(np.sum(hit[bins == i]) - np.sum(confidence[bins == i])) for i in range(10)]
-    return Quality(float(-np.log(np.maximum(right, 1e-30)).mean()), 100 * sum(gaps) / len(hit))
+    return Quality(float(-np.log(right).mean()), 100 * float(sum(gaps)) / len(labels))
 
 
 # --- a regression set of the UCI repository --------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from pytagi import Utils
+from pytagi import HRCSoftmaxMetric, Utils
 from pytagi.nn import OutputUpdater, Sequential
 
 from tagi_ddp import DDPSequential
+from tagi_ddp.datasets import ImageData
 
 CLASSES = 10
 
@@ -37,3 +38,30 @@ def trainer(
         model.step()
 
     return train
+
+
+class ImageTask:
+    """Training steps on shares of images, by hierarchical softmax."""
+
+    def __init__(self, data: ImageData, sigma_v: float = 1.0) -> None:
+        targets, nodes, width = Utils().label_to_obs(data.y_train, CLASSES)
+        self.metric = HRCSoftmaxMetric(CLASSES)
+        self._data = data
+        self._targets, self._nodes = targets.reshape(-1, width), nodes.reshape(-1, width)
+        self._variance = sigma_v**2
+        self._updater = OutputUpdater("cpu")
+
+    def step(self, model: DDPSequential, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Train on the images with these indices; return the outputs."""
+        outputs = model(self._data.x_train[share])
+        targets = self._targets[share].ravel()
+        self._updater.update_using_indices(
+            model.output_z_buffer,
+            targets,
+            np.full(targets.size, self._variance, np.float32),
+            self._nodes[share].ravel(),
+            model.input_delta_z_buffer,
+        )
+        model.backward()
+        model.step()
+        return outputs
