@@ -37,7 +37,8 @@ class Sync:
 
     local: the ranks of each node synchronize.
     merge: what a global group sent so many batches ago is merged; 0: there is nothing to merge.
-    send: the number of the global group that sends a copy, to be merged later; None: none does.
+    send: the number of this sending in the epoch, from 0, to be merged later; None: nobody sends.
+        Global groups take turns: that number modulo their number.
     blocking: all ranks of all nodes average, and wait for one another.
     """
 
@@ -57,7 +58,6 @@ class SyncSchedule:
 
     Args:
         total_epochs: the number of epochs, 1 or more.
-        groups: how many global groups there are, which take turns in sending.
         warmup_epochs: 0 or more.
         cooldown_epochs: 0 or more; where both overlap it is all the same.
         stability_level: a loss that improves on the best one by no more than this part of it is
@@ -75,7 +75,6 @@ class SyncSchedule:
     def __init__(
         self,
         total_epochs: int,
-        groups: int = 1,
         warmup_epochs: int = 4,
         cooldown_epochs: int = 4,
         stability_level: float = 0.05,
@@ -86,7 +85,6 @@ class SyncSchedule:
         """Check the arguments and begin with the first epoch."""
         counts = {
             "total_epochs": (total_epochs, 1),
-            "groups": (groups, 1),
             "warmup_epochs": (warmup_epochs, 0),
             "cooldown_epochs": (cooldown_epochs, 0),
             "max_global_skips": (max_global_skips, 1),
@@ -100,7 +98,6 @@ class SyncSchedule:
         if not 0 <= self._stability_level < math.inf:
             raise ValueError(f"stability_level must be 0 or more, got {stability_level}")
         self._total = checked["total_epochs"]
-        self._groups = checked["groups"]
         self._warmup = checked["warmup_epochs"]
         self._cooldown = checked["cooldown_epochs"]
         self._reduction = checked["skip_reduction_factor"]
@@ -136,7 +133,7 @@ class SyncSchedule:
         if batch == batches - 1:
             return Sync(merge=waited if waited <= wait else 0, blocking=True)
         merge = waited if waited == wait else 0
-        send = batch // skip % self._groups if batch % skip == 0 else None
+        send = batch // skip if batch % skip == 0 else None
         local = batch % self.skips.local_skip == 0 or merge > 0 or send is not None
         return Sync(local, merge, send)
 

@@ -50,7 +50,7 @@ def trace(
     nodes: int, size: int, losses: list[float], batches: int, weight: float, **arguments: Any
 ) -> Array:
     """Return what every rank holds after every batch: [batch, rank, parameter]."""
-    schedule = SyncSchedule(len(losses), size, **arguments)
+    schedule = SyncSchedule(len(losses), **arguments)
     grid = [[Rank() for _ in range(size)] for _ in range(nodes)]
     everyone = [rank for node in grid for rank in node]
     copies: list[Array] = []
@@ -78,7 +78,7 @@ def trace(
                 for rank in everyone:
                     rank.x = (own_weight * rank.x + sum(copies)) / (own_weight + nodes)
             if sync.send is not None:
-                copies = [node[sync.send].x for node in grid]
+                copies = [node[sync.send % len(node)].x for node in grid]
             if nodes > 1 and sync.blocking:
                 mean = np.mean([node[0].x for node in grid], axis=0)
                 for rank in everyone:

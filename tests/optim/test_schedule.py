@@ -14,7 +14,6 @@ from tagi_ddp.optim import Skips, Sync, SyncSchedule
 ARGUMENTS = st.fixed_dictionaries(
     {
         "total_epochs": st.integers(1, 30),
-        "groups": st.integers(1, 4),
         "warmup_epochs": st.integers(0, 5),
         "cooldown_epochs": st.integers(0, 5),
         "stability_level": st.floats(0, 1),
@@ -65,7 +64,7 @@ def test_what_is_sent_is_merged_once(
                 often = batch % skips.local_skip == 0
                 assert sync.local == (often or sync.send is not None or sync.merge > 0)
         assert sent is None, "a copy is under way between epochs"
-        assert senders == [turn % arguments["groups"] for turn in range(len(senders))]
+        assert senders == list(range(len(senders)))
         schedule.end_epoch(loss)
 
 
@@ -147,7 +146,6 @@ def test_resume(arguments: dict[str, Any], before: list[float], after: list[floa
     ("arguments", "error", "text"),
     [
         ({"total_epochs": 0}, ValueError, "total_epochs must be at least 1, got 0"),
-        ({"groups": 0}, ValueError, "groups must be at least 1"),
         ({"warmup_epochs": -1}, ValueError, "warmup_epochs must be at least 0"),
         ({"cooldown_epochs": 1.0}, TypeError, "cooldown_epochs must be an integer, got 1.0"),
         ({"stability_level": -0.1}, ValueError, "stability_level must be 0 or more, got -0.1"),
@@ -157,7 +155,7 @@ def test_resume(arguments: dict[str, Any], before: list[float], after: list[floa
         ({"skip_reduction_factor": 1}, ValueError, "skip_reduction_factor must be at least 2"),
         ({"local_skip_factor": 0}, ValueError, "local_skip_factor must be at least 1"),
         ({"total_epochs": 0, "stability_level": True}, TypeError, "stability_level"),
-        ({"groups": 0, "local_skip_factor": "4"}, TypeError, "local_skip_factor"),
+        ({"max_global_skips": 0, "local_skip_factor": "4"}, TypeError, "local_skip_factor"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:

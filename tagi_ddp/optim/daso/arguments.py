@@ -61,7 +61,7 @@ class Arguments:
 
     def check_values(self) -> None:
         """Raise ValueError that names the argument and what it got."""
-        self.schedule(1)
+        self.schedule()
         integer("sending_chunk_size", self.sending_chunk_size, 1)
         if self.node_size is not None:
             integer("node_size", self.node_size, 1)
@@ -75,11 +75,10 @@ class Arguments:
                 f"scheduler must be one of local_optimizer, got one of {self.scheduler.optimizer!r}"
             )
 
-    def schedule(self, groups: int) -> SyncSchedule:
-        """Return the schedule at its beginning, for so many global groups."""
+    def schedule(self) -> SyncSchedule:
+        """Return the schedule at its beginning."""
         return SyncSchedule(
             self.total_epochs,
-            groups,
             self.warmup_epochs,
             self.cooldown_epochs,
             self.stability_level,

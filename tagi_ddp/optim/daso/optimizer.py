@@ -128,7 +128,7 @@ class DASO(Attributes):
             self._arguments.check_values()
             self._ranks = Ranks(world, node_size, made)
         try:
-            self._schedule = self._arguments.schedule(self.loc_gpus)
+            self._schedule = self._arguments.schedule()
             self._begin(None)
         except BaseException as error:
             self._ranks.abort(error)
@@ -226,7 +226,7 @@ class DASO(Attributes):
         if sync.merge:
             self._nodes.merge(sync.merge)
         if sync.send is not None:
-            self._nodes.send(sync.send)
+            self._nodes.send(sync.send % self.loc_gpus)
             self._sent = self._batch
         if sync.blocking:
             self._nodes.average()
@@ -283,7 +283,7 @@ class DASO(Attributes):
         """Go back to the first epoch and the first skips; what is under way is dropped."""
         with self._ranks.or_abort():
             self._drop()
-        self._schedule = self._arguments.schedule(self.loc_gpus)
+        self._schedule = self._arguments.schedule()
         self._batch = 0
 
     def _drop(self) -> None:
