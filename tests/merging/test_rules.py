@@ -155,6 +155,25 @@ def test_loading_begins_anew(shm: RankPool, tmp_path: Path) -> None:
     assert shm.run(load, str(tmp_path / "model"), size=2) == [[True] * 7] * 2
 
 
+def widen(comm: Any, device: str) -> tuple[dict[str, int], bool, str]:
+    """A step after which all ranks know a parameter four times less: merged, less than nothing."""
+    model = wrap(comm, device=device)
+    learn(model, *NETWORKS["mlp"].batch(comm.rank, 4))
+    deltas = model._replica.parameters.deltas if device != "cpu" else model.compute.bucket
+    deltas[:] = 0
+    deltas[len(deltas) // 2 + 7] = 100.0  # as far as the cap lets it
+    model.step()
+    variances = np.concatenate([vs[1] for vs in parameters(model).values()])
+    return model.get_partial_merge_counter(), bool((variances > 0).all()), model.check_replicas()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_merges_that_are_taken_in_part_are_counted(shm: RankPool, device: str) -> None:
+    answers = shm.run(widen, device, size=3)
+    assert answers == [answers[0]] * 3
+    assert answers[0][:2] == ({"Linear(12,32)": 1, "Linear(32,24)": 0, "Linear(24,5)": 0}, True)
+
+
 # --- what is refused -------------------------------------------------------------------------
 
 
