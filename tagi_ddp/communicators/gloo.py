@@ -199,9 +199,14 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
 
 def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
     """Return a communicator of the ranks of ``group``, with connections of its own."""
-    deadline = time.monotonic() + timeout
     store = dist.distributed_c10d._get_process_group_store(group)
-    comm = _connect(group.rank(), group.size(), store, timeout, deadline)
+    return connect(store, group.rank(), group.size(), timeout)
+
+
+def connect(store: dist.Store, rank: int, size: int, timeout: float) -> GlooCommunicator:
+    """Return a communicator of the ranks that have ``store`` in common."""
+    deadline = time.monotonic() + timeout
+    comm = _connect(rank, size, store, timeout, deadline)
     return opened(comm, comm.open_engine, timeout, deadline)
 
 

@@ -1,0 +1,60 @@
+"""``torch.distributed.init_process_group("tagi_ddp")``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tagi_ddp.communicators import BackendUnavailable, Communicator, init
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.environment import detect
+from tagi_ddp.parallel.process_group import NAME, ProcessGroup
+
+_CARRIERS = ("auto", "shm", "mpi", "gloo")
+
+
+def register() -> None:
+    """Make the backend known to torch, for tensors on the CPU."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """Return a group; its ranks have the store in common, and no others call this."""
+    return ProcessGroup(_connect(store, rank, size, timeout.total_seconds()))
+
+
+def _connect(store: dist.Store, rank: int, size: int, timeout: float) -> Communicator:
+    carrier = os.environ.get("TAGI_DDP_TORCH_CARRIER", "auto")
+    if carrier not in _CARRIERS:
+        raise ValueError(
+            f"TAGI_DDP_TORCH_CARRIER must be one of {', '.join(_CARRIERS)}, got {carrier!r}"
+        )
+    if size == 1:
+        return SingleCommunicator(timeout)
+    if rank == 0:
+        store.set("job", secrets.token_hex(8))
+    store.set(f"host {rank}", socket.gethostname())
+    hosts = {store.get(f"host {other}") for other in range(size)}
+    if carrier == "shm" or (carrier == "auto" and len(hosts) == 1):
+        return init("shm", rank, size, job=store.get("job").decode(), timeout=timeout)
+    environment = detect()
+    if carrier == "mpi" or (carrier == "auto" and environment.launcher in ("openmpi", "mpich")):
+        if size == environment.world_size:
+            return init("mpi", rank, size, timeout=timeout)
+        raise BackendUnavailable(
+            f"a group of {size} of MPI's {environment.world_size} ranks on several hosts: "
+            "set TAGI_DDP_TORCH_CARRIER=gloo"
+        )
+    return _over_gloo(store, rank, size, timeout)
+
+
+def _over_gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+    from tagi_ddp.communicators import gloo
+
+    return gloo.connect(store, rank, size, timeout)

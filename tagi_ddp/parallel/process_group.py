@@ -1,0 +1,343 @@
+"""torch.distributed's collectives on the package's communicators: the backend "tagi_ddp"."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.communicator import Work
+
+NAME = "tagi_ddp"
+_REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A group of torch.distributed whose collectives run on a communicator.
+
+    Tensors live on the communicator's device; any may be a view. Reductions are sum, average,
+    minimum and maximum; bools and complex numbers travel as the integers and floats behind them.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        """Serve the ranks of ``communicator``, which is closed with the group."""
+        super().__init__(communicator.rank, communicator.size)
+        self.communicator = communicator
+
+    def getBackendName(self) -> str:
+        """Return the backend's name."""
+        return NAME
+
+    # torch keeps a group's name with its backend objects, of which this has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """The name by which torch finds the group."""
+        return self._name
+
+    # --- reductions ---------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Reduce each tensor in place."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        op = _reduction(opts)
+        flats = [_Flat(tensor) for tensor in tensors]
+        works = [self.communicator.all_reduce(flat.data, op, async_op=True) for flat in flats]
+        return self._under_way(works, tensors, flats)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce each tensor in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
+        """Reduce each tensor, on the root in place; others keep theirs."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        op, root = _reduction(opts), self.rank() == opts.rootRank
+        works, flats = [], []
+        for tensor in tensors:
+            flat = _Flat(tensor)
+            result = flat.data if root else torch.empty_like(flat.data)
+            works.append(self.communicator.all_reduce(flat.data, op, out=result, async_op=True))
+            flats += [flat] if root else []
+        return self._under_way(works, tensors, flats)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Reduce lists of tensors, one for each rank, and leave each rank its own."""
+        op = _reduction(opts)
+        works, flats = [], []
+        for output, parts in zip(outputs, inputs, strict=True):
+            flat = _Flat(output, read=False)
+            whole = torch.cat([_Flat(part).data for part in parts])
+            counts = [_Flat(part).data.numel() for part in parts]
+            works.append(
+                self.communicator.reduce_scatter(whole, flat.data, counts, op, async_op=True)
+            )
+            flats.append(flat)
+        return self._under_way(works, outputs, flats)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce one tensor, equal slices of which are for the ranks."""
+        flat, source = _Flat(output, read=False), _Flat(whole).data
+        if _share_memory(output, whole):  # which communicators do not allow
+            flat.arrives(torch.empty_like(flat.data))
+        work = self.communicator.reduce_scatter(
+            source, flat.data, None, _reduction(opts), async_op=True
+        )
+        return self._under_way([work], [output], [flat])
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduce several tensors, equal slices of which are for the ranks."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self._reduce_scatter_base(*pair, opts) for pair in pairs], outputs)
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+        """Copy the root's tensors to all ranks."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        flats = [_Flat(tensor) for tensor in tensors]
+        works = [
+            self.communicator.broadcast(flat.data, opts.rootRank, async_op=True) for flat in flats
+        ]
+        return self._under_way(works, tensors, flats)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Copy every rank's tensor into the lists of all; sizes may differ between ranks."""
+        works, flats = [], []
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            source, parts = _Flat(tensor).data, [_Flat(part, read=False) for part in parts]
+            counts = [part.data.numel() for part in parts]
+            whole = source.new_empty(sum(counts))
+            works.append(self.communicator.all_gather(source, whole, counts, async_op=True))
+            for part, data in zip(parts, whole.split(counts), strict=True):
+                part.arrives(data)
+            flats += parts
+        return self._under_way(works, [part for parts in outputs for part in parts], flats)
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Put every rank's tensor into one, in rank order."""
+        flat, source = _Flat(output, read=False), _Flat(tensor).data
+        if _share_memory(output, tensor):
+            source = source.clone()
+        work = self.communicator.all_gather(source, flat.data, async_op=True)
+        return self._under_way([work], [output], [flat])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Put every rank's tensors into one each, in rank order."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self._allgather_base(*pair) for pair in pairs], outputs)
+
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        """Copy every rank's tensor into the root's list."""
+        if self.rank() != opts.rootRank:
+            outputs = [[torch.empty_like(tensor)] * self.size() for tensor in inputs]
+        return self.allgather(outputs, inputs)
+
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> dist.Work:
+        """Give each rank its tensor of the root's list."""
+        root = opts.rootRank
+        empty = [output.new_empty(0) for output in outputs for _ in range(self.size())]
+        sent = inputs[0] if self.rank() == root else empty
+        received = [outputs[0] if rank == root else empty[0] for rank in range(self.size())]
+        return self.alltoall(received, sent)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Send slices of the first dimension to the ranks; no splits: equal slices."""
+        flat, source = _Flat(output, read=False), _Flat(tensor).data
+        work = self.communicator.all_to_all(
+            source,
+            flat.data,
+            _elements(input_splits, tensor, source),
+            _elements(output_splits, output, flat.data),
+            async_op=True,
+        )
+        return self._under_way([work], [output], [flat])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Send a tensor to each rank; sizes may differ."""
+        flats = [_Flat(output, read=False) for output in outputs]
+        sources = [_Flat(tensor).data for tensor in inputs]
+        received = [flat.data.numel() for flat in flats]
+        whole = flats[0].data.new_empty(sum(received))
+        work = self.communicator.all_to_all(
+            torch.cat(sources), whole, [s.numel() for s in sources], received, async_op=True
+        )
+        for flat, data in zip(flats, whole.split(received), strict=True):
+            flat.arrives(data)
+        return self._under_way([work], outputs, flats)
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        """Send each tensor to a rank."""
+        flats = [_Flat(tensor) for tensor in tensors]
+        works = [self.communicator.send(flat.data, rank, tag, async_op=True) for flat in flats]
+        return self._under_way(works, tensors, [])
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        """Receive each tensor from a rank."""
+        flats = [_Flat(tensor, read=False) for tensor in tensors]
+        works = [self.communicator.recv(flat.data, rank, tag, async_op=True) for flat in flats]
+        return self._under_way(works, tensors, flats)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
+        """Raise: a communicator's messages come from a rank that is named."""
+        raise ValueError("src must be a rank for the backend 'tagi_ddp', got None")
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait until all ranks have come."""
+        self.communicator.barrier()
+        return self._under_way([], [], [])
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.communicator.close()
+
+    def abort(self) -> None:
+        """Give up: ranks that wait get PeerLost."""
+        self.communicator.abort("torch.distributed aborted the group")
+
+    def _under_way(
+        self, works: Sequence[Work | None], tensors: Sequence[Tensor], flats: Iterable[_Flat]
+    ) -> _Work:
+        return _Work(works, list(tensors), list(flats))
+
+    def _all(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> _Work:
+        return _Work(works, list(tensors), [])
+
+
+class _Flat:
+    """A tensor's elements as a flat tensor that a communicator takes: its memory, or a copy."""
+
+    def __init__(self, tensor: Tensor, read: bool = True) -> None:
+        """``read``: whether the elements are used, and not only written."""
+        plain = tensor.detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain)
+        elif plain.dtype == torch.bool:
+            plain = plain.view(torch.uint8)
+        self._target = plain
+        self._copied = not plain.is_contiguous()
+        if self._copied:
+            plain = plain.contiguous() if read else plain.new_empty(plain.shape)
+        self.data = plain.view(-1)
+
+    def arrives(self, data: Tensor) -> None:
+        """Take what will be in ``data``."""
+        self.data, self._copied = data, True
+
+    def store(self) -> None:
+        """Write what has arrived to the tensor, if it is not there."""
+        if self._copied:
+            self._target.copy_(self.data.view(self._target.shape))
+
+
+class _Work(dist.Work):
+    """What torch gets of operations under way."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        tensors: list[Tensor],
+        flats: list[_Flat],
+    ) -> None:
+        super().__init__()
+        self._works = [work for work in works if work is not None]
+        self._tensors = tensors
+        self._flats = flats
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the results are there; raise what has gone wrong."""
+        limit = timeout.total_seconds() if timeout else None  # torch's 0: no other limit
+        with self._lock:
+            while self._works:
+                work = self._works[0]
+                work.wait(timeout) if isinstance(work, dist.Work) else work.wait(limit)
+                del self._works[0]
+            while self._flats:
+                self._flats.pop().store()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether the results are there, or it has failed."""
+        return all(
+            work.is_completed() if isinstance(work, dist.Work) else work.done()
+            for work in list(self._works)
+        )
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors."""
+        return self._tensors
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Wait, and return a future of the tensors that is complete.
+
+        Python cannot put an error into a future that C++, like DistributedDataParallel's, looks at:
+        it is raised here.
+        """
+        self.wait()
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self._tensors)
+        return future
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _reduction(opts: Any) -> Any:
+    """Return the communicator's name of torch's reduction."""
+    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    op = getattr(asked, "op", asked)
+    name = str(op).rpartition(".")[2]
+    if name not in _REDUCTIONS:
+        raise ValueError(
+            f"op must be one of {', '.join(_REDUCTIONS)} for the backend 'tagi_ddp', got {name}"
+        )
+    return _REDUCTIONS[name]
+
+
+def _elements(splits: Sequence[int], tensor: Tensor, flat: Tensor) -> list[int] | None:
+    """Return how many elements the rows of each rank have; None: all the same."""
+    if not splits:
+        return None
+    row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return [count * row for count in splits]

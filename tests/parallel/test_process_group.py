@@ -1,0 +1,250 @@
+"""torch.distributed on the backend "tagi_ddp" does what it does on gloo."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import Died, RankPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
+
+def on_both(comm: Any, path: str, carrier: str, task: Callable[..., Any], *args: Any) -> Any:
+    """Call ``task`` with a group on gloo, then with one on the backend; return both results."""
+    import tagi_ddp.parallel  # noqa: F401  (registers)
+
+    os.environ["TAGI_DDP_TORCH_CARRIER"] = carrier
+    results = []
+    for backend in ("gloo", "tagi_ddp"):
+        dist.init_process_group(
+            backend, f"file://{path}.{backend}", rank=comm.rank, world_size=comm.size
+        )
+        try:
+            torch.manual_seed(comm.rank)
+            results.append(task(*args))
+        finally:
+            dist.destroy_process_group()
+    return results
+
+
+def same(ours: Any, expected: Any) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- collectives -----------------------------------------------------------------------------
+
+
+def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randint(0, 9, shape).to(dtype)
+
+
+def collectives() -> list[Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = []
+
+    def keep(*tensors: Tensor) -> None:
+        found.extend(tensor.clone() for tensor in tensors)
+
+    for dtype in DTYPES:
+        for op in OPS:
+            tensor = numbers(dtype, 3, 5)
+            dist.all_reduce(tensor, op)
+            keep(tensor)
+        tensor = numbers(dtype, 7)
+        dist.broadcast(tensor, size - 1)
+        keep(tensor)
+        outputs = [torch.empty(2, 3, dtype=dtype) for _ in range(size)]
+        dist.all_gather(outputs, numbers(dtype, 2, 3))
+        keep(*outputs)
+        output = torch.empty(2 * size, 3, dtype=dtype)
+        dist.all_gather_into_tensor(output, numbers(dtype, 2, 3))
+        keep(output)
+        part = torch.empty(4, dtype=dtype)
+        dist.reduce_scatter_tensor(part, numbers(dtype, 4 * size))
+        keep(part)
+        dist.reduce_scatter(part, list(numbers(dtype, size, 4)))
+        keep(part)
+        output = torch.empty(2 * size, 3, dtype=dtype)
+        dist.all_to_all_single(output, numbers(dtype, 2 * size, 3))
+        keep(output)
+        sent = [(rank + other) % 3 for other in range(size)]  # rows; what the other expects, too
+        output = torch.empty(sum(sent), 3, dtype=dtype)
+        dist.all_to_all_single(output, numbers(dtype, sum(sent), 3), sent, sent)
+        keep(output)
+        tensor = numbers(dtype, 5)
+        dist.reduce(tensor, size - 1)
+        if rank == size - 1:  # the others' is undefined
+            keep(tensor)
+        outputs = [torch.empty(5, dtype=dtype) for _ in range(size)]
+        dist.gather(numbers(dtype, 5), outputs if rank == 0 else None)
+        if rank == 0:
+            keep(*outputs)
+        dist.scatter(part, list(numbers(dtype, size, 4)) if rank == size - 1 else None, size - 1)
+        keep(part)
+    return found
+
+
+def on_view(call: Callable[[Tensor], Any], view: Tensor) -> None:
+    """Call it; for gloo, which takes a view's memory for a whole tensor, with a copy."""
+    tensor = view.contiguous() if dist.get_backend() == "gloo" else view
+    call(tensor)
+    view.copy_(tensor.clone())
+
+
+def unusual() -> list[Any]:
+    """Views, bools, complex numbers, objects, messages, many at once, and groups of some."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    matrix = numbers(torch.float32, 4, 6)
+    on_view(dist.all_reduce, matrix.T[1:3])
+    flags = numbers(torch.uint8, 6) > 4
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    on_view(lambda tensor: dist.broadcast(tensor, 1), flags[::2])
+    complexes = torch.complex(*numbers(torch.float32, 2, 5))
+    dist.all_reduce(complexes)
+    whole = numbers(torch.float32, 3 * size)
+    dist.all_gather_into_tensor(whole, whole[3 * rank : 3 * rank + 3])  # in place
+    work = dist.all_reduce(many := numbers(torch.float64, 10000), async_op=True)
+    assert work is not None
+    work.get_future().wait()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    got = torch.empty(3)
+    to, of = (rank + 1) % size, (rank - 1) % size
+    pairs = [dist.P2POp(dist.isend, numbers(torch.float32, 3), to), dist.P2POp(dist.irecv, got, of)]
+    for work in dist.batch_isend_irecv(pairs):
+        work.wait()
+    group = dist.new_group([0, size - 1])
+    some = numbers(torch.float32, 3)
+    if rank in (0, size - 1):
+        dist.all_reduce(some, group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return [matrix, flags, complexes, whole, many, objects, got, some]
+
+
+@pytest.mark.parametrize("task", [collectives, unusual])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shm(shm: RankPool, size: int, task: Callable[..., Any], tmp_path: Path) -> None:
+    if size == 1 and task is unusual:
+        pytest.skip("its messages go to others")
+    for gloo, ours in shm.run(on_both, str(tmp_path / "f"), "auto", task, size=size, limit=60):
+        same(ours, gloo)
+
+
+@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
+def test_between_hosts(mpi: RankPool, carrier: str, tmp_path: Path) -> None:
+    for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), carrier, collectives, limit=60):
+        same(ours, gloo)
+
+
+# --- torch's own data parallelism ------------------------------------------------------------
+
+
+def train(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 50), nn.Linear(50, 3)))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert losses[0] != losses[-1]
+    return losses
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=0.01)
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    for part in (*model, model):
+        if any(True for _ in part.parameters()):
+            fully_shard(part, mesh=mesh)
+    return model
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("wrap", [ddp, fsdp, fsdp2])
+def test_torchs_wrappers(shm: RankPool, wrap: Callable[..., Any], tmp_path: Path) -> None:
+    answers = shm.run(on_both, str(tmp_path / "f"), "auto", train, wrap, size=3, limit=60)
+    for gloo, ours in answers:
+        same(ours, gloo)
+
+
+def test_ddp_over_mpi(mpi: RankPool, tmp_path: Path) -> None:
+    for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), "mpi", train, ddp, limit=60):
+        same(ours, gloo)
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+def refuse(comm: Any, path: str) -> list[str]:
+    import tagi_ddp.parallel  # noqa: F401
+
+    texts = []
+    os.environ["TAGI_DDP_TORCH_CARRIER"] = "pigeon"
+    for carrier in ("pigeon", "auto"):
+        os.environ["TAGI_DDP_TORCH_CARRIER"] = carrier
+        try:
+            dist.init_process_group("tagi_ddp", f"file://{path}{carrier}", rank=0, world_size=1)
+        except ValueError as error:
+            texts.append(str(error))
+    calls = [
+        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT),
+        lambda: dist.recv(torch.ones(2)),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            texts.append(str(error))
+    dist.destroy_process_group()
+    return texts
+
+
+def test_what_is_refused(shm: RankPool, tmp_path: Path) -> None:
+    [texts] = shm.run(refuse, str(tmp_path / "f"), size=1)
+    assert "TAGI_DDP_TORCH_CARRIER must be one of auto, shm, mpi, gloo, got 'pigeon'" in texts[0]
+    assert "op must be one of SUM, AVG, MIN, MAX for the backend 'tagi_ddp', got" in texts[1]
+    assert "src must be a rank" in texts[2]
+
+
+def die(comm: Any, path: str) -> str:
+    import tagi_ddp.parallel  # noqa: F401
+
+    dist.init_process_group("tagi_ddp", f"file://{path}", rank=comm.rank, world_size=comm.size)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    if comm.rank == 1:
+        os._exit(3)
+    try:
+        model(torch.ones(4, 3)).sum().backward()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_is_named(shm: RankPool, tmp_path: Path) -> None:
+    text, died = shm.run(die, str(tmp_path / "f"), size=2, dying=(1,), fresh=True)
+    assert isinstance(died, Died)
+    assert "rank 1" in text
