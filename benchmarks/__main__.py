@@ -23,6 +23,7 @@ TORCH_FAMILIES = (
     ("overlap", 2),
     ("edges", 1),
     ("sharding", 2),
+    ("torch_backend", 2),
     ("nodes", 2),
     ("calibration", 4),
 )
