@@ -50,9 +50,11 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce each tensor in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        op = _reduction(opts)
         flats = [_Flat(tensor) for tensor in tensors]
-        works = [self.communicator.all_reduce(flat.data, op, async_op=True) for flat in flats]
+        works = [
+            self.communicator.all_reduce(flat.data, self._reduction(opts, flat), async_op=True)
+            for flat in flats
+        ]
         return self._under_way(works, tensors, flats)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -62,10 +64,11 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         """Reduce each tensor, on the root in place; others keep theirs."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        op, root = _reduction(opts), self.rank() == opts.rootRank
+        root = self.rank() == opts.rootRank
         works, flats = [], []
         for tensor in tensors:
             flat = _Flat(tensor)
+            op = self._reduction(opts, flat)
             result = flat.data if root else torch.empty_like(flat.data)
             works.append(self.communicator.all_reduce(flat.data, op, out=result, async_op=True))
             flats += [flat] if root else []
@@ -75,10 +78,10 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
         """Reduce lists of tensors, one for each rank, and leave each rank its own."""
-        op = _reduction(opts)
         works, flats = [], []
         for output, parts in zip(outputs, inputs, strict=True):
             flat = _Flat(output, read=False)
+            op = self._reduction(opts, flat)
             whole = torch.cat([_Flat(part).data for part in parts])
             counts = [_Flat(part).data.numel() for part in parts]
             works.append(
@@ -92,9 +95,8 @@ class ProcessGroup(dist.ProcessGroup):
         flat, source = _Flat(output, read=False), _Flat(whole).data
         if _share_memory(output, whole):  # which communicators do not allow
             flat.arrives(torch.empty_like(flat.data))
-        work = self.communicator.reduce_scatter(
-            source, flat.data, None, _reduction(opts), async_op=True
-        )
+        op = self._reduction(opts, flat)
+        work = self.communicator.reduce_scatter(source, flat.data, None, op, async_op=True)
         return self._under_way([work], [output], [flat])
 
     reduce_scatter_single = _reduce_scatter_base
@@ -234,6 +236,19 @@ class ProcessGroup(dist.ProcessGroup):
         """Give up: ranks that wait get PeerLost."""
         self.communicator.abort("torch.distributed aborted the group")
 
+    def _reduction(self, opts: Any, result: _Flat) -> Any:
+        """Return the communicator's name of torch's reduction; integers it does not average."""
+        asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        name = str(getattr(asked, "op", asked)).rpartition(".")[2]
+        if name not in _REDUCTIONS:
+            raise ValueError(
+                f"op must be one of {', '.join(_REDUCTIONS)} for the backend 'tagi_ddp', got {name}"
+            )
+        if name == "AVG" and not result.data.is_floating_point():
+            result.divisor = self.size()
+            return "sum"
+        return _REDUCTIONS[name]
+
     def _under_way(
         self, works: Sequence[Work | None], tensors: Sequence[Tensor], flats: Iterable[_Flat]
     ) -> _Work:
@@ -258,6 +273,7 @@ class _Flat:
         if self._copied:
             plain = plain.contiguous() if read else plain.new_empty(plain.shape)
         self.data = plain.view(-1)
+        self.divisor = 1  # of what arrives, integers, whose quotients are truncated
 
     def arrives(self, data: Tensor) -> None:
         """Take what will be in ``data``."""
@@ -265,6 +281,8 @@ class _Flat:
 
     def store(self) -> None:
         """Write what has arrived to the tensor, if it is not there."""
+        if self.divisor != 1:
+            self.data.div_(self.divisor, rounding_mode="trunc")
         if self._copied:
             self._target.copy_(self.data.view(self._target.shape))
 
@@ -321,18 +339,6 @@ class _Work(dist.Work):
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _reduction(opts: Any) -> Any:
-    """Return the communicator's name of torch's reduction."""
-    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    op = getattr(asked, "op", asked)
-    name = str(op).rpartition(".")[2]
-    if name not in _REDUCTIONS:
-        raise ValueError(
-            f"op must be one of {', '.join(_REDUCTIONS)} for the backend 'tagi_ddp', got {name}"
-        )
-    return _REDUCTIONS[name]
 
 
 def _elements(splits: Sequence[int], tensor: Tensor, flat: Tensor) -> list[int] | None:

@@ -129,8 +129,14 @@ def unusual() -> list[Any]:
     if rank in (0, size - 1):
         dist.all_reduce(some, group=group)
         dist.destroy_process_group(group)
+    whole_numbers = torch.tensor([3 + rank, -3 - rank])
+    if dist.get_backend() == "gloo":  # which does not average
+        dist.all_reduce(whole_numbers)
+        whole_numbers.div_(size, rounding_mode="trunc")
+    else:
+        dist.all_reduce(whole_numbers, dist.ReduceOp.AVG)
     dist.barrier()
-    return [matrix, flags, complexes, whole, many, objects, got, some]
+    return [matrix, flags, complexes, whole, many, objects, got, some, whole_numbers]
 
 
 @pytest.mark.parametrize("task", [collectives, unusual])
