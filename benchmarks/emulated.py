@@ -6,14 +6,15 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tagi_ddp import Communicator, init
 from tagi_ddp.communicators import all_gather_object
 
 MBIT = 200  # of the link, in each direction
 _NETWORK = 0x40000000  # CLONE_NEWNET of sched.h
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NotPossible(RuntimeError):
@@ -24,62 +25,62 @@ class NotPossible(RuntimeError):
 def two_nodes(communicator: Communicator) -> Iterator[Communicator]:
     """Move either rank of ``communicator`` to a node of its own; yield their network, by gloo.
 
-    Raises NotPossible, on both. Afterwards the ranks are back, namespaces and link are gone.
+    Raises NotPossible, on both. Afterwards the ranks are back. The namespaces have no names, so
+    they and the link go with the last thread inside, however that ends.
     """
-    with ExitStack() as made:
-        names, reason = [f"tagi_ddp_{os.getpid()}_{node}" for node in range(2)], ""
+    with open("/proc/self/ns/net") as home:
         try:
-            if communicator.rank == 0:
-                _create(names, made)
-        except NotPossible as error:
-            reason = str(error)
-        (names, reason), _ = all_gather_object(communicator, (names, reason))
-        if reason:
-            raise NotPossible(reason)
-        made.callback(communicator.barrier)  # both are back before the namespaces go
-        with (
-            open("/proc/self/ns/net") as home,
-            open(f"/run/netns/{names[communicator.rank]}") as net,
-        ):
-            _enter(net.fileno())
-            try:
-                os.environ.update(
-                    MASTER_ADDR=_address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth"
-                )
-                with init("gloo", communicator.rank, 2) as network:
-                    yield network
-            finally:
-                _enter(home.fileno())
+            _all_or_none(communicator, _leave_home)
+            _, other = all_gather_object(communicator, os.getpid())
+            _all_or_none(communicator, lambda: _link(communicator.rank, other))
+            _all_or_none(communicator, lambda: _configure(communicator.rank))
+            os.environ.update(
+                MASTER_ADDR=_address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth"
+            )
+            with init("gloo", communicator.rank, 2) as network:
+                yield network
+        finally:
+            _libc.setns(home.fileno(), _NETWORK)  # who has not left may not, and need not
 
 
-def _create(names: list[str], made: ExitStack) -> None:
+def _all_or_none(communicator: Communicator, step: Callable[[], object]) -> None:
+    """Take a step on all ranks; raise on all what any has to say against it."""
+    reason = ""
+    try:
+        step()
+    except NotPossible as error:
+        reason = str(error)
+    if reason := "".join(dict.fromkeys(all_gather_object(communicator, reason))):
+        raise NotPossible(reason)
+
+
+def _leave_home() -> None:
+    """Move this thread, and those that it will start, to a network of their own."""
     if os.geteuid() != 0:
         raise NotPossible("network namespaces need root")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise NotPossible(f"no {' and no '.join(missing)}: Debian's package iproute2 has them")
-    for name in names:
-        _call("ip", "netns", "add", name)
-        made.callback(_call, "ip", "netns", "delete", name)
-    pair = ("veth", "netns", names[0], "type", "veth", "peer", "veth", "netns", names[1])
-    _call("ip", "link", "add", *pair)  # goes with the namespaces
-    for node, name in enumerate(names):
-        inside = ("ip", "netns", "exec", name)
-        _call(*inside, "ip", "address", "add", f"{_address(node)}/24", "dev", "veth")
-        for device in ("lo", "veth"):
-            _call(*inside, "ip", "link", "set", device, "up")
-        limit = ("rate", f"{MBIT}mbit", "burst", "128kb", "latency", "50ms")
-        _call(*inside, "tc", "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
+    if _libc.unshare(_NETWORK):
+        raise NotPossible(f"unshare: {os.strerror(ctypes.get_errno())}")
+
+
+def _link(rank: int, other: int) -> None:
+    """Let this network and that of process ``other`` have one end of a link each."""
+    if rank == 0:
+        _call("ip", "link", "add", "veth", "type", "veth", "peer", "veth", "netns", str(other))
+
+
+def _configure(rank: int) -> None:
+    """Give this end an address, and its bandwidth."""
+    _call("ip", "address", "add", f"{_address(rank)}/24", "dev", "veth")
+    for device in ("lo", "veth"):
+        _call("ip", "link", "set", device, "up")
+    limit = ("rate", f"{MBIT}mbit", "burst", "128kb", "latency", "50ms")
+    _call("tc", "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
 
 
 def _address(node: int) -> str:
     return f"10.213.0.{node + 1}"
-
-
-def _enter(namespace: int) -> None:
-    """Move this thread, and those that it will start, to a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace, _NETWORK):
-        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _call(*command: str) -> None:

@@ -83,6 +83,7 @@ class Merging(Exchange):
         self._sender: int | None = None  # their place on the node; None: nothing is under way
         self._samples = 0  # since the last merge of all
         self._culprit = ""  # the layer that made a step since then be refused
+        self._told = ""  # that of the last merge
         self.steps = 0
         self.guarded = [0] * len(replica.layers)
 
@@ -96,10 +97,11 @@ class Merging(Exchange):
 
     def refusal(self, ranks: list[int], culprit: str) -> str:
         """Return the text of a NotFiniteError."""
+        where = f" (here: layer {self._told})" if self._told else ""
         return (
-            f"deltas of ranks {ranks} were NaN or infinite in steps since the last merge. These "
-            "have changed no parameter; all other steps have been merged. Look at the inputs, the "
-            "targets and the observation variance of those ranks."
+            f"deltas of ranks {ranks} were NaN or infinite in steps since the last merge{where}. "
+            "These have changed no parameter; all other steps have been merged. Look at the "
+            "inputs, the targets and the observation variance of those ranks."
         )
 
     def __call__(self, parameters: Any, contribution: Contribution, average: bool) -> Agreement:
@@ -141,8 +143,7 @@ class Merging(Exchange):
 
     def abort(self, reason: str) -> None:
         """Let those know who wait on one of the levels."""
-        self._levels.node.abort(reason)
-        self._levels.across.abort(reason)
+        self._levels.abort(reason)
 
     def close(self) -> None:
         """Close the levels."""
@@ -150,7 +151,7 @@ class Merging(Exchange):
 
     def _begin(self) -> None:
         self.steps = self._samples = 0
-        self._culprit = ""
+        self._told, self._culprit = self._culprit, ""
 
     def _step(self, parameters: Any, contribution: Contribution) -> None:
         """Apply this rank's own deltas, capped by its own batch; not if they are not finite."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.factory import init
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.environment import detect
@@ -48,6 +49,12 @@ class Levels:
     def nodes(self) -> int:
         """The number of nodes, and of ranks in ``across``."""
         return self.across.size
+
+    def abort(self, reason: str) -> None:
+        """Give up on both levels, so that nobody waits on either."""
+        for level in (self.node, self.across):
+            with suppress(CommunicatorError):  # it may be closed
+                level.abort(reason)
 
     def close(self) -> None:
         """Close both levels."""

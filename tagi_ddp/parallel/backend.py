@@ -6,11 +6,10 @@ import os
 import secrets
 import socket
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from tagi_ddp.communicators import BackendUnavailable, Communicator, init
+from tagi_ddp.communicators import BackendUnavailable, Communicator, gloo, init
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect
 from tagi_ddp.parallel.process_group import NAME, ProcessGroup
@@ -51,10 +50,4 @@ def _connect(store: dist.Store, rank: int, size: int, timeout: float) -> Communi
             f"a group of {size} of MPI's {environment.world_size} ranks on several hosts: "
             "set TAGI_DDP_TORCH_CARRIER=gloo"
         )
-    return _over_gloo(store, rank, size, timeout)
-
-
-def _over_gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
-    from tagi_ddp.communicators import gloo
-
     return gloo.connect(store, rank, size, timeout)

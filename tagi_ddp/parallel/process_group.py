@@ -106,7 +106,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Reduce several tensors, equal slices of which are for the ranks."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._all([self._reduce_scatter_base(*pair, opts) for pair in pairs], outputs)
+        works = [self._reduce_scatter_base(*pair, opts) for pair in pairs]
+        return self._under_way(works, outputs, [])
 
     # --- copies -------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Put every rank's tensors into one each, in rank order."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._all([self._allgather_base(*pair) for pair in pairs], outputs)
+        return self._under_way([self._allgather_base(*pair) for pair in pairs], outputs, [])
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
@@ -250,12 +251,12 @@ class ProcessGroup(dist.ProcessGroup):
         return _REDUCTIONS[name]
 
     def _under_way(
-        self, works: Sequence[Work | None], tensors: Sequence[Tensor], flats: Iterable[_Flat]
+        self,
+        works: Sequence[Work | dist.Work | None],
+        tensors: Sequence[Tensor],
+        flats: Iterable[_Flat],
     ) -> _Work:
         return _Work(works, list(tensors), list(flats))
-
-    def _all(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> _Work:
-        return _Work(works, list(tensors), [])
 
 
 class _Flat:

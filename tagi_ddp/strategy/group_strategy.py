@@ -33,7 +33,7 @@ class DDPGroupStrategy:
         read_group_size: how many ranks of a model group share a reader, R.
         communicator: of all ranks; it stays open when the strategy is closed. None: `init()`.
         seed: what all seeds are derived from; None: see `base_seed`.
-        **options: of `DDPSequential`: average, compute, device, precision.
+        **options: keyword arguments of `DDPSequential`.
 
     Raises:
         ValueError: numbers do not divide; the same on every rank.

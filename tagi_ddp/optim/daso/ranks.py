@@ -46,9 +46,10 @@ class Ranks:
         """Tell all of ``error``, unless they have it too."""
         if self._closed or isinstance(error, AllRanksRaise):
             return
-        for communicator in (self.levels.node, self.levels.across, self.world):
-            with suppress(CommunicatorError):  # it may be closed
-                communicator.abort(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        self.levels.abort(reason)
+        with suppress(CommunicatorError):  # it may be closed
+            self.world.abort(reason)
 
     def close(self) -> None:
         """Close what was made; may be called again."""
