@@ -160,18 +160,20 @@ class RankPool:
                 rank, pid = connection.recv()
                 self._connections[rank], self.pids[rank] = connection, pid
 
-    def output(self) -> str:
-        """Return what the processes have written, the last of it."""
+    def output(self, begin: int = 0) -> str:
+        """Return what the processes have written from byte ``begin`` on, the last of it."""
         stream = self._nursery.output if self._nursery else self._output
         size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - 10_000))
+        stream.seek(max(begin, size - 10_000))
         return stream.read().decode(errors="replace")
 
     def _stacks(self) -> str:
-        for pid in self.pids.values():
+        stream = self._nursery.output if self._nursery else self._output
+        begin = stream.seek(0, os.SEEK_END)
+        for pid in self.pids.values():  # one after the other, or they would write in a mess
             signal_process(pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return self.output()
+            time.sleep(0.2)
+        return self.output(begin)
 
     def kill(self) -> None:
         """End every process at once, and check that none is left."""

@@ -63,7 +63,7 @@ class RingMeeting(Meeting):
             if now > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)
-        if not watch.until(self._fits, min(end, call.deadline)):
+        if not watch.until(self._settled, min(end, call.deadline)):
             if time.monotonic() < call.deadline:
                 return False
             self._time_out(call.waits_for())
@@ -75,6 +75,15 @@ class RingMeeting(Meeting):
         # Who closed did so when all were through with what it had called: it will not come.
         self._fits()
         self._check(self._unfinished(), self._watch.died | self._watch.closed)
+        return False
+
+    def _settled(self) -> bool:
+        # What a root sends is complete where it came, though a rank died before it called.
+        if self._fits():
+            return True
+        came, number = self._watch.entered, self._call.number
+        missing = [rank for rank in self._expected if (rank, self._theirs, number) not in came]
+        self._check(missing, self._watch.died | self._watch.closed)
         return False
 
     def _fits(self) -> bool:

@@ -53,6 +53,22 @@ def work(comm: Any, victim: int, way: str, end: float) -> None:
         comm.barrier()
 
 
+def broadcast_without(comm: Any, victim: int) -> tuple[type, Any, float]:
+    """Broadcast what fits into any buffer, so that it may be complete without the dead rank."""
+    comm.barrier()
+    if comm.rank == victim:
+        time.sleep(0.2)
+        os._exit(3)
+    started = time.monotonic()
+
+    def share() -> None:
+        comm.broadcast(np.ones(100, np.float32), 0)
+        comm.barrier()
+
+    error = caught(share)
+    return type(error), getattr(error, "ranks", None), time.monotonic() - started
+
+
 def end_at_once(comm: Any) -> None:
     comm.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -72,6 +88,14 @@ class DeathsContract:
         for kind, ranks, text, seconds in answers:
             assert (kind, ranks) == (PeerLost, (victim,)), text
             assert f"rank {victim} died" in text or way == "error", text
+            assert seconds < 10
+
+    def test_death_before_a_broadcast(self, doomed: RankPool, size: int) -> None:
+        victim = size - 1
+        answers = doomed.run(broadcast_without, victim, dying=[victim], timeout=30)
+        del answers[victim]
+        for kind, ranks, seconds in answers:
+            assert (kind, ranks) == (PeerLost, (victim,))
             assert seconds < 10
 
     def test_death_of_all(self, doomed: RankPool, size: int) -> None:
