@@ -162,14 +162,17 @@ class RankPool:
 
     def output(self, begin: int = 0) -> str:
         """Return what the processes have written from byte ``begin`` on, the last of it."""
-        stream = self._nursery.output if self._nursery else self._output
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(begin, size - 10_000))
-        return stream.read().decode(errors="replace")
+        stream = self._stream.fileno()  # its place is that of the processes, so it must not move
+        size = os.fstat(stream).st_size
+        begin = max(begin, size - 10_000)
+        return os.pread(stream, size - begin, begin).decode(errors="replace")
+
+    @property
+    def _stream(self) -> Any:
+        return self._nursery.output if self._nursery else self._output
 
     def _stacks(self) -> str:
-        stream = self._nursery.output if self._nursery else self._output
-        begin = stream.seek(0, os.SEEK_END)
+        begin = os.fstat(self._stream.fileno()).st_size
         for pid in self.pids.values():  # one after the other, or they would write in a mess
             signal_process(pid, signal.SIGUSR1)
             time.sleep(0.2)
