@@ -24,6 +24,7 @@ TORCH_FAMILIES = (
     ("edges", 1),
     ("sharding", 2),
     ("torch_backend", 2),
+    ("sharded", 2),
     ("nodes", 2),
     ("calibration", 4),
 )

@@ -35,13 +35,13 @@ def _compare(communicator: Communicator, mpi: Any | Missing, hidden: int, rounds
     ours = DDPSequential(mlp(hidden), average=False, communicator=communicator, compute="engine")
     plain = mlp(hidden)
     contenders = [
-        Contender("ours", ours.step, _backward(ours, samples)),
-        Contender("pytagi", plain.step, _backward(plain, samples), alone=True),
+        Contender("ours", ours.step, backward_of(ours, samples)),
+        Contender("pytagi", plain.step, backward_of(plain, samples), alone=True),
     ]
     if not isinstance(mpi, Missing):
         public = mlp(hidden)
         public_step = _public_step(public, mpi)
-        contenders.append(Contender("public", public_step, _backward(public, samples)))
+        contenders.append(Contender("public", public_step, backward_of(public, samples)))
         for contender in (contenders[0], contenders[2]):
             contender.prepare()
             contender.run()
@@ -64,7 +64,7 @@ def _compare(communicator: Communicator, mpi: Any | Missing, hidden: int, rounds
     ]
 
 
-def _backward(model: Sequential | DDPSequential, samples: np.ndarray) -> Callable[[], None]:
+def backward_of(model: Sequential | DDPSequential, samples: np.ndarray) -> Callable[[], None]:
     """Return what leaves new deltas in ``model``."""
     updater = OutputUpdater("cpu")
     targets = np.ones(BATCH * OUTPUTS, np.float32)

@@ -21,7 +21,7 @@ from tagi_ddp.communicators.communicator import Work
 
 # Over shared memory, for deltas in the engine's layers, every rank reads every other's; with more
 # ranks than this it is less work to let each reduce its share of a bucket for all.
-_MOST_FUSED_RANKS = 4
+MOST_FUSED_RANKS = 4
 # Between hosts, two or more parts of this size are reduced while backward goes on: 6 to 22 % less
 # time for a step over emulated links of 1 and 5 Gbit/s, more than with 1 or 16 MB. On one host it
 # costs more time of the cores than it hides.
@@ -126,13 +126,9 @@ def make_exchange(
     """
     parameters, statistics = replica.parameters, replica.statistics
     if isinstance(parameters, Parameters):
-        if communicator.device != "cpu":
-            raise ValueError(
-                f"the communicator works on {communicator.device}, but the replica lives on the "
-                "CPU: give device= and compute='torch', or another backend"
-            )
+        check_device(communicator)
     elif communicator.size == 1 or communicator.device != "cpu":
-        return _OnDevice(communicator, replica)
+        return OnDevice(communicator, replica)
     else:
         return _Bucket(communicator, statistics)  # by way of the host
     if communicator.size == 1:
@@ -142,8 +138,17 @@ def make_exchange(
         if large and len(set(all_gather_object(communicator, socket.gethostname()))) > 1:
             return _Overlapped(communicator, statistics, parameters, bucket)
         return _Bucket(communicator, statistics, bucket)
-    fits = isinstance(communicator, ShmCommunicator) and communicator.size <= _MOST_FUSED_RANKS
+    fits = isinstance(communicator, ShmCommunicator) and communicator.size <= MOST_FUSED_RANKS
     return _Fused(communicator, statistics) if fits else _Bucket(communicator, statistics)
+
+
+def check_device(communicator: Communicator) -> None:
+    """Raise ValueError unless the communicator can serve a replica on the CPU."""
+    if communicator.device != "cpu":
+        raise ValueError(
+            f"the communicator works on {communicator.device}, but the replica lives on the CPU: "
+            "give device= and compute='torch', or another backend"
+        )
 
 
 class _Alone(Exchange):
@@ -256,26 +261,33 @@ class _Overlapped(Exchange):
         return agreement
 
 
-class _OnDevice(Exchange):
+class OnDevice(Exchange):
     """Deltas that lie on a device are reduced there, in place; the host does not wait.
 
     What the ranks agree on comes last: if an operation before it was aborted it is never complete,
     and then nothing is applied.
     """
 
-    def __init__(self, communicator: Communicator, replica: Any) -> None:
+    def __init__(self, communicator: Communicator, replica: Any, shards: Any = None) -> None:
+        """With ``shards``, `DeviceShards`, each rank applies its part of the deltas."""
         super().__init__(communicator, replica.statistics)
         self._replica = replica
+        self._shards = shards
 
     def first_not_finite(self, parameters: Any) -> str:
-        return ""  # `words_of` looks, on the device
+        """Return "": `words_of` looks, on the device."""
+        return ""
 
     def take_refused(self, everything: bool) -> list[int]:
+        """Return the ranks that made an earlier step be refused, if nobody has been told yet."""
         refused: list[int] = self._replica.take_refused(everything)
         return refused
 
     def __call__(self, parameters: Any, contribution: Contribution, average: bool) -> LateAgreement:
-        agreement: LateAgreement = self._replica.agree(self._communicator, contribution, average)
+        """Put the step into the device's queue."""
+        agreement: LateAgreement = self._replica.agree(
+            self._communicator, contribution, average, self._shards
+        )
         return agreement
 
     def average_statistics(self, batch: int, total: int) -> None:

@@ -28,6 +28,7 @@ def check_reduction(
     average: bool,
     sync_every: int | SyncSchedule,
     node_size: int | None,
+    sharded: bool,
 ) -> Reduction:
     """Return how replicas become one; raise TypeError or ValueError that names the argument."""
     if reduction is None:
@@ -40,6 +41,8 @@ def check_reduction(
             f"reduction={reduction!r} sums deltas at every step; sync_every and node_size are for "
             '"precision"'
         )
+    if reduction == "precision" and sharded:
+        raise ValueError('sharded is for sums and means of deltas, got True with "precision"')
     return reduction
 
 

@@ -28,6 +28,7 @@ from tagi_ddp.replicas import (
     share_of_cores,
 )
 from tagi_ddp.sequential_interface import SequentialInterface
+from tagi_ddp.sharded_exchange import make_sharded_exchange
 
 # What a Sequential and its layers have before anybody calls set_threads.
 _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
@@ -70,6 +71,8 @@ class DDPSequential(SequentialInterface, MergeInterface):
             which the ranks of a node merge often, and nodes seldom and without waiting. It needs
             `begin_epoch` and `end_epoch`.
         node_size: for "precision": how many consecutive ranks make a node; None: those of a host.
+        sharded: each rank caps and applies the deltas of its part of the parameters only, and all
+            take the results: the same bits with less work at each step. Not for "precision".
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten
@@ -94,6 +97,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         reduction: Reduction | None = None,
         sync_every: int | SyncSchedule = 1,
         node_size: int | None = None,
+        sharded: bool = False,
         communicator: Communicator | Any | None = None,
         compute: Choice = "auto",
         device: str | None = None,
@@ -112,7 +116,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         self.config = config or DDPConfig(
             [], "auto", self.communicator.rank, self.communicator.size
         )
-        self.reduction = check_reduction(reduction, bool(average), sync_every, node_size)
+        self.reduction = check_reduction(reduction, bool(average), sync_every, node_size, sharded)
         self.average = self.reduction == "mean"
         self._forward_samples: int | None = None  # of the forward pass that backward would follow
         self._delta_samples: int | None = None  # behind the engine's deltas that step would apply
@@ -121,7 +125,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         self._closed = False
         try:
             with self._or_abort():
-                self._attach(compute, device, precision, sync_every, node_size)
+                self._attach(compute, device, precision, sync_every, node_size, sharded)
         except BaseException:
             self.close()
             raise
@@ -133,12 +137,14 @@ class DDPSequential(SequentialInterface, MergeInterface):
         precision: Precision,
         sync_every: int | SyncSchedule,
         node_size: int | None,
+        sharded: bool,
     ) -> None:
         replica = place(self.model, compute, device)
         chosen = choose(self.model, replica, compute, device, precision)
         scheme = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
         options = {"reduction": self.reduction, "compute": chosen, "precision": precision}
-        check_structure(self.communicator, replica, {**options, "sync_every": scheme})
+        options |= {"sync_every": scheme, "sharded": sharded}
+        check_structure(self.communicator, replica, options)
         self.compute = make_compute(
             chosen, self.model, replica, self.communicator, device, precision
         )
@@ -151,7 +157,8 @@ class DDPSequential(SequentialInterface, MergeInterface):
                 self.communicator, self._replica, sync_every, node_size
             )
         else:
-            self._exchange = make_exchange(self.communicator, self._replica, self.compute.bucket)
+            make = make_sharded_exchange if sharded else make_exchange
+            self._exchange = make(self.communicator, self._replica, self.compute.bucket)
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""

@@ -103,16 +103,12 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     signature.count = in.count;
     const auto place =
         in.data == out.data && segment_ ? segment_->find(in.byte_data(), in.bytes()) : std::nullopt;
-    if (place) signature.detail = place->offset;
     // In place takes two waits, through the slots one; with too few cores a wait costs the most.
     if (place && (has_cores_ || in.bytes() > small_bytes)) {
-        const Operation operation = begin_collective("all_reduce", timeout);
-        guarded(operation, [&] {
-            enter(operation, signature);
-            reduce_own_memory(operation, in, op, *place);
-        });
+        all_reduce_in_place(in, signature, op, timeout);
         return;
     }
+    if (place) signature.detail = place->offset;
     const size_t element = size_of(in.dtype);
     Exchange plan{
         "all_reduce", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
@@ -128,35 +124,30 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     exchange(plan, timeout);
 }
 
-void ShmCommunicator::reduce_own_memory(const Operation& operation, const Buffer& buffer,
-                                        ReduceOp op, const Segment::Place& place) {
-    // Shares begin on cache lines, so that no two ranks write to one.
-    const size_t element = size_of(buffer.dtype);
-    const size_t unit = 64 / element;
-    const size_t n = static_cast<size_t>(size_);
-    const size_t units = (buffer.count + unit - 1) / unit;
-    const size_t me = static_cast<size_t>(rank_);
-    const size_t begin = std::min(buffer.count, units * me / n * unit);
-    const size_t end = std::min(buffer.count, units * (me + 1) / n * unit);
-    const size_t block = 32 * 1024 / element;
-    std::vector<std::byte*> parts(n);
-    std::vector<const std::byte*> sources(n);
-    for (size_t at = begin; at < end; at += block) {
-        const size_t count = std::min(block, end - at);
-        for (int r = 0; r < size_; ++r) {
-            const size_t i = static_cast<size_t>(r);
-            parts[i] = buffer.byte_data() + at * element + place.stride * (r - rank_);
-            sources[i] = parts[i];
+void ShmCommunicator::all_reduce_in_place(const Buffer& buffer, const Signature& signature,
+                                          ReduceOp op, double timeout) {
+    const auto reduce_share = [&](const std::vector<std::byte*>& parts) {
+        // Shares begin on cache lines, so that no two ranks write to one.
+        const size_t element = size_of(buffer.dtype);
+        const size_t unit = 64 / element;
+        const size_t n = static_cast<size_t>(size_);
+        const size_t units = (buffer.count + unit - 1) / unit;
+        const size_t me = static_cast<size_t>(rank_);
+        const size_t begin = std::min(buffer.count, units * me / n * unit);
+        const size_t end = std::min(buffer.count, units * (me + 1) / n * unit);
+        const size_t block = 32 * 1024 / element;
+        std::vector<const std::byte*> sources(n);
+        for (size_t at = begin; at < end; at += block) {
+            const size_t count = std::min(block, end - at);
+            const size_t offset = at * element;
+            for (size_t i = 0; i < n; ++i) sources[i] = parts[i] + offset;
+            reduce(buffer.dtype, op, sources.data(), size_, parts[me] + offset, count);
+            for (size_t i = 0; i < n; ++i) {
+                if (i != me) std::memcpy(parts[i] + offset, sources[me], count * element);
+            }
         }
-        reduce(buffer.dtype, op, sources.data(), size_, parts[me], count);
-        for (size_t i = 0; i < n; ++i) {
-            if (i != me) std::memcpy(parts[i], parts[me], count * element);
-        }
-    }
-    ++round_;
-    segment_->rank(rank_).published.advance(round_);
-    segment_->rank(rank_).finished.advance(round_);
-    wait_finished(operation, round_);
+    };
+    exchange({"all_reduce", signature, buffer, nullptr, {reduce_share}}, timeout);
 }
 
 void ShmCommunicator::broadcast(const Buffer& buffer, int root, double timeout) {

@@ -32,6 +32,7 @@ enum class Kind : uint32_t {
     split,
     allocate,
     update,
+    update_sharded,
 };
 
 // What a rank is about to do; must be the same on all ranks but for `words`.

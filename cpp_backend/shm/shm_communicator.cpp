@@ -223,6 +223,32 @@ void ShmCommunicator::exchange(const Exchange& plan, double timeout) {
     exchange(begin_collective(plan.name, timeout), plan);
 }
 
+void ShmCommunicator::exchange(const InPlace& plan, double timeout) {
+    const Operation operation = begin_collective(plan.name, timeout);
+    guarded(operation, [&] {
+        const auto place = segment_->find(plan.own.byte_data(), plan.own.bytes());
+        if (!place) {
+            throw std::invalid_argument(where(operation) +
+                                        "the buffer is not of the communicator's own memory");
+        }
+        Signature signature = plan.signature;
+        signature.detail = place->offset;
+        const std::vector<Signature> all = enter(operation, signature);
+        if (plan.agree && !plan.agree(all)) return;
+        std::vector<std::byte*> parts;
+        for (int r = 0; r < size_; ++r) {
+            parts.push_back(plan.own.byte_data() + place->stride * (r - rank_));
+        }
+        for (const auto& phase : plan.phases) {
+            phase(parts);
+            ++round_;
+            segment_->rank(rank_).published.advance(round_);
+            segment_->rank(rank_).finished.advance(round_);
+            wait_finished(operation, round_);
+        }
+    });
+}
+
 void ShmCommunicator::exchange(const Operation& operation, const Exchange& plan) {
     guarded(operation, [&] {
         RankState& self = segment_->rank(rank_);

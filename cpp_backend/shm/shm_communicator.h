@@ -61,6 +61,20 @@ class ShmCommunicator final : public Communicator {
     };
     void exchange(const Exchange& plan, double timeout);
 
+    // What the ranks do to memory of `allocate`, where each reaches all of it.
+    struct InPlace {
+        const char* name;
+        Signature signature;  // as above; `detail` is where the memory lies
+        Buffer own;
+        // As above; false ends the exchange here.
+        std::function<bool(const std::vector<Signature>&)> agree;
+        // All ranks are through with one before any begins the next, or goes on after the last.
+        // `parts`: every rank's memory.
+        std::vector<std::function<void(const std::vector<std::byte*>& parts)>> phases;
+    };
+    // Throws std::invalid_argument when `own` is not the communicator's own memory.
+    void exchange(const InPlace& plan, double timeout);
+
  private:
     // The operation under way: what errors say of it, and when it ends.
     struct Operation {
@@ -82,8 +96,8 @@ class ShmCommunicator final : public Communicator {
     [[noreturn]] void time_out(const Operation& operation, int peer) const;
     [[noreturn]] void throw_failure(const Operation& operation) const;
     void record_failure(const CommunicatorError& error);
-    void reduce_own_memory(const Operation& operation, const Buffer& buffer, ReduceOp op,
-                           const Segment::Place& place);
+    void all_reduce_in_place(const Buffer& buffer, const Signature& signature, ReduceOp op,
+                             double timeout);
 
     int rank_;
     int size_;

@@ -17,9 +17,9 @@ std::string name_ranks(const std::vector<int>& ranks) {
 }
 
 std::string name_call(const Signature& signature) {
-    constexpr const char* names[] = {"nothing",        "all_reduce", "broadcast", "all_gather",
-                                     "reduce_scatter", "all_to_all", "barrier",   "split",
-                                     "empty",          "step"};
+    constexpr const char* names[] = {"nothing",        "all_reduce", "broadcast",   "all_gather",
+                                     "reduce_scatter", "all_to_all", "barrier",     "split",
+                                     "empty",          "step",       "sharded_step"};
     const auto kind = static_cast<size_t>(signature.kind);
     const std::string name = kind < sizeof names / sizeof *names ? names[kind] : "unknown";
     const std::string elements = std::string(name_of(static_cast<DType>(signature.dtype))) + "[" +
@@ -36,6 +36,7 @@ std::string name_call(const Signature& signature) {
         case Kind::all_gather:
         case Kind::allocate:
         case Kind::update:
+        case Kind::update_sharded:
             return name + "(" + elements + ")";
         default:
             return name + "()";

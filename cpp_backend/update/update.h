@@ -35,8 +35,14 @@ struct Agreement {
     float cap(bool average) const;
 };
 
-// Writes the deltas to bucket, [means | variances], 2 * parameters.size() floats.
+// What the ranks tell each other of their contributions when they enter an operation.
+void write_words(Signature& signature, const Contribution& contribution);
+std::vector<Contribution> read_words(const std::vector<Signature>& ranks);
+
+// Writes the deltas, or those of the flat range [begin, begin + count), to bucket: [means |
+// variances], two floats a parameter.
 void pack(const Parameters& parameters, float* bucket);
+void pack(const Parameters& parameters, size_t begin, size_t count, float* bucket);
 // Caps and applies the bucket's deltas, divided by `divisor`.
 void apply(const Parameters& parameters, const float* bucket, float divisor, float cap);
 // Caps and applies the deltas where they are: the step of one rank alone.

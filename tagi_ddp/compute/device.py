@@ -17,6 +17,8 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.compute import FloatArray
 from tagi_ddp.compute.agreement import WORDS, DeviceAgreement, Outcomes, words_of
+from tagi_ddp.compute.capped import LEAST_VARIANCE, move
+from tagi_ddp.compute.device_shards import DeviceShards
 from tagi_ddp.compute.posteriors import add_change, change_since
 from tagi_ddp.engine.adapter import Replica, share_on_host
 from tagi_ddp.engine.layers import PARAMETERS
@@ -98,11 +100,16 @@ class DeviceReplica:
         return self.outcomes.take_refused(everything)
 
     def agree(
-        self, communicator: Communicator, contribution: Contribution, average: bool
+        self,
+        communicator: Communicator,
+        contribution: Contribution,
+        average: bool,
+        shards: DeviceShards | None = None,
     ) -> DeviceAgreement:
         """Reduce the deltas and running statistics of all ranks, agree, and apply them, in order.
 
-        All on the device; the communicator's buffers live there, or it is of one rank.
+        All on the device; the communicator's buffers live there, or it is of one rank. With
+        ``shards`` each rank applies its part.
         """
         parameters, statistics = self.parameters, self.statistics
         table = words_of(contribution, parameters.deltas)[None]
@@ -110,7 +117,10 @@ class DeviceReplica:
         if communicator.size > 1:
             if contribution.batch == 0:
                 parameters.deltas.zero_()
-            communicator.all_reduce(parameters.deltas, async_op=True)
+            if shards is None:
+                communicator.all_reduce(parameters.deltas, async_op=True)
+            else:
+                shards.reduce()
             if statistics.size:
                 averages = statistics.packed(contribution.batch)
                 communicator.all_reduce(averages, async_op=True)
@@ -118,7 +128,10 @@ class DeviceReplica:
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
         agreement = DeviceAgreement(table, average)
-        parameters.apply_agreed(agreement)
+        if shards is None:
+            parameters.apply_agreed(agreement)
+        else:
+            shards.apply(agreement)
         if averages is not None:
             statistics.unpack_agreed(averages, agreement)
         self.outcomes.add(table)
@@ -172,26 +185,52 @@ class DeviceParameters:
 
     def apply_agreed(self, agreement: DeviceAgreement) -> None:
         """Cap and apply the deltas, the sums of all ranks, if the ranks agreed on that."""
-        self._apply(self.deltas.div_(agreement.divisor), agreement.cap, agreement.applies)
+        mean, variance = self.deltas.div_(agreement.divisor).chunk(2)
+        self._negative = move(self.mu, self.var, mean, variance, agreement.cap, agreement.applies)
 
     def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
         """Cap and apply the deltas of a bucket on the host, [means | variances]."""
-        deltas = torch.from_numpy(bucket).to(self.deltas.device)
-        if divisor != 1:
-            deltas = deltas / divisor
-        self._apply(deltas, cap, None)
+        mean, variance = (torch.from_numpy(bucket).to(self.deltas.device) / divisor).chunk(2)
+        self._negative = move(self.mu, self.var, mean, variance, cap, None)
 
-    def _apply(self, deltas: Tensor, cap: float | Tensor, where: Tensor | None) -> None:
-        """Move means and variances by their deltas, by sqrt(var) / cap at most; as the engine."""
-        bar = self.var.sqrt().div_(cap)
-        if where is not None:
-            bar = torch.where(where, bar, torch.zeros_like(bar))
-            deltas = torch.where(where, deltas, torch.zeros_like(deltas))
-        mean, variance = deltas.chunk(2)
-        self.mu += torch.minimum(torch.maximum(mean, -bar), bar)
-        self.var += torch.minimum(torch.maximum(variance, -bar), bar)
-        self._negative = self.var <= 0
-        self.var.masked_fill_(self._negative, 1e-5)
+    def pack_shard(self, bucket: FloatArray, begin: int) -> None:
+        """Copy the deltas of the range that begins there to a bucket on the host."""
+        count = len(bucket) // 2
+        shard = self.deltas.view(2, -1)[:, begin : begin + count]
+        torch.from_numpy(bucket).view(2, -1).copy_(shard)
+
+    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: float) -> None:
+        """Cap and apply the deltas of the range that begins there, and replace them by the result.
+
+        Those on the host, [means | variances]; the result is for `take_shard` on other ranks.
+        """
+        host = torch.from_numpy(gaussians).view(2, -1)
+        deltas = host.to(self.deltas.device) / divisor
+        shard = torch.stack((self.mu, self.var))[:, begin : begin + host.shape[1]].contiguous()
+        move(*shard, *deltas, cap, None, floor=-LEAST_VARIANCE)
+        self._negative = None
+        self._take(shard, begin)
+        host.copy_(shard)
+
+    def take_shard(self, gaussians: FloatArray, begin: int) -> None:
+        """Replace the range that begins there by another rank's posterior."""
+        host = torch.from_numpy(gaussians).view(2, -1)
+        self._take(host.to(self.mu.device), begin)
+
+    def take_posterior(self, gaussians: Tensor) -> None:
+        """Replace means and variances, [2, size], by what all ranks have made of their parts."""
+        self._negative = None
+        self._take(gaussians, 0)
+
+    def _take(self, gaussians: Tensor, begin: int) -> None:
+        # A variance that was not positive comes as its negative, so that all ranks count it.
+        means, marked = gaussians
+        part = slice(begin, begin + len(means))
+        self.mu[part] = means
+        self.var[part] = marked.abs()
+        if self._negative is None:
+            self._negative = torch.zeros_like(self.var, dtype=torch.bool)
+        self._negative[part] = marked < 0
 
     @property
     def negative_variances(self) -> list[int]:

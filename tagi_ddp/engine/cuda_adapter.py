@@ -23,6 +23,7 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.compute.agreement import DeviceAgreement
 from tagi_ddp.compute.device import DeviceReplica
+from tagi_ddp.compute.device_shards import DeviceShards
 from tagi_ddp.engine.adapter import attach
 from tagi_ddp.engine.cuda_layers import STATISTICS, CudaLayers
 from tagi_ddp.engine.cuda_memory import CudaMemory, Memory
@@ -108,10 +109,14 @@ class CudaReplica(DeviceReplica):
         super().export()
 
     def agree(
-        self, communicator: Communicator, contribution: Contribution, average: bool
+        self,
+        communicator: Communicator,
+        contribution: Contribution,
+        average: bool,
+        shards: DeviceShards | None = None,
     ) -> DeviceAgreement:
         """Reduce, agree and apply as any replica on a device, then write the result."""
-        agreement = super().agree(communicator, contribution, average)
+        agreement = super().agree(communicator, contribution, average, shards)
         self._write()
         return agreement
 

@@ -1,0 +1,282 @@
+#include "update_binding.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../update/merge.h"
+#include "../update/parameters.h"
+#include "../update/sharded.h"
+#include "../update/statistics.h"
+#include "../update/update.h"
+#include "shm_binding.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace tagi_ddp {
+namespace {
+
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Block as_block(const Floats& mu, const Floats& var, const Floats& delta_mu,
+               const Floats& delta_var) {
+    if (var.size() != mu.size() || delta_mu.size() != mu.size() || delta_var.size() != mu.size()) {
+        throw nb::value_error("means, variances and deltas must have equal sizes");
+    }
+    return {mu.data(), var.data(), delta_mu.data(), delta_var.data(), mu.size(), nullptr};
+}
+
+float* checked(const Parameters& parameters, const Floats& bucket) {
+    if (bucket.size() != 2 * parameters.size()) {
+        throw nb::value_error(("bucket has " + std::to_string(bucket.size()) +
+                               " floats, expected " + std::to_string(2 * parameters.size()))
+                                  .c_str());
+    }
+    return bucket.data();
+}
+
+Shard checked_shard(const Parameters& parameters, const Floats& gaussians, size_t begin) {
+    const Shard shard{begin, gaussians.size() / 2};
+    if (gaussians.size() % 2 != 0 || begin > parameters.size() ||
+        shard.count > parameters.size() - begin) {
+        throw nb::value_error("no such range of parameters");
+    }
+    return shard;
+}
+
+}  // namespace
+
+void bind_update(nb::module_& module) {
+    nb::class_<Parameters>(
+        module, "Parameters",
+        "The parameters of a replica as one flat sequence, in its layers' memory.")
+        .def(nb::init<>())
+        .def(
+            "add_engine_layer",
+            [](Parameters& self, const std::string& name, uintptr_t address) {
+                self.add_engine_layer(name, reinterpret_cast<EngineLayer*>(address));
+            },
+            "name"_a, "address"_a, "A layer at a verified address of the engine's memory.")
+        .def(
+            "add_layer",
+            [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
+               const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter) {
+                if (weights.size() != 4 || biases.size() != 4) {
+                    throw nb::value_error("expected mu, var, delta_mu and delta_var");
+                }
+                Block w = as_block(weights[0], weights[1], weights[2], weights[3]);
+                w.neg_var_counter = counter.data();
+                self.add_layer(name, w, as_block(biases[0], biases[1], biases[2], biases[3]));
+            },
+            "name"_a, "weights"_a, "biases"_a, "counter"_a,
+            "A layer in arrays that the caller keeps: (mu, var, delta_mu, delta_var) of the "
+            "weights "
+            "and of the biases, float32, and an int32 array that counts negative variances.")
+        .def("refresh", &Parameters::refresh,
+             "Find the layers' memory again; call before each use. Tells whether it has moved.")
+        .def(
+            "place_deltas",
+            [](Parameters& self, Floats bucket) { self.place_deltas(checked(self, bucket)); },
+            "bucket"_a, nb::keep_alive<1, 2>(),
+            "Let the deltas lie in bucket, [means | variances], from now on; not in the layers.")
+        .def_prop_ro(
+            "blocks",
+            [](const Parameters& self) {
+                nb::list result;
+                for (size_t i = 0; i < self.blocks().size(); ++i)
+                    result.append(nb::make_tuple(self.offsets()[i], self.blocks()[i].count));
+                return result;
+            },
+            "(offset, count) of each layer's weights and biases in the flat sequence.")
+        .def_prop_ro("size", &Parameters::size)
+        .def(
+            "first_not_finite",
+            [](const Parameters& self, size_t begin, std::optional<size_t> end) {
+                const size_t last = end.value_or(self.size());
+                if (begin > last || last > self.size())
+                    throw nb::value_error("no such range of parameters");
+                nb::gil_scoped_release unlocked;
+                return self.first_not_finite(begin, last - begin);
+            },
+            "begin"_a = 0, "end"_a = nb::none(),
+            "The name of the first layer with a delta in the flat range that is NaN or infinite, "
+            "or \"\".")
+        .def_prop_ro("negative_variances", &Parameters::negative_variances,
+                     "How many variances of each layer's weights the last step found not positive.")
+        .def(
+            "add_deltas_to",
+            [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {
+                float* data = checked(self, sums);
+                nb::gil_scoped_release unlocked;
+                self.add_deltas_to(data, layers);
+            },
+            "sums"_a, "layers"_a)
+        .def(
+            "add_to_deltas",
+            [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {
+                const float* data = checked(self, sums);
+                nb::gil_scoped_release unlocked;
+                self.add_to_deltas(data, layers);
+            },
+            "sums"_a, "layers"_a)
+        .def(
+            "pack",
+            [](const Parameters& self, Floats bucket) {
+                float* data = checked(self, bucket);
+                nb::gil_scoped_release unlocked;
+                pack(self, data);
+            },
+            "bucket"_a, "Write the deltas to bucket: [means | variances].")
+        .def(
+            "apply",
+            [](const Parameters& self, Floats bucket, float divisor, float cap) {
+                const float* data = checked(self, bucket);
+                nb::gil_scoped_release unlocked;
+                apply(self, data, divisor, cap);
+            },
+            "bucket"_a, "divisor"_a, "cap"_a, "Cap and apply the bucket's deltas.")
+        .def(
+            "pack_shard",
+            [](const Parameters& self, Floats bucket, size_t begin) {
+                const Shard shard = checked_shard(self, bucket, begin);
+                nb::gil_scoped_release unlocked;
+                pack(self, shard.begin, shard.count, bucket.data());
+            },
+            "bucket"_a, "begin"_a,
+            "Write the deltas of the flat range that begins there to bucket: [means | variances].")
+        .def(
+            "apply_shard",
+            [](const Parameters& self, Floats gaussians, size_t begin, float divisor, float cap) {
+                const Shard shard = checked_shard(self, gaussians, begin);
+                nb::gil_scoped_release unlocked;
+                apply_shard(self, shard, gaussians.data(), divisor, cap);
+            },
+            "gaussians"_a, "begin"_a, "divisor"_a, "cap"_a,
+            "Cap and apply the deltas of the flat range that begins there, and replace them by the "
+            "posterior, for take_shard.")
+        .def(
+            "take_shard",
+            [](const Parameters& self, Floats gaussians, size_t begin) {
+                const Shard shard = checked_shard(self, gaussians, begin);
+                nb::gil_scoped_release unlocked;
+                take_shard(self, shard, gaussians.data());
+            },
+            "gaussians"_a, "begin"_a,
+            "Replace the flat range that begins there by another rank's posterior.")
+        .def(
+            "apply_own", [](const Parameters& self, float cap) { apply_own(self, cap); }, "cap"_a,
+            nb::call_guard<nb::gil_scoped_release>(), "Cap and apply the deltas where they are.")
+        .def(
+            "read_posterior",
+            [](const Parameters& self, Floats gaussians) {
+                float* data = checked(self, gaussians);
+                nb::gil_scoped_release unlocked;
+                self.read_posterior(data);
+            },
+            "gaussians"_a, "Copy means and variances to gaussians: [means | variances].")
+        .def(
+            "write_posterior",
+            [](const Parameters& self, Floats gaussians) {
+                const float* data = checked(self, gaussians);
+                nb::gil_scoped_release unlocked;
+                self.write_posterior(data);
+            },
+            "gaussians"_a, "Replace means and variances: [means | variances].")
+        .def(
+            "change_since",
+            [](const Parameters& self, Floats now, Floats before, Floats change) {
+                const float* from = checked(self, before);
+                const float* to = checked(self, now);
+                float* out = checked(self, change);
+                nb::gil_scoped_release unlocked;
+                change_since(to, from, out, self.size());
+            },
+            "now"_a, "before"_a, "change"_a,
+            "Write how Gaussians came from others to change: [precisions | weighted means].")
+        .def(
+            "add_change",
+            [](const Parameters& self, Floats gaussians, Floats reference, Floats change,
+               std::optional<Floats> own) {
+                float* data = checked(self, gaussians);
+                const float* means = checked(self, reference);
+                const float* sum = checked(self, change);
+                const float* less = own ? checked(self, *own) : nullptr;
+                nb::gil_scoped_release unlocked;
+                return add_change(self, data, means, sum, less);
+            },
+            "gaussians"_a, "reference"_a, "change"_a, "own"_a = nb::none(),
+            "Multiply gaussians by change less own, both relative to the means of reference. "
+            "Returns how many parameters of each layer took only a part of it.");
+
+    nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
+        .def(
+            "__init__",
+            [](Contribution* self, int64_t batch, bool finite, bool joined) {
+                new (self) Contribution{batch, finite, joined};
+            },
+            "batch"_a, "finite"_a = true, "joined"_a = false)
+        .def_ro("batch", &Contribution::batch)
+        .def_ro("finite", &Contribution::finite)
+        .def_ro("joined", &Contribution::joined);
+    nb::class_<Agreement>(module, "Agreement", "What all ranks agreed on for a step.")
+        .def(nb::init<const std::vector<Contribution>&>(), "ranks"_a)
+        .def_ro("batch", &Agreement::batch)
+        .def_ro("active", &Agreement::active)
+        .def_ro("not_finite", &Agreement::not_finite)
+        .def_ro("all_joined", &Agreement::all_joined)
+        .def_prop_ro("applies", &Agreement::applies)
+        .def("divisor", &Agreement::divisor, "average"_a)
+        .def("cap", &Agreement::cap, "average"_a);
+    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
+    module.def(
+        "update",
+        [](PyShmCommunicator& communicator, const Parameters& parameters,
+           const Contribution& contribution, bool average) {
+            Agreement agreement{{}};
+            const double timeout = communicator.seconds(std::nullopt);
+            communicator.run_collective([&] {
+                agreement = update(communicator.get(), parameters, contribution, average, timeout);
+            });
+            return agreement;
+        },
+        "communicator"_a, "parameters"_a, "contribution"_a, "average"_a,
+        "Exchange, cap and apply the deltas over shared memory.");
+    module.def(
+        "update_sharded",
+        [](PyShmCommunicator& communicator, const Parameters& parameters, Floats bucket,
+           const Contribution& contribution, bool average) {
+            float* data = checked(parameters, bucket);
+            Agreement agreement{{}};
+            const double timeout = communicator.seconds(std::nullopt);
+            communicator.run_collective([&] {
+                agreement = update_sharded(communicator.get(), parameters, data, contribution,
+                                           average, timeout);
+            });
+            return agreement;
+        },
+        "communicator"_a, "parameters"_a, "bucket"_a, "contribution"_a, "average"_a,
+        "Exchange, cap and apply the bucket's deltas over shared memory, each rank its part. The "
+        "bucket is of the communicator's own memory.");
+    module.def(
+        "shards",
+        [](size_t size, int ranks) {
+            std::vector<std::pair<size_t, size_t>> result;
+            for (int r = 0; r < ranks; ++r) {
+                const Shard shard = shard_of(size, r, ranks);
+                result.emplace_back(shard.begin, shard.count);
+            }
+            return result;
+        },
+        "size"_a, "ranks"_a, "The (begin, count) of each rank's part of the parameters.");
+}
+
+}  // namespace tagi_ddp

@@ -1,0 +1,108 @@
+#include "apply.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "../simd.h"
+
+namespace tagi_ddp {
+namespace {
+
+constexpr float least_variance = 1e-5f;
+
+// The sum over ranks, in rank order, of `count` floats at `offset` of each slot, divided.
+TAGI_DDP_WIDE
+void reduce_floats(const float* const* slots, int ranks, size_t offset, size_t count, float divisor,
+                   float* __restrict sum) {
+    bool first = true;
+    for (int r = 0; r < ranks; ++r) {
+        if (slots[r] == nullptr) continue;
+        const float* part = slots[r] + offset;
+        if (first) {
+            std::memcpy(sum, part, count * sizeof(float));
+        } else {
+            for (size_t i = 0; i < count; ++i) sum[i] += part[i];
+        }
+        first = false;
+    }
+    if (divisor != 1.0f) {
+        for (size_t i = 0; i < count; ++i) sum[i] /= divisor;
+    }
+}
+
+// Copies variances whose sign is a mark; returns how many are marked.
+TAGI_DDP_WIDE
+int32_t take_variances(float* __restrict var, const float* __restrict marked, size_t count) {
+    int32_t negative = 0;
+    for (size_t i = 0; i < count; ++i) {
+        negative += marked[i] < 0.0f;
+        var[i] = std::fabs(marked[i]);
+    }
+    return negative;
+}
+
+}  // namespace
+
+TAGI_DDP_WIDE
+int32_t apply_capped(float* __restrict mu, float* __restrict var, const float* __restrict delta_mu,
+                     const float* __restrict delta_var, size_t count, float cap, float floor) {
+    int32_t negative = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const float bar = std::sqrt(var[i]) / cap;
+        const float size_mu = std::fabs(delta_mu[i]);
+        const float size_var = std::fabs(delta_var[i]);
+        const float step_mu = size_mu < bar ? size_mu : bar;
+        const float step_var = size_var < bar ? size_var : bar;
+        mu[i] += std::copysign(step_mu, delta_mu[i]);
+        const float updated = var[i] + std::copysign(step_var, delta_var[i]);
+        negative += updated <= 0.0f;
+        var[i] = updated <= 0.0f ? floor : updated;
+    }
+    return negative;
+}
+
+void reset_counters(const Parameters& parameters) {
+    for (const Block& block : parameters.blocks()) {
+        if (block.neg_var_counter != nullptr) *block.neg_var_counter = 0;
+    }
+}
+
+void apply_range(const Parameters& parameters, size_t begin, size_t length,
+                 const float* const* slots, int ranks, size_t stride, float divisor, float cap,
+                 float* posterior) {
+    constexpr size_t block_floats = 1024;  // stays in the first-level cache
+    float delta_mu[block_floats];
+    float delta_var[block_floats];
+    // The others count the variances that became `floor`, too: those travel as its negative.
+    const float floor = posterior == nullptr ? least_variance : -least_variance;
+    parameters.visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t at) {
+        int32_t negative = 0;
+        for (size_t done = 0; done < count; done += block_floats) {
+            const size_t n = std::min(block_floats, count - done);
+            float* const mu = block.mu + first + done;
+            float* const var = block.var + first + done;
+            reduce_floats(slots, ranks, at + done, n, divisor, delta_mu);
+            reduce_floats(slots, ranks, stride + at + done, n, divisor, delta_var);
+            const int32_t found = apply_capped(mu, var, delta_mu, delta_var, n, cap, floor);
+            negative += found;
+            if (posterior == nullptr) continue;
+            std::memcpy(posterior + at + done, mu, n * sizeof(float));
+            std::memcpy(posterior + stride + at + done, var, n * sizeof(float));
+            if (found > 0) {
+                for (size_t i = 0; i < n; ++i) var[i] = std::fabs(var[i]);
+            }
+        }
+        if (block.neg_var_counter != nullptr) *block.neg_var_counter += negative;
+    });
+}
+
+void take_range(const Parameters& parameters, size_t begin, size_t length, const float* posterior,
+                size_t stride) {
+    parameters.visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t at) {
+        std::memcpy(block.mu + first, posterior + at, count * sizeof(float));
+        const int32_t negative = take_variances(block.var + first, posterior + stride + at, count);
+        if (block.neg_var_counter != nullptr) *block.neg_var_counter += negative;
+    });
+}
+
+}  // namespace tagi_ddp

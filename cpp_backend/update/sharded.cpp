@@ -1,0 +1,70 @@
+#include "sharded.h"
+
+#include "apply.h"
+
+namespace tagi_ddp {
+
+Shard shard_of(size_t size, int rank, int ranks) {
+    constexpr size_t unit = 64 / sizeof(float);
+    const size_t units = (size + unit - 1) / unit;
+    const auto bound = [&](int r) {
+        return std::min(size, units * static_cast<size_t>(r) / static_cast<size_t>(ranks) * unit);
+    };
+    return {bound(rank), bound(rank + 1) - bound(rank)};
+}
+
+void apply_shard(const Parameters& parameters, Shard shard, float* gaussians, float divisor,
+                 float cap) {
+    reset_counters(parameters);
+    const float* const slot = gaussians;
+    apply_range(parameters, shard.begin, shard.count, &slot, 1, shard.count, divisor, cap,
+                gaussians);
+}
+
+void take_shard(const Parameters& parameters, Shard shard, const float* gaussians) {
+    take_range(parameters, shard.begin, shard.count, gaussians, shard.count);
+}
+
+Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parameters, float* bucket,
+                         const Contribution& contribution, bool average, double timeout) {
+    const size_t size = parameters.size();
+    const int ranks = communicator.size();
+    const int me = communicator.rank();
+    Signature signature{Kind::update_sharded, static_cast<uint32_t>(DType::f32), average};
+    signature.count = size;
+    write_words(signature, contribution);
+
+    Agreement agreement{{}};
+    std::vector<Contribution> contributions;
+    ShmCommunicator::InPlace plan{"step", signature, {bucket, 2 * size, DType::f32}, nullptr, {}};
+    plan.agree = [&](const std::vector<Signature>& all) {
+        contributions = read_words(all);
+        agreement = Agreement(contributions);
+        return agreement.applies();
+    };
+    const auto gaussians = [&](std::byte* part) { return reinterpret_cast<float*>(part); };
+    plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
+        const Shard own = shard_of(size, me, ranks);
+        std::vector<const float*> slots;
+        for (size_t r = 0; r < parts.size(); ++r) {
+            const bool has_deltas = contributions[r].batch > 0;
+            slots.push_back(has_deltas ? gaussians(parts[r]) + own.begin : nullptr);
+        }
+        reset_counters(parameters);
+        // Nobody else reads this rank's shard of this rank's bucket: it takes the posterior.
+        apply_range(parameters, own.begin, own.count, slots.data(), ranks, size,
+                    agreement.divisor(average), agreement.cap(average), bucket + own.begin);
+    });
+    plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
+        for (int r = 0; r < ranks; ++r) {
+            if (r == me) continue;
+            const Shard shard = shard_of(size, r, ranks);
+            const float* posterior = gaussians(parts[static_cast<size_t>(r)]) + shard.begin;
+            take_range(parameters, shard.begin, shard.count, posterior, size);
+        }
+    });
+    communicator.exchange(plan, timeout);
+    return agreement;
+}
+
+}  // namespace tagi_ddp

@@ -1,0 +1,31 @@
+// The step with its work shared: each rank caps and applies the deltas of its own part of the
+// parameters, and all take the results. The same bits as the step of `update.h`.
+#pragma once
+
+#include "../shm/shm_communicator.h"
+#include "parameters.h"
+#include "update.h"
+
+namespace tagi_ddp {
+
+// The flat range [begin, begin + count).
+struct Shard {
+    size_t begin;
+    size_t count;
+};
+
+// The part of `size` parameters that is rank `rank`'s; parts begin on cache lines.
+Shard shard_of(size_t size, int rank, int ranks);
+
+// Caps and applies the sums of deltas in `gaussians`, [means | variances] of the shard, and
+// replaces them by the posterior, as `take_shard` takes it on the other ranks.
+void apply_shard(const Parameters& parameters, Shard shard, float* gaussians, float divisor,
+                 float cap);
+void take_shard(const Parameters& parameters, Shard shard, const float* gaussians);
+
+// The whole step over shared memory. `bucket` is of the communicator's own memory and holds the
+// deltas, [means | variances]; they are lost.
+Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parameters, float* bucket,
+                         const Contribution& contribution, bool average, double timeout);
+
+}  // namespace tagi_ddp

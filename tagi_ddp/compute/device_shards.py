@@ -1,0 +1,59 @@
+"""The step of sharded replicas on devices: each rank caps and applies its part, all take the rest.
+
+With equally long parts, as NCCL is fastest with those, whatever the number of parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.compute.agreement import DeviceAgreement
+from tagi_ddp.compute.capped import LEAST_VARIANCE, move
+
+if TYPE_CHECKING:
+    from tagi_ddp.compute.device import DeviceParameters
+
+
+class DeviceShards:
+    """The parts of ``parameters`` by rank."""
+
+    def __init__(self, parameters: DeviceParameters, communicator: Communicator) -> None:
+        """Cut the flat sequence into as many parts as there are ranks."""
+        self._parameters = parameters
+        self._communicator = communicator
+        ranks = communicator.size
+        self._shape = (2, ranks, -(-parameters.size // ranks))  # means and variances
+        self._shard: Tensor | None = None  # this rank's, means and variances
+
+    def reduce(self) -> None:
+        """Begin to add the deltas of all ranks, for each rank those of its part."""
+        whole = self._by_rank(self._parameters.deltas)
+        self._shard = torch.empty_like(whole[0])
+        self._communicator.reduce_scatter(whole.view(-1), self._shard.view(-1), async_op=True)
+
+    def apply(self, agreement: DeviceAgreement) -> None:
+        """Cap and apply the deltas of all parts, if the ranks agreed on that."""
+        assert self._shard is not None
+        deltas, self._shard = self._shard.div_(agreement.divisor), None
+        parameters, rank = self._parameters, self._communicator.rank
+        shard = self._by_rank(torch.cat((parameters.mu, parameters.var)))[rank]
+        # The others count the variances that were not positive, too: those travel as negatives.
+        move(*shard, *deltas, agreement.cap, agreement.applies, floor=-LEAST_VARIANCE)
+        everyone = shard.new_empty(self._communicator.size, *shard.shape)
+        work: Any = self._communicator.all_gather(
+            shard.reshape(-1), everyone.view(-1), async_op=True
+        )
+        work.order()
+        parameters.take_posterior(everyone.transpose(0, 1).reshape(2, -1)[:, : parameters.size])
+
+    def _by_rank(self, flat: Tensor) -> Tensor:
+        """Return a copy of [means | variances] as [rank, means and variances, part]."""
+        _, ranks, count = self._shape
+        halves = flat.view(2, -1)
+        padded = pad(halves, (0, ranks * count - halves.shape[1]))
+        return padded.view(self._shape).transpose(0, 1).contiguous()

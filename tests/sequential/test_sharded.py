@@ -1,0 +1,201 @@
+"""Sharded replicas hold the same bits as others after every step, whatever carries them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankPool
+from tagi_ddp._backend import shards
+
+from sequential.networks import NETWORKS, distance, learn, parameters
+from sequential.reports import Report, report, set_delta_variances, wrap
+from sequential.tasks import train
+from tagi_ddp import DDPSequential, PeerLost
+from tagi_ddp.communicators import Communicator
+
+SHARES = (9, 7, 8, 11, 5)
+
+
+def both(comm: Communicator, name: str, average: bool, options: dict[str, Any]) -> list[Any]:
+    """Train plain replicas and sharded ones alike; return what each has at the end."""
+    found = []
+    for sharded in (False, True):
+        model = wrap(comm, name, average=average, sharded=sharded, **options)
+        digests = [train_hard(model, name), model.check_replicas()]
+        found.append((digests, parameters(model), model.get_neg_var_w_counter()))
+        model.close()
+    return found
+
+
+def train_hard(model: DDPSequential, name: str) -> str:
+    """Take plain steps, micro-batches, empty shares, and ranks that run out of data."""
+    rank, size = model.communicator.rank, model.communicator.size
+    train(model, name, SHARES[:size])
+    for step in range(2):
+        with model.no_sync():
+            learn(model, *NETWORKS[name].batch(10 * step + rank, 4))
+            learn(model, *NETWORKS[name].batch(10 * step + rank + 5, 3 + rank))
+        model.step()
+    x, y = NETWORKS[name].batch(rank, 5)
+    if rank == 0 and size > 1:
+        model(x[:0])
+        model.backward()
+    else:
+        learn(model, x, y)
+    model.step()
+    with model.join():
+        for step in range(1 + rank):
+            learn(model, *NETWORKS[name].batch(30 + step + rank, 6))
+            model.step()
+    return model.check_replicas()
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("compute", ["engine", "torch"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_same_bits(shm: RankPool, name: str, compute: str, average: bool) -> None:
+    size = 2 + list(NETWORKS).index(name) % 3
+    for plain, sharded in shm.run(both, name, average, {"compute": compute}, size=size, limit=60):
+        assert plain[0] == sharded[0]
+        assert plain[2] == sharded[2]
+
+
+def test_same_bits_of_many_ranks() -> None:
+    """More than those of which each reads all deltas of the engine."""
+    pool = RankPool("shm", 5)
+    try:
+        answers = pool.run(both, "resnet", False, {"compute": "engine"}, limit=60)
+    finally:
+        pool.close()
+    for plain, sharded in answers:
+        assert plain[0] == sharded[0]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_same_bits_over(backend: str, request: pytest.FixtureRequest) -> None:
+    pool = request.getfixturevalue(backend)
+    for plain, sharded in pool.run(both, "resnet", False, {}, size=2, limit=60):
+        assert plain[0] == sharded[0]
+
+
+@pytest.mark.parametrize("pool", ["shm", "nccl"])
+@pytest.mark.parametrize("name", ["resnet", "batch_norm"])
+def test_replicas_on_devices(pool: str, name: str, request: pytest.FixtureRequest) -> None:
+    """By way of the hosts, and over the stand-in for NCCL."""
+    options = {"device": "cpu:0"}
+    answers = request.getfixturevalue(pool).run(both, name, True, options, size=3, limit=60)
+    for plain, sharded in answers:
+        assert distance(plain[1], sharded[1]) == 0
+    assert len({answer[1][0][-1] for answer in answers}) == 1
+
+
+def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, dict[str, int]]]:
+    """Let variances of all parts become negative."""
+    found = []
+    for sharded in (False, True):
+        model = wrap(comm, compute=compute, device=device, sharded=sharded)
+        learn(model, *NETWORKS["mlp"].batch(comm.rank, 5))
+        for layer in model._replica.layers:
+            if device != "cpu":
+                model._replica.parameters.deltas.chunk(2)[1].fill_(-1e9)
+                continue
+            weights = len(layer.handle.mu_w)
+            set_delta_variances(
+                model, layer.handle, [-1e9] * (weights // 2) + [0.0] * -(-weights // 2)
+            )
+        model._delta_samples = 1 if comm.rank == 0 else 0  # a small cap factor: large steps
+        model.step()
+        found.append((model.check_replicas(), model.get_neg_var_w_counter()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pool", "compute", "device"),
+    [
+        ("shm", "engine", "cpu"),
+        ("shm", "torch", "cpu"),
+        ("gloo", "torch", "cpu"),
+        ("shm", "torch", "cpu:0"),
+        ("nccl", "torch", "cpu:0"),
+    ],
+)
+def test_all_ranks_count_negative_variances(
+    pool: str, compute: str, device: str, request: pytest.FixtureRequest
+) -> None:
+    answers = request.getfixturevalue(pool).run(collapse, compute, device, size=2, limit=60)
+    counts = answers[0][0][1]
+    assert min(counts.values()) > 10
+    for plain, sharded in answers:
+        assert plain == sharded
+        assert sharded[1] == counts
+
+
+def refuse(comm: Communicator) -> tuple[Report, bool]:
+    model = wrap(comm, sharded=True)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 6)
+    before = model.check_replicas()
+    learn(model, x * np.inf if comm.rank == 1 else x, y)
+    return report(model.step), model.check_replicas() == before
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_refused_step_changes_nothing(backend: str, request: pytest.FixtureRequest) -> None:
+    for (kind, _, ranks), unchanged in request.getfixturevalue(backend).run(refuse, size=2):
+        assert (kind, ranks) == ("NotFiniteError", (1,))
+        assert unchanged
+
+
+def lose(comm: Communicator, victim: int) -> Report:
+    import os
+
+    model = wrap(comm, sharded=True)
+    for step in range(3):
+        learn(model, *NETWORKS["mlp"].batch(step, 6))
+        if comm.rank == victim and step == 1:
+            os._exit(1)
+        if step == 1:
+            return report(model.step)
+        model.step()
+    raise AssertionError
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    pool = RankPool("shm", 3)
+    try:
+        answers = pool.run(lose, 1, dying=[1])
+    finally:
+        pool.kill()
+        pool.close()
+    for kind, _, ranks in (answers[0], answers[2]):
+        assert (kind, ranks) == (PeerLost.__name__, (1,))
+
+
+def differ(comm: Communicator) -> tuple[Report, Report]:
+    merged = report(lambda: wrap(comm, reduction="precision", sharded=True))
+    return merged, report(lambda: wrap(comm, sharded=comm.rank == 0))
+
+
+def test_errors(shm: RankPool) -> None:
+    for merged, different in shm.run(differ, size=2):
+        assert merged[0] == "ValueError"
+        assert "sharded" in merged[1]
+        assert different[0] == "ReplicaMismatch"
+        assert "option sharded" in different[1]
+
+
+@given(size=st.integers(0, 10_000), ranks=st.integers(1, 40))
+@settings(deadline=None)
+def test_shards_cover_all_parameters_once(size: int, ranks: int) -> None:
+    found = shards(size, ranks)
+    assert len(found) == ranks
+    end = 0
+    for begin, count in found:
+        assert begin == end
+        assert begin % 16 == 0 or begin == size
+        end += count
+    assert end == size
+    assert max(count for _, count in found) <= size / ranks + 32
