@@ -82,7 +82,12 @@ def as_communicator(group: Any) -> Communicator:
     That is a torch.distributed.ProcessGroup or an intracommunicator of mpi4py. Wrapping is a
     collective call of its ranks. The communicator has connections of its own, so its operations and
     the group's do not meet; close it when done.
+
+    A group of torch's backend "tagi_ddp" runs on a communicator, and this returns that: nothing is
+    connected, operations of both come in one order, and the group closes it, nobody else.
     """
+    if (served := communicator_of(group)) is not None:
+        return served
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
         return _module("gloo", "torch", "torch").wrap(group)
@@ -96,6 +101,17 @@ def as_communicator(group: Any) -> Communicator:
         "expected a communicator, a torch.distributed.ProcessGroup or an intracommunicator of "
         f"mpi4py, got {type(group).__name__}"
     )
+
+
+def communicator_of(group: Any) -> Communicator | None:
+    """Return the communicator on which a torch group of the backend "tagi_ddp" runs, else None.
+
+    It belongs to the group, and is closed with it.
+    """
+    backend = sys.modules.get("tagi_ddp.parallel.process_group")
+    if backend is not None and isinstance(group, backend.ProcessGroup):
+        return group.communicator
+    return None
 
 
 def _choose(environment: LaunchEnvironment, world_size: int) -> str:

@@ -1,8 +1,36 @@
-"""torch on the package's communicators: importing this registers the backend "tagi_ddp"."""
+"""Training a model by many processes: `dp`, `ddp`, `fsdp` and a trainer, of torch and of pytagi.
+
+Importing this registers torch's backend "tagi_ddp", whose collectives run on the package's
+communicators.
+"""
 
 from tagi_ddp.parallel.backend import register
+from tagi_ddp.parallel.checkpoints import State
+from tagi_ddp.parallel.config import ParallelConfig
+from tagi_ddp.parallel.likelihood import GaussianLoss
+from tagi_ddp.parallel.mixin import ParallelMixin, TrainerParallelConfig
 from tagi_ddp.parallel.process_group import ProcessGroup
+from tagi_ddp.parallel.states import full_state_dict
+from tagi_ddp.parallel.task_model import Task, TaskModel
+from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig, CheckpointConfig
+from tagi_ddp.parallel.wrappers import ddp, dp, fsdp
 
 register()
 
-__all__ = ["ProcessGroup"]
+__all__ = [
+    "BaseTrainer",
+    "BaseTrainerConfig",
+    "CheckpointConfig",
+    "GaussianLoss",
+    "ParallelConfig",
+    "ParallelMixin",
+    "ProcessGroup",
+    "State",
+    "Task",
+    "TaskModel",
+    "TrainerParallelConfig",
+    "ddp",
+    "dp",
+    "fsdp",
+    "full_state_dict",
+]

@@ -1,0 +1,189 @@
+"""Which ranks train together: torch.distributed's default group, and its nodes."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tagi_ddp.checks import integer
+from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
+from tagi_ddp.environment import detect, meeting_point
+
+LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
+
+
+class Place(NamedTuple):
+    """What a rank knows of its node."""
+
+    host: str
+    local_rank: int
+    local_world_size: int  # 0: no launcher has told
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks.
+
+    They are those of torch's default group, if that is initialised, else the launcher's.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    environment = detect()
+    return environment.rank, environment.world_size
+
+
+def initialise() -> None:
+    """Make torch's default group of the launcher's ranks, unless there is one; collective.
+
+    On the CPU its backend is "tagi_ddp". With GPUs tensors on them travel by NCCL, and this rank's
+    device is that of its local rank. The group is destroyed when the process ends.
+
+    Raises RuntimeError that says how to initialise.
+    """
+    if dist.is_initialized():
+        return
+    environment = detect()
+    backend = "tagi_ddp"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    rank, size = environment.rank, environment.world_size
+    try:
+        if size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            _meet(backend, rank, size)
+    except (ValueError, RuntimeError, CommunicatorError) as error:
+        raise RuntimeError(
+            f"rank {rank} of {size} could not initialise torch.distributed ({error}): set "
+            "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port on all ranks, or call "
+            "torch.distributed.init_process_group before"
+        ) from error
+    atexit.register(_leave, weakref.ref(dist.group.WORLD))
+
+
+def _meet(backend: str, rank: int, size: int) -> None:
+    try:
+        host, port = meeting_point()
+    except ValueError:
+        store = _store_by_communicator()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
+        return
+    host = f"[{host}]" if ":" in host else host
+    url = f"tcp://{host}:{port}"
+    dist.init_process_group(backend, url, rank=rank, world_size=size, timeout=LIMIT)
+
+
+def _store_by_communicator() -> dist.TCPStore:
+    """Return a store at rank 0, whose address the ranks learn by a communicator of the package."""
+    with init("auto", timeout=LIMIT.total_seconds()) as comm:
+        hosts = all_gather_object(comm, socket.gethostname())
+        host = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
+        store, address = None, None
+        if comm.rank == 0:
+            store = dist.TCPStore(host, 0, None, True, LIMIT, wait_for_workers=False)
+            address = (host, store.port)
+        host, port = all_gather_object(comm, address)[0]
+        return store or dist.TCPStore(host, port, None, False, LIMIT)
+
+
+def _leave(made: weakref.ref[dist.ProcessGroup]) -> None:
+    """Destroy the default group if it is still the one that was made here."""
+    if dist.is_initialized() and dist.group.WORLD is made():
+        dist.destroy_process_group()
+
+
+# --- nodes -----------------------------------------------------------------------------------
+
+Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+# Groups of ranks cost connections, so each way to divide a default group is made once.
+_pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Pair | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def node_groups(node_size: int | None) -> Pair | None:
+    """Return the group of this rank's node and that of its peers on all nodes; collective.
+
+    Args:
+        node_size: how many consecutive ranks make a node; None: the launcher's local world size,
+            or the ranks of a host.
+
+    Returns:
+        None where every rank is a node.
+
+    Raises:
+        ValueError: nodes differ in their numbers of ranks, or ``node_size`` does not fit.
+    """
+    world = dist.group.WORLD
+    known = _pairs.setdefault(world, {})
+    if node_size not in known:
+        known[node_size] = _make_pair(_nodes(node_size))
+    return known[node_size]
+
+
+def _nodes(node_size: int | None) -> list[list[int]]:
+    size = dist.get_world_size()
+    if node_size is not None:
+        return consecutive(size, node_size)
+    environment = detect()
+    told = environment.launcher != "none" and environment.world_size == size
+    place = Place(
+        socket.gethostname(), environment.local_rank, environment.local_world_size if told else 0
+    )
+    places: list[Place] = [place] * size
+    dist.all_gather_object(places, place)
+    return find_nodes(places)
+
+
+def consecutive(size: int, node_size: int) -> list[list[int]]:
+    """Return the nodes' ranks when so many consecutive ones make a node."""
+    if size % integer("node_size", node_size, 1):
+        raise ValueError(f"node_size must divide the number of ranks, {size}, got {node_size}")
+    return [list(range(start, start + node_size)) for start in range(0, size, node_size)]
+
+
+def find_nodes(places: Sequence[Place]) -> list[list[int]]:
+    """Return the nodes' ranks: what a launcher has told, if its ranks are consecutive, else hosts.
+
+    Several nodes of a launcher may be on one host.
+    """
+    local = places[0].local_world_size
+    if local and all(
+        place.local_world_size == local and place.local_rank == rank % local
+        for rank, place in enumerate(places)
+    ):
+        return consecutive(len(places), local)
+    hosts: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
+    if len({len(ranks) for ranks in hosts.values()}) > 1:
+        counts = ", ".join(f"{host}: {len(ranks)}" for host, ranks in hosts.items())
+        raise ValueError(
+            f"hybrid sharding needs equally many ranks on all nodes, got {counts}; set "
+            "sharding_strategy to FULL_SHARD, which knows no nodes"
+        )
+    return list(hosts.values())
+
+
+def _make_pair(nodes: Sequence[Sequence[int]]) -> Pair | None:
+    if len(nodes[0]) == 1:
+        return None
+    rank = dist.get_rank()
+    shards = [_group(ranks) for ranks in nodes]
+    replicas = [_group(ranks) for ranks in zip(*nodes, strict=True)]
+    node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
+    return shards[node], replicas[nodes[node].index(rank)]
+
+
+def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(list(ranks))

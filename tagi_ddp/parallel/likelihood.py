@@ -1,0 +1,84 @@
+"""The loss of a TAGI network: what observations say of its outputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tagi_ddp.output_updater import OutputUpdater
+from tagi_ddp.sequential_interface import SequentialInterface
+
+
+class GaussianLoss:
+    """Observations of a network's outputs with Gaussian noise, as a loss that has ``backward()``.
+
+    Its value is the negative logarithm of the observations' density, N(mean, variance of the output
+    + variance of the noise), a mean over samples. Backward is the exact inference of the outputs
+    from the observations, and then of the network, layer by layer: tractable approximate Gaussian
+    inference (Goulet, Nguyen and Amiri, JMLR 22, 2021). It belongs to the last forward pass.
+
+    Args:
+        model: a DDPSequential, what `accelerate` returns, or a pytagi Sequential.
+        output: means and variances of the outputs, as the model has returned them.
+        targets: observations of all outputs, [batch, outputs] or flat; NaN is no observation.
+        variance: of the observations' noise; one number, or one for each observation.
+
+    Raises:
+        ValueError: naming the argument, what it got and what it takes.
+    """
+
+    def __init__(
+        self, model: Any, output: tuple[Any, Any], targets: ArrayLike, variance: ArrayLike
+    ) -> None:
+        """Check and keep the observations."""
+        self._model = model
+        self._mean, self._variance = (_flat(part) for part in output)
+        self._samples = len(np.atleast_1d(targets))
+        self._targets = _flat(targets)
+        if len(self._targets) != len(self._mean):
+            raise ValueError(
+                f"targets must have one element for each of {len(self._mean)} outputs, got "
+                f"{len(self._targets)}"
+            )
+        noise = _flat(variance)
+        if len(noise) not in (1, len(self._targets)) or not np.all(noise > 0):
+            raise ValueError(
+                f"variance must be a positive number, or one for each observation, got {variance!r}"
+            )
+        self._noise = np.array(np.broadcast_to(noise, self._targets.shape))
+
+    def item(self) -> float:
+        """Return the mean over this rank's samples; 0 without any."""
+        spread = self._variance.astype(np.float64) + self._noise
+        squares = (self._targets - self._mean) ** 2 / spread
+        terms = (squares + np.log(2 * math.pi * spread)) / 2
+        return float(np.nansum(terms)) / max(self._samples, 1)
+
+    __float__ = item
+
+    def backward(self) -> None:
+        """Compute the deltas that the model's step applies."""
+        model = self._model
+        if isinstance(model, SequentialInterface):
+            OutputUpdater(model).update(self._targets, self._noise)
+        elif len(self._targets):
+            from pytagi.nn import OutputUpdater as EngineUpdater
+
+            updater = EngineUpdater(model.device)
+            updater.update(
+                output_states=model.output_z_buffer,
+                mu_obs=self._targets,
+                var_obs=self._noise,
+                delta_states=model.input_delta_z_buffer,
+            )
+        model.backward()
+
+
+def _flat(value: Any) -> NDArray[np.float32]:
+    """Return a flat array on the host."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return np.asarray(value, np.float32).reshape(-1)

@@ -1,0 +1,59 @@
+"""ParallelMixin: a trainer whose model all processes train together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tagi_ddp.accelerate import accelerate
+from tagi_ddp.environment import detect
+from tagi_ddp.parallel import groups
+from tagi_ddp.parallel.config import ParallelConfig
+from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
+from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig
+from tagi_ddp.parallel.wrappers import dp
+
+
+@dataclass
+class TrainerParallelConfig(BaseTrainerConfig):
+    """The settings of a trainer and of its parallelism."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+ParallelConfigT = TypeVar("ParallelConfigT", bound=TrainerParallelConfig)
+
+
+class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
+    """A trainer for any number of processes: one, or those of a launcher.
+
+    A torch module is moved to the GPU of the local rank, if there is one; a pytagi Sequential stays
+    where it is, and torch computes it where it can. Then `dp` wraps both.
+    """
+
+    def _get_task_model(self, task: TaskT, model: ModelT) -> Any:
+        """Return a wrapped `TaskModel` on its device, of the dtype of the settings."""
+        double = self.config.use_double_weight_precision
+        task_model: TaskModel[ModelT, TaskT, Any, Any] = TaskModel(task, model)
+        if isinstance(model, nn.Module):
+            task_model.to(_device(), torch.float64 if double else None)
+        elif double:
+            raise ValueError(
+                "use_double_weight_precision must be False for a pytagi Sequential, got True: its "
+                "parameters are float32"
+            )
+        elif self._place()[1] == 1 and hasattr(model, "_cpp_backend"):
+            return TaskModel(task, accelerate(model))
+        return dp(task_model, self.config.parallel)
+
+    def _place(self) -> tuple[int, int]:
+        return groups.rank_and_size()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", detect().local_rank % torch.cuda.device_count())

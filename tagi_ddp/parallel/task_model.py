@@ -1,0 +1,83 @@
+"""TaskModel: a task and its model as one module, whose output is the loss."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+ModelT = TypeVar("ModelT")
+TaskT = TypeVar("TaskT")
+Batch = TypeVar("Batch")
+Loss = TypeVar("Loss")
+
+
+class Task:
+    """Base of tasks: what there is to learn, with hooks that do nothing.
+
+    ``model`` is the model that was given to the trainer, or a Sequential's DDPSequential.
+    ``state`` tells where training is. A task that has parameters is a torch.nn.Module as well.
+    ``config.disable_autocast_for_loss``, if a task has that, lets `compute_loss` run under
+    torch.autocast when False.
+    """
+
+    def on_before_forward_step(self, model: Any, batch: Any, state: Any) -> None:
+        """Do something before the model runs."""
+
+    def run_model(self, model: Any, batch: Any, state: Any) -> Any:
+        """Return the model's output for the inputs of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define run_model")
+
+    def on_after_forward_step(self, model: Any, batch: Any, output: Any, state: Any) -> None:
+        """Do something between the model and the loss."""
+
+    def compute_loss(self, model: Any, batch: Any, state: Any, output: Any) -> Any:
+        """Return the loss, a mean over the batch's samples; it has ``backward()``."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute_loss")
+
+    def on_after_compute_loss(
+        self, model: Any, batch: Any, output: Any, loss: Any, state: Any
+    ) -> None:
+        """Do something with the loss."""
+
+
+class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
+    """The module that is wrapped for data parallel training: forward and loss are one call.
+
+    Args:
+        task: what has the methods of `Task`; a module's parameters belong to this one, too.
+        model: a torch.nn.Module, a pytagi Sequential or a DDPSequential.
+    """
+
+    def __init__(self, task: TaskT, model: ModelT) -> None:
+        """Keep both."""
+        super().__init__()
+        self.task = task
+        self.model = model
+
+    def forward(self, batch: Batch, state: Any) -> Loss:
+        """Return the loss of a batch."""
+        task: Any = self.task
+        task.on_before_forward_step(self.model, batch, state)
+        output = task.run_model(self.model, batch, state)
+        task.on_after_forward_step(self.model, batch, output, state)
+        if getattr(getattr(task, "config", None), "disable_autocast_for_loss", True):
+            with torch.autocast(self._device_type(), enabled=False):
+                loss = task.compute_loss(self.model, batch, state, output)
+        else:
+            loss = task.compute_loss(self.model, batch, state, output)
+        task.on_after_compute_loss(self.model, batch, output, loss, state)
+        return loss
+
+    def train(self, mode: bool = True) -> TaskModel[ModelT, TaskT, Batch, Loss]:
+        """Set the mode of training or evaluation, of a Sequential as well."""
+        if not isinstance(self.model, nn.Module):
+            model: Any = self.model
+            model.train() if mode else model.eval()
+        super().train(mode)
+        return self
+
+    def _device_type(self) -> str:
+        parameter = next(self.parameters(), None)
+        return "cpu" if parameter is None else parameter.device.type

@@ -1,0 +1,294 @@
+"""BaseTrainer: epochs and batches for torch modules and pytagi Sequentials, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tagi_ddp.checks import integer
+from tagi_ddp.data import DistributedSampler, reduce_metrics
+from tagi_ddp.parallel.checkpoints import Checkpoints, State
+from tagi_ddp.parallel.config import MISSING, Config
+from tagi_ddp.parallel.shares import Data, check_shares, length_of, take
+from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
+from tagi_ddp.sequential import DDPSequential
+
+EXP_NAME = "${ml.exp_name:null}"  # which means: the name
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclass
+class CheckpointConfig(Config):
+    """When the trainer writes checkpoints, beside the one at the end.
+
+    Args:
+        save_every_n_steps: after every so many steps; None: at the end only.
+        only_save_most_recent: remove the older ones.
+    """
+
+    save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
+    only_save_most_recent: bool = False
+
+
+@dataclass
+class BaseTrainerConfig(Config):
+    """The settings of a trainer.
+
+    Args:
+        name: of the run; must be given.
+        exp_name: of the experiment, whose losses go to ``<exp_name>.jsonl``; by default the name.
+        exp_dir: the folder of all files; must be given.
+        log_dir_name: the folder of losses in ``exp_dir``.
+        use_double_weight_precision: train parameters of float64; for torch modules.
+        checkpoint: when to write checkpoints.
+    """
+
+    name: str = MISSING
+    exp_name: str = EXP_NAME
+    exp_dir: str = MISSING
+    log_dir_name: str = "logs"
+    use_double_weight_precision: bool = False
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+TrainerConfigT = TypeVar("TrainerConfigT", bound=BaseTrainerConfig)
+
+
+class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
+    """Trains a task's model; a context manager, which leaves a Sequential's group at its end.
+
+    Files are ``exp_dir/checkpoints/ckpt.<steps>.pt``, ``ckpt.pt``, a link to the last one, and
+    ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, a line for each epoch.
+
+    Raises ValueError when ``config`` has no name or no folder.
+    """
+
+    def __init__(self, config: TrainerConfigT) -> None:
+        """Check that what must be given is."""
+        for name in ("name", "exp_dir"):
+            if getattr(config, name) == MISSING:
+                raise ValueError(f"{name} must be given: {type(config).__name__}({name}=...)")
+        self.config = config
+        self.exp_name = config.name if config.exp_name == EXP_NAME else config.exp_name
+        self.exp_dir = Path(config.exp_dir)
+        self.log_dir = self.exp_dir / config.log_dir_name
+        self.state = State()
+        self.task_model: Any = None
+        self._checkpoints = Checkpoints(self.exp_dir / "checkpoints")
+        self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
+        self._open = ExitStack()
+
+    def train(
+        self,
+        task: TaskT,
+        model: ModelT,
+        data: Data,
+        *,
+        epochs: int,
+        batch_size: int,
+        optimizer: OptimizerFactory | None = None,
+        seed: int = 0,
+    ) -> list[float]:
+        """Train until ``epochs`` epochs are done, from where ``state`` is; write a checkpoint.
+
+        Each epoch has an order of its own, drawn from ``seed``, the same for any number of ranks,
+        each of which takes its share of every batch. Shares that differ are weighted, so that a
+        step is that of one process on the whole batch if the loss is a mean over samples.
+
+        Args:
+            task: what `TaskModel` takes, like a `Task`.
+            model: a torch module or a pytagi Sequential; trained in place, but for FSDP, whose
+                parameters are in `task_model` and the checkpoints.
+            data: arrays or tensors of one length, like ``(x, y)``, whose slices make a batch, or a
+                torch dataset, whose samples are collated. A torch module gets tensors on its
+                device, floats of its dtype; a Sequential gets what the slices are.
+            epochs: how many there are in all.
+            batch_size: of all ranks together.
+            optimizer: makes one of the parameters, like ``partial(Adam, lr=0.01)``; None for a
+                Sequential, which has `step`.
+            seed: start of the order, the same on all ranks.
+
+        Returns:
+            the mean loss of each epoch, over the samples of all ranks.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what it got and what it takes.
+        """
+        rank, size = self._place()
+        is_module = isinstance(model, nn.Module)
+        if is_module == (optimizer is None):
+            takes = "a function of the parameters" if is_module else "None"
+            raise TypeError(f"optimizer must be {takes} for this model, got {optimizer!r}")
+        integer("epochs", epochs, 0)
+        length = length_of(data)
+        if is_module:
+            check_shares(length, integer("batch_size", batch_size, 1), size)
+        try:
+            task_model = self._prepare(task, model)
+            step = self._step_of(task_model, optimizer)
+            sampler = DistributedSampler(length, size, rank, seed=seed)
+            losses = [
+                self._train_epoch(task_model, step, data, sampler, batch_size)
+                for _ in range(self.state.epoch, epochs)
+            ]
+            self._save(task_model)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return losses
+
+    def evaluate(self, data: Data, *, batch_size: int) -> float:
+        """Return the mean loss of `task_model` over all samples, of all ranks; no training."""
+        if self.task_model is None:
+            raise RuntimeError("evaluate() needs a train() before it")
+        rank, size = self._place()
+        length = length_of(data)
+        if any(True for _ in self.task_model.parameters()):
+            check_shares(length, batch_size, size)
+        sampler = DistributedSampler(length, size, rank, shuffle=False)
+        total = 0.0
+        self.task_model.eval()
+        with torch.no_grad():
+            for share in sampler.batches(batch_size):
+                loss = self.task_model(take(data, share, self.task_model), self.state)
+                total += float(loss) * len(share)
+        return self._sum(total) / length
+
+    def load_checkpoint(self, task: TaskT, model: ModelT, path: str | Path | None = None) -> State:
+        """Load the last checkpoint, or that of ``path``, into a task and a model, before `train`.
+
+        `train` then goes on after its last batch. The optimizer's state is not in it: it starts
+        anew. Returns `state`.
+        """
+        self.state = self._checkpoints.load(task, model, path)
+        return self.state
+
+    def close(self) -> None:
+        """Leave the group of a Sequential; the model stays usable on its own."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> BaseTrainer[TrainerConfigT, ModelT, TaskT]:
+        """Return the trainer itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; after an error the other ranks of a Sequential learn it."""
+        self.task_model, self._of = None, (None, None)
+        self._open.__exit__(kind, error, trace)
+
+    # --- what a mixin changes -----------------------------------------------------------------
+
+    def _get_task_model(self, task: TaskT, model: ModelT) -> Any:
+        """Return a `TaskModel` of both, or what wraps one."""
+        return TaskModel(task, model)
+
+    def _place(self) -> tuple[int, int]:
+        """Return this process's rank and the number of ranks."""
+        return 0, 1
+
+    # --- training -----------------------------------------------------------------------------
+
+    def _prepare(self, task: TaskT, model: ModelT) -> Any:
+        if self._of[0] is not task or self._of[1] is not model:
+            self.close()
+            self.task_model = self._get_task_model(task, model)
+            self._of = task, model
+            network = getattr(self.task_model, "model", None)
+            if isinstance(network, DDPSequential) and network is not model:
+                self._open.enter_context(network)
+        return self.task_model
+
+    def _step_of(self, task_model: Any, factory: OptimizerFactory | None) -> Callable[[Any], None]:
+        """Return what follows a loss: backward, and the update."""
+        if factory is None:
+
+            def step(loss: Any) -> None:
+                loss.backward()
+                task_model.model.step()
+
+            return step
+        optimizer = factory(task_model.parameters())
+
+        def descend(loss: Any) -> None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        return descend
+
+    def _train_epoch(
+        self,
+        task_model: Any,
+        step: Callable[[Any], None],
+        data: Data,
+        sampler: DistributedSampler,
+        batch_size: int,
+    ) -> float:
+        """Train on what is left of an epoch; return the mean loss."""
+        state, length = self.state, length_of(data)
+        sampler.set_epoch(state.epoch)
+        begin = state.num_samples % length if length else 0
+        total, is_module = 0.0, any(True for _ in task_model.parameters())
+        task_model.train()
+        for share, samples in self._shares(sampler, batch_size, length, begin):
+            loss = task_model(take(data, share, task_model), state)
+            weight = len(share) * sampler.num_replicas / samples
+            step(loss * weight if is_module and weight != 1 else loss)
+            total = total + (loss.detach() if is_module else float(loss)) * len(share)
+            state.num_steps += 1
+            state.num_samples += samples
+            self._after_step(task_model)
+        mean = self._sum(float(total)) / max(length - begin, 1)
+        state.epoch += 1
+        self._log(mean)
+        return mean
+
+    def _shares(
+        self, sampler: DistributedSampler, batch_size: int, length: int, begin: int
+    ) -> Iterator[tuple[Any, int]]:
+        """Return this rank's slices of the batches from a sample on, and the batches' sizes."""
+        for number, share in enumerate(sampler.batches(batch_size)):
+            start = number * batch_size
+            if start >= begin:
+                yield share, min(batch_size, length - start)
+
+    def _after_step(self, task_model: Any) -> None:
+        every = self.config.checkpoint.save_every_n_steps
+        if every and self.state.num_steps % every == 0:
+            self._save(task_model)
+
+    def _save(self, task_model: Any) -> None:
+        only_last = self.config.checkpoint.only_save_most_recent
+        self._checkpoints.save(task_model, self.state, only_last)
+
+    def _sum(self, value: float) -> float:
+        """Return the sum of all ranks' values."""
+        if self._place()[1] == 1:
+            return value
+        network = getattr(self.task_model, "model", None)
+        if isinstance(network, DDPSequential):
+            return float(reduce_metrics(network.communicator, value, 1)) * self._place()[1]
+        device = next(self.task_model.parameters()).device
+        tensor = torch.tensor([value], dtype=torch.float64, device=device)
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def _log(self, loss: float) -> None:
+        if self._place()[0] == 0:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            with open(self.log_dir / f"{self.exp_name}.jsonl", "a") as file:
+                file.write(json.dumps({**asdict(self.state), "loss": loss}) + "\n")

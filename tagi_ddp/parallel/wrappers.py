@@ -1,0 +1,205 @@
+"""`dp`, `ddp` and `fsdp`: a model that all ranks train together, of torch or of pytagi."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from tagi_ddp.config import DDPConfig
+from tagi_ddp.parallel import groups
+from tagi_ddp.parallel.config import ParallelConfig
+from tagi_ddp.parallel.task_model import TaskModel
+from tagi_ddp.sequential import DDPSequential
+
+T = TypeVar("T")
+
+# They shard between the ranks of a node, and replicate between nodes.
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def dp(
+    model: T, cfg: ParallelConfig, *, node_size: int | None = None
+) -> T | DistributedDataParallel | FullyShardedDataParallel:
+    """Wrap a model for data parallel training, if necessary; a collective call.
+
+    The number of processes is that of torch's default group, if it is initialised, else the
+    launcher's: torchrun, mpirun, srun and ``tagi-ddp run`` count.
+
+    Args:
+        model: a torch.nn.Module; a pytagi Sequential; or a `TaskModel` over one of them.
+        cfg: the settings.
+        node_size: for FSDP's hybrid strategies: how many consecutive ranks make a node; None: the
+            launcher's local world size, or the ranks of a host.
+
+    Returns:
+        the same object if there is one process, else what `fsdp` (if ``cfg.use_fsdp``) or `ddp`
+        returns.
+
+    Raises:
+        TypeError, ValueError: a Sequential cannot do what the settings ask for.
+        RuntimeError: torch.distributed could not be initialised; the text says how to.
+    """
+    if groups.rank_and_size()[1] == 1:
+        return model
+    return fsdp(model, cfg, node_size=node_size) if cfg.use_fsdp else ddp(model, cfg)
+
+
+def ddp(model: Any, cfg: ParallelConfig) -> Any:
+    """Return a model of which every rank has all; a collective call.
+
+    A torch module becomes torch's DistributedDataParallel on the default group, which is
+    initialised if need be. Gradients are averaged: a loss that is a mean over samples gives, with
+    equal shares, what one process gives on the union of the shares. Buffers like running statistics
+    are rank 0's, as of each forward.
+
+    A Sequential becomes a DDPSequential that sums deltas, which reproduces one process on the union
+    of any shares. Without torch's default group it finds the ranks by itself. A TaskModel over a
+    Sequential is returned as another one over the DDPSequential.
+    """
+    if (bare := _sequential(model)) is not None:
+        return _around(model, _wrap_sequential(bare, cfg, sharded=False))
+    groups.initialise()
+    return DistributedDataParallel(model, init_sync=cfg.sync_module_states)
+
+
+def fsdp(model: Any, cfg: ParallelConfig, *, node_size: int | None = None) -> Any:
+    """Return a model of which every rank keeps a part; a collective call.
+
+    A torch module becomes one unit of torch's FullyShardedDataParallel, with the parameters' own
+    names; where the module is, it is computed. For finer units give parts of it to `fsdp` before.
+    Hybrid strategies shard between the ranks of a node, all others between all ranks. Buffers stay
+    each rank's own. Make the optimizer of what this returns; accumulate gradients by its
+    ``no_sync()``.
+
+    A Sequential becomes a DDPSequential each rank of which computes the update of its part of the
+    parameters; with NO_SHARD that of `ddp`. The result is the same, bit for bit.
+    """
+    if (bare := _sequential(model)) is not None:
+        sharded = cfg.sharding_strategy != ShardingStrategy.NO_SHARD
+        return _around(model, _wrap_sequential(bare, cfg, sharded))
+    groups.initialise()
+    if cfg.sync_module_states:
+        _take_from_rank_0(model)
+    strategy, group = _strategy_and_group(cfg.sharding_strategy, node_size)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    offload = cfg.cpu_offload and device.type != "cpu"  # torch would ask for pinned memory
+    with _without_advice():
+        wrapped = FullyShardedDataParallel(
+            model,
+            process_group=group,
+            sharding_strategy=strategy,
+            cpu_offload=CPUOffload(offload_params=offload),
+            device_id=device,
+            use_orig_params=True,
+        )
+    if offload:
+        refuse_lost_gradients(wrapped)
+    return wrapped
+
+
+# --- torch's modules -------------------------------------------------------------------------
+
+
+def _strategy_and_group(strategy: ShardingStrategy, node_size: int | None) -> tuple[Any, Any]:
+    """Return what torch is to do, and between which ranks, so that all end with equal parameters.
+
+    FSDP of a group of one rank would synchronise with nobody.
+    """
+    if dist.get_world_size() == 1:
+        return ShardingStrategy.NO_SHARD, dist.group.WORLD
+    if strategy not in _HYBRID:
+        return strategy, dist.group.WORLD
+    pair = groups.node_groups(node_size)
+    return (ShardingStrategy.NO_SHARD, dist.group.WORLD) if pair is None else (strategy, pair)
+
+
+def _take_from_rank_0(model: nn.Module) -> None:
+    """Copy rank 0's parameters and buffers, but for those of parts that are sharded already."""
+    if isinstance(model, FullyShardedDataParallel):
+        return
+    own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+    for tensor in own:
+        dist.broadcast(tensor.detach(), 0)
+    for child in model.children():
+        _take_from_rank_0(child)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep torch from telling those who chose NO_SHARD that they could have chosen DDP."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
+        yield
+
+
+def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
+    """Let backward raise where reduced gradients are to be added to and torch would replace them.
+
+    With parameters offloaded to the CPU torch adds up gradients under ``no_sync()`` only.
+    """
+    reduced = False
+
+    def before_backward(*_: Any) -> None:
+        nonlocal reduced
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if reduced and any(bool(grad.any()) for grad in grads):
+            raise RuntimeError(
+                "with cpu_offload a second backward() would replace the gradients of the first: "
+                "put all but the last of a step under model.no_sync(), and call zero_grad() after "
+                "each step"
+            )
+        reduced = model._sync_gradients
+
+    model.register_full_backward_pre_hook(before_backward)
+
+
+# --- pytagi's Sequential ---------------------------------------------------------------------
+
+
+def _sequential(model: Any) -> Any:
+    """Return the Sequential that is meant; None if it is a torch module."""
+    bare = model.model if isinstance(model, TaskModel) else model
+    if isinstance(bare, nn.Module):
+        return None
+    if not hasattr(bare, "_cpp_backend"):
+        raise TypeError(
+            "model must be a torch.nn.Module, a pytagi Sequential or a TaskModel over one of them, "
+            f"got {'a TaskModel over ' * (bare is not model)}a {type(bare).__name__}"
+        )
+    if bare is not model and any(True for _ in model.parameters()):
+        raise ValueError(
+            "task has parameters of torch beside a pytagi Sequential, which would not be "
+            "synchronised: leave them out"
+        )
+    return bare
+
+
+def _around(model: Any, wrapped: DDPSequential) -> Any:
+    return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped
+
+
+def _wrap_sequential(model: Any, cfg: ParallelConfig, sharded: bool) -> DDPSequential:
+    if cfg.cpu_offload:
+        raise ValueError(
+            "cpu_offload must be False for a pytagi Sequential, got True: its parameters have one "
+            "place, and it has no optimizer's state"
+        )
+    if not cfg.sync_module_states:
+        raise ValueError(
+            "sync_module_states must be True for a pytagi Sequential, got False: a DDPSequential "
+            "always begins with rank 0's parameters"
+        )
+    if dist.is_available() and dist.is_initialized():
+        from tagi_ddp.sharding.groups import communicator  # one for each group, kept with it
+
+        found = communicator(dist.group.WORLD, torch.device("cpu"))
+        return DDPSequential(model, average=False, communicator=found, sharded=sharded)
+    return DDPSequential(model, DDPConfig.from_env(), average=False, sharded=sharded)
