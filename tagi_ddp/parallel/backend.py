@@ -18,9 +18,9 @@ _CARRIERS = ("auto", "shm", "mpi", "gloo")
 
 
 def register() -> None:
-    """Make the backend known to torch, for tensors on the CPU."""
+    """Make the backend known to torch."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:

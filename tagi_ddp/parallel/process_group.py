@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import Work
+from tagi_ddp.communicators.nccl.create import create
+from tagi_ddp.parallel.operations import Flat, OperationWork, share_memory
 
 NAME = "tagi_ddp"
 _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
@@ -22,14 +21,16 @@ _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
 class ProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed whose collectives run on a communicator.
 
-    Tensors live on the communicator's device; any may be a view. Reductions are sum, average,
-    minimum and maximum; bools and complex numbers travel as the integers and floats behind them.
+    Tensors of the CPU travel over it, those of a GPU over NCCL, and nobody waits for these but
+    their stream. Any may be a view. Reductions are sum, average, minimum and maximum; bools and
+    complex numbers travel as the integers and floats behind them.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         """Serve the ranks of ``communicator``, which is closed with the group."""
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
+        self._on_device: Communicator | None = None
 
     def getBackendName(self) -> str:
         """Return the backend's name."""
@@ -50,9 +51,9 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce each tensor in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        flats = [_Flat(tensor) for tensor in tensors]
+        flats = [Flat(tensor) for tensor in tensors]
         works = [
-            self.communicator.all_reduce(flat.data, self._reduction(opts, flat), async_op=True)
+            self._for(flat.data).all_reduce(flat.data, self._reduction(opts, flat), async_op=True)
             for flat in flats
         ]
         return self._under_way(works, tensors, flats)
@@ -67,10 +68,10 @@ class ProcessGroup(dist.ProcessGroup):
         root = self.rank() == opts.rootRank
         works, flats = [], []
         for tensor in tensors:
-            flat = _Flat(tensor)
+            flat = Flat(tensor)
             op = self._reduction(opts, flat)
             result = flat.data if root else torch.empty_like(flat.data)
-            works.append(self.communicator.all_reduce(flat.data, op, out=result, async_op=True))
+            works.append(self._for(flat.data).all_reduce(flat.data, op, out=result, async_op=True))
             flats += [flat] if root else []
         return self._under_way(works, tensors, flats)
 
@@ -80,23 +81,23 @@ class ProcessGroup(dist.ProcessGroup):
         """Reduce lists of tensors, one for each rank, and leave each rank its own."""
         works, flats = [], []
         for output, parts in zip(outputs, inputs, strict=True):
-            flat = _Flat(output, read=False)
+            flat = Flat(output, read=False)
             op = self._reduction(opts, flat)
-            whole = torch.cat([_Flat(part).data for part in parts])
-            counts = [_Flat(part).data.numel() for part in parts]
+            whole = torch.cat([Flat(part).data for part in parts])
+            counts = [Flat(part).data.numel() for part in parts]
             works.append(
-                self.communicator.reduce_scatter(whole, flat.data, counts, op, async_op=True)
+                self._for(whole).reduce_scatter(whole, flat.data, counts, op, async_op=True)
             )
             flats.append(flat)
         return self._under_way(works, outputs, flats)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
         """Reduce one tensor, equal slices of which are for the ranks."""
-        flat, source = _Flat(output, read=False), _Flat(whole).data
-        if _share_memory(output, whole):  # which communicators do not allow
+        flat, source = Flat(output, read=False), Flat(whole).data
+        if share_memory(output, whole):  # which communicators do not allow
             flat.arrives(torch.empty_like(flat.data))
         op = self._reduction(opts, flat)
-        work = self.communicator.reduce_scatter(source, flat.data, None, op, async_op=True)
+        work = self._for(source).reduce_scatter(source, flat.data, None, op, async_op=True)
         return self._under_way([work], [output], [flat])
 
     reduce_scatter_single = _reduce_scatter_base
@@ -114,9 +115,10 @@ class ProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         """Copy the root's tensors to all ranks."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        flats = [_Flat(tensor) for tensor in tensors]
+        flats = [Flat(tensor) for tensor in tensors]
         works = [
-            self.communicator.broadcast(flat.data, opts.rootRank, async_op=True) for flat in flats
+            self._for(flat.data).broadcast(flat.data, opts.rootRank, async_op=True)
+            for flat in flats
         ]
         return self._under_way(works, tensors, flats)
 
@@ -126,10 +128,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Copy every rank's tensor into the lists of all; sizes may differ between ranks."""
         works, flats = [], []
         for parts, tensor in zip(outputs, inputs, strict=True):
-            source, parts = _Flat(tensor).data, [_Flat(part, read=False) for part in parts]
+            source, parts = Flat(tensor).data, [Flat(part, read=False) for part in parts]
             counts = [part.data.numel() for part in parts]
             whole = source.new_empty(sum(counts))
-            works.append(self.communicator.all_gather(source, whole, counts, async_op=True))
+            works.append(self._for(source).all_gather(source, whole, counts, async_op=True))
             for part, data in zip(parts, whole.split(counts), strict=True):
                 part.arrives(data)
             flats += parts
@@ -137,10 +139,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Put every rank's tensor into one, in rank order."""
-        flat, source = _Flat(output, read=False), _Flat(tensor).data
-        if _share_memory(output, tensor):
+        flat, source = Flat(output, read=False), Flat(tensor).data
+        if share_memory(output, tensor):
             source = source.clone()
-        work = self.communicator.all_gather(source, flat.data, async_op=True)
+        work = self._for(source).all_gather(source, flat.data, async_op=True)
         return self._under_way([work], [output], [flat])
 
     all_gather_single = _allgather_base
@@ -179,8 +181,8 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> dist.Work:
         """Send slices of the first dimension to the ranks; no splits: equal slices."""
-        flat, source = _Flat(output, read=False), _Flat(tensor).data
-        work = self.communicator.all_to_all(
+        flat, source = Flat(output, read=False), Flat(tensor).data
+        work = self._for(source).all_to_all(
             source,
             flat.data,
             _elements(input_splits, tensor, source),
@@ -195,11 +197,11 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Send a tensor to each rank; sizes may differ."""
-        flats = [_Flat(output, read=False) for output in outputs]
-        sources = [_Flat(tensor).data for tensor in inputs]
+        flats = [Flat(output, read=False) for output in outputs]
+        sources = [Flat(tensor).data for tensor in inputs]
         received = [flat.data.numel() for flat in flats]
         whole = flats[0].data.new_empty(sum(received))
-        work = self.communicator.all_to_all(
+        work = self._for(whole).all_to_all(
             torch.cat(sources), whole, [s.numel() for s in sources], received, async_op=True
         )
         for flat, data in zip(flats, whole.split(received), strict=True):
@@ -208,14 +210,20 @@ class ProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
         """Send each tensor to a rank."""
-        flats = [_Flat(tensor) for tensor in tensors]
-        works = [self.communicator.send(flat.data, rank, tag, async_op=True) for flat in flats]
+        flats = [Flat(tensor) for tensor in tensors]
+        works = [
+            self._for(flat.data, connects=False).send(flat.data, rank, tag, async_op=True)
+            for flat in flats
+        ]
         return self._under_way(works, tensors, [])
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
         """Receive each tensor from a rank."""
-        flats = [_Flat(tensor, read=False) for tensor in tensors]
-        works = [self.communicator.recv(flat.data, rank, tag, async_op=True) for flat in flats]
+        flats = [Flat(tensor, read=False) for tensor in tensors]
+        works = [
+            self._for(flat.data, connects=False).recv(flat.data, rank, tag, async_op=True)
+            for flat in flats
+        ]
         return self._under_way(works, tensors, flats)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
@@ -224,20 +232,47 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait until all ranks have come."""
-        self.communicator.barrier()
+        for communicator in self._communicators():
+            communicator.barrier()
         return self._under_way([], [], [])
 
     # --- the end ------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self.communicator.close()
+        for communicator in self._communicators():
+            communicator.close()
 
     def abort(self) -> None:
         """Give up: ranks that wait get PeerLost."""
-        self.communicator.abort("torch.distributed aborted the group")
+        for communicator in self._communicators():
+            communicator.abort("torch.distributed aborted the group")
 
-    def _reduction(self, opts: Any, result: _Flat) -> Any:
+    # --- who carries what ---------------------------------------------------------------------
+
+    def _communicators(self) -> list[Communicator]:
+        return [each for each in (self._on_device, self.communicator) if each is not None]
+
+    def _for(self, tensor: Tensor, connects: bool = True) -> Communicator:
+        """Return what carries ``tensor``; for a device, by NCCL, which the first call connects."""
+        if not tensor.is_cuda:
+            return self.communicator
+        if self._on_device is None:
+            if not connects:
+                raise RuntimeError(
+                    "the first operation on GPUs connects all ranks of the group, and a message is "
+                    "of two: all_reduce something on the GPU before"
+                )
+            self._on_device = create(
+                self.rank(),
+                self.size(),
+                (tensor.device.index, 0),
+                self.communicator.timeout,
+                lambda own: all_gather_object(self.communicator, own),
+            )
+        return self._on_device
+
+    def _reduction(self, opts: Any, result: Flat) -> Any:
         """Return the communicator's name of torch's reduction; integers it does not average."""
         asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         name = str(getattr(asked, "op", asked)).rpartition(".")[2]
@@ -254,92 +289,9 @@ class ProcessGroup(dist.ProcessGroup):
         self,
         works: Sequence[Work | dist.Work | None],
         tensors: Sequence[Tensor],
-        flats: Iterable[_Flat],
-    ) -> _Work:
-        return _Work(works, list(tensors), list(flats))
-
-
-class _Flat:
-    """A tensor's elements as a flat tensor that a communicator takes: its memory, or a copy."""
-
-    def __init__(self, tensor: Tensor, read: bool = True) -> None:
-        """``read``: whether the elements are used, and not only written."""
-        plain = tensor.detach()
-        if plain.is_complex():
-            plain = torch.view_as_real(plain)
-        elif plain.dtype == torch.bool:
-            plain = plain.view(torch.uint8)
-        self._target = plain
-        self._copied = not plain.is_contiguous()
-        if self._copied:
-            plain = plain.contiguous() if read else plain.new_empty(plain.shape)
-        self.data = plain.view(-1)
-        self.divisor = 1  # of what arrives, integers, whose quotients are truncated
-
-    def arrives(self, data: Tensor) -> None:
-        """Take what will be in ``data``."""
-        self.data, self._copied = data, True
-
-    def store(self) -> None:
-        """Write what has arrived to the tensor, if it is not there."""
-        if self.divisor != 1:
-            self.data.div_(self.divisor, rounding_mode="trunc")
-        if self._copied:
-            self._target.copy_(self.data.view(self._target.shape))
-
-
-class _Work(dist.Work):
-    """What torch gets of operations under way."""
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        tensors: list[Tensor],
-        flats: list[_Flat],
-    ) -> None:
-        super().__init__()
-        self._works = [work for work in works if work is not None]
-        self._tensors = tensors
-        self._flats = flats
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the results are there; raise what has gone wrong."""
-        limit = timeout.total_seconds() if timeout else None  # torch's 0: no other limit
-        with self._lock:
-            while self._works:
-                work = self._works[0]
-                work.wait(timeout) if isinstance(work, dist.Work) else work.wait(limit)
-                del self._works[0]
-            while self._flats:
-                self._flats.pop().store()
-        return True
-
-    def is_completed(self) -> bool:
-        """Tell whether the results are there, or it has failed."""
-        return all(
-            work.is_completed() if isinstance(work, dist.Work) else work.done()
-            for work in list(self._works)
-        )
-
-    def result(self) -> list[Tensor]:
-        """Return the tensors."""
-        return self._tensors
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """Wait, and return a future of the tensors that is complete.
-
-        Python cannot put an error into a future that C++, like DistributedDataParallel's, looks at:
-        it is raised here.
-        """
-        self.wait()
-        future: Future[list[Tensor]] = Future()
-        future.set_result(self._tensors)
-        return future
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        flats: Iterable[Flat],
+    ) -> OperationWork:
+        return OperationWork(works, list(tensors), list(flats))
 
 
 def _elements(splits: Sequence[int], tensor: Tensor, flat: Tensor) -> list[int] | None:

@@ -6,14 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rank_pool import worker_environment
+import pytest
+from rank_pool import mpirun, worker_environment
+
+LAUNCHERS = {
+    "shm": lambda: [sys.executable, "-m", "tagi_ddp", "run", "-n", "2"],
+    "mpi": lambda: [*mpirun(2), sys.executable],
+}
 
 
-def test_a_fit_gives_gloos_result() -> None:
+@pytest.mark.parametrize("carrier", LAUNCHERS)
+def test_a_fit_gives_gloos_result(carrier: str) -> None:
     script = Path(__file__).with_name("lightning_fit.py")
     done = subprocess.run(
-        [sys.executable, "-m", "tagi_ddp", "run", "-n", "2", str(script)],
-        env=worker_environment({}),
+        [*LAUNCHERS[carrier](), str(script)],
+        env=worker_environment({"TAGI_DDP_TORCH_CARRIER": carrier}),
         capture_output=True,
         text=True,
         timeout=120,

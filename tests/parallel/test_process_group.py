@@ -154,6 +154,36 @@ def test_between_hosts(mpi: RankPool, carrier: str, tmp_path: Path) -> None:
         same(ours, gloo)
 
 
+def over_nccl(comm: Any, path: str) -> Any:
+    """Collectives of tensors that the stand-in takes for a device's, on a group over NCCL."""
+    from tagi_ddp.parallel import ProcessGroup
+
+    dist.Backend.register_backend(
+        "over_nccl", lambda *_: ProcessGroup(comm), devices=["cpu", "cuda"]
+    )
+    results = []
+    for backend in ("gloo", "over_nccl"):
+        dist.init_process_group(
+            backend, f"file://{path}.{backend}", rank=comm.rank, world_size=comm.size
+        )
+        torch.manual_seed(comm.rank)
+        results.append([collectives(), train(ddp)])
+        if backend == "gloo":
+            dist.destroy_process_group()
+    return results
+
+
+def test_over_the_stand_in_for_nccl(stand_in: dict[str, str], tmp_path: Path) -> None:
+    pool = RankPool("nccl", 2, environment=stand_in)
+    try:
+        answers = pool.run(over_nccl, str(tmp_path / "f"), limit=60)
+    finally:
+        pool.kill()
+        pool.close()
+    for gloo, ours in answers:
+        same(ours, gloo)
+
+
 # --- torch's own data parallelism ------------------------------------------------------------
 
 
@@ -197,8 +227,10 @@ def test_torchs_wrappers(shm: RankPool, wrap: Callable[..., Any], tmp_path: Path
         same(ours, gloo)
 
 
-def test_ddp_over_mpi(mpi: RankPool, tmp_path: Path) -> None:
-    for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), "mpi", train, ddp, limit=60):
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("wrap", [ddp, fsdp, fsdp2])
+def test_torchs_wrappers_over_mpi(mpi: RankPool, wrap: Callable[..., Any], tmp_path: Path) -> None:
+    for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), "mpi", train, wrap, limit=60):
         same(ours, gloo)
 
 
