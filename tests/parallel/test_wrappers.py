@@ -1,0 +1,272 @@
+"""Torch modules under ddp and fsdp: every strategy is serial training on the union batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from parallel.torch_group import assert_equal_on_all, torch_group
+from tagi_ddp.parallel import ParallelConfig, Task, TaskModel, ddp, dp, fsdp, full_state_dict
+from tagi_ddp.parallel.groups import Place, consecutive, find_nodes, node_groups
+from tagi_ddp.parallel.wrappers import refuse_lost_gradients
+
+STEPS, SAMPLES = 3, 8
+STRATEGIES = list(ShardingStrategy)
+ACCUMULATIONS = ("none", "no_sync", "plain")
+
+
+class Squares(Task):
+    def run_model(self, model: Any, batch: Any, state: Any) -> Tensor:
+        return model(batch[0])
+
+    def compute_loss(self, model: Any, batch: Any, state: Any, output: Tensor) -> Tensor:
+        return (output - batch[1]).square().mean()
+
+
+def make(seed: int) -> nn.Module:
+    """An odd number of parameters, a buffer, and a task."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    model.register_buffer("offset", torch.randn(3, dtype=torch.float64))
+    return TaskModel(Squares(), model)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(7)
+    return [
+        (torch.randn(SAMPLES, 5).double(), torch.randn(SAMPLES, 3).double()) for _ in range(STEPS)
+    ]
+
+
+def train(model: nn.Module, rank: int, size: int, accumulation: str) -> None:
+    """Train on a rank's shares, each in one piece or in two."""
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for x, y in batches():
+        optimizer.zero_grad()
+        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+        if accumulation != "none":
+            waiting: Any = getattr(model, "no_sync", contextlib.nullcontext)
+            half = len(x) // 2
+            with waiting() if accumulation == "no_sync" else contextlib.nullcontext():
+                (model((x[:half], y[:half]), None) / 2).backward()
+            (model((x[half:], y[half:]), None) / 2).backward()
+        else:
+            model((x, y), None).backward()
+        optimizer.step()
+
+
+def check(comm: Any, model: nn.Module, expected: nn.Module, what: str) -> None:
+    """Compare the gathered parameters with serial training's, and the ranks with each other."""
+    state = full_state_dict(model)
+    assert bool(state) == (comm.rank == 0)
+    plain = make(99)
+    if comm.rank == 0:
+        plain.load_state_dict(state, strict=True)
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=what)
+    if isinstance(model, FullyShardedDataParallel):
+        gathered = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    else:
+        gathered = contextlib.nullcontext()
+    with gathered:
+        tensors = [p.detach().clone() for p in model.parameters()]
+    assert sum(t.numel() for t in tensors) == sum(p.numel() for p in plain.parameters())
+    assert_equal_on_all(comm, tensors)
+
+
+def train_all(comm: Any, path: str, sync: bool) -> int:
+    """Train by every strategy, with and without offloading, in one and in several pieces."""
+    expected = make(0)
+    train(expected, 0, 1, "none")
+    tried = 0
+    seed = comm.rank if sync else 0  # rank 0's weights win
+
+    def attempt(wrap: Callable[[nn.Module], nn.Module], accumulation: str, what: str) -> None:
+        nonlocal tried
+        model = wrap(make(seed))
+        train(model, comm.rank, comm.size, accumulation)
+        check(comm, model, expected, f"{what} {accumulation}")
+        tried += 1
+
+    with torch_group(comm, path):
+        for accumulation in ACCUMULATIONS:
+            config = ParallelConfig(sync_module_states=sync)
+            attempt(lambda model, config=config: ddp(model, config), accumulation, "ddp")
+        for strategy in STRATEGIES:
+            hybrid = "HYBRID" in strategy.name
+            for node_size in (1, 2, comm.size) if hybrid and comm.size == 4 else (None,):
+                for accumulation in ACCUMULATIONS:
+                    offload = accumulation == "no_sync"
+                    config = ParallelConfig(True, offload, strategy, sync)
+                    attempt(
+                        lambda model, config=config, node_size=node_size: fsdp(
+                            model, config, node_size=node_size
+                        ),
+                        accumulation,
+                        f"{strategy} nodes of {node_size}",
+                    )
+    return tried
+
+
+@pytest.mark.parametrize(("size", "sync"), [(1, True), (2, True), (2, False), (4, True)])
+def test_training_is_serial_training(
+    shm: RankPool, size: int, sync: bool, tmp_path: Path
+) -> None:
+    tried = shm.run(train_all, str(tmp_path / "f"), sync, size=size, limit=90)
+    assert tried == [3 + 3 * (9 if size == 4 else 5)] * size
+
+
+def begin(comm: Any, path: str) -> None:
+    """Look at parameters and buffers before any training."""
+    with torch_group(comm, path):
+        for sync in (True, False):
+            for wrap in (ddp, fsdp):
+                for strategy in STRATEGIES if wrap is fsdp else STRATEGIES[:1]:
+                    config = ParallelConfig(False, False, strategy, sync)
+                    wrapped = wrap(make(comm.rank), config)
+                    kind = DistributedDataParallel if wrap is ddp else FullyShardedDataParallel
+                    assert type(wrapped) is kind
+                    shown = make(0 if sync else comm.rank)
+                    buffers = [*wrapped.buffers()]
+                    assert torch.equal(buffers[0], next(shown.buffers())) or (
+                        wrap is ddp and not sync  # whose buffers are always rank 0's
+                    )
+                    whole = wrap is ddp or strategy is ShardingStrategy.NO_SHARD
+                    if whole:
+                        for one, other in zip(
+                            wrapped.parameters(), shown.parameters(), strict=True
+                        ):
+                            assert torch.equal(one, other)
+                    else:
+                        own = sum(p.numel() for p in wrapped.parameters())
+                        all_of_it = sum(p.numel() for p in shown.parameters())
+                        assert own < all_of_it
+
+
+def test_what_training_begins_with(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(begin, str(tmp_path / "f"), size=2)
+
+
+def nested(comm: Any, path: str) -> None:
+    """Wrap parts before the whole, and count the groups that nodes make."""
+    expected = make(0)
+    train(expected, 0, 1, "none")
+    with torch_group(comm, path):
+        made = []
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
+            config = ParallelConfig(True, sharding_strategy=strategy)
+            for _ in range(2):
+                model = make(comm.rank)
+                model.model[0] = fsdp(model.model[0], config, node_size=2)
+                wrapped = fsdp(model, config, node_size=2)
+                train(wrapped, comm.rank, comm.size, "none")
+                check(comm, wrapped, expected, "nested")
+                made.append(len(dist.distributed_c10d._world.pg_map))
+        assert made[2] == made[3] > made[1] == made[0] == 1
+        shard, replicate = node_groups(2)
+        assert (shard.size(), replicate.size()) == (2, 2)
+        assert dist.get_process_group_ranks(shard) == [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]
+        assert dist.get_process_group_ranks(replicate) == [comm.rank % 2, comm.rank % 2 + 2]
+        assert node_groups(1) is None
+        with pytest.raises(ValueError, match="node_size must divide the number of ranks, 4, got 3"):
+            node_groups(3)
+
+
+def test_parts_and_nodes(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(nested, str(tmp_path / "f"), size=4)
+
+
+def world_of_one(comm: Any, path: str) -> None:
+    model, config = nn.Linear(2, 2), ParallelConfig(use_fsdp=True)
+    assert dp(model, config) is model
+    launcher = {"TAGI_DDP_RANK": "0", "TAGI_DDP_WORLD_SIZE": "2", "TAGI_DDP_LOCAL_RANK": "0"}
+    launcher["TAGI_DDP_LOCAL_WORLD_SIZE"] = "2"
+    with torch_group(comm, path):
+        os.environ.update(launcher)  # another size than the group's, which counts
+        try:
+            assert dp(model, config) is model
+        finally:
+            for name in launcher:
+                del os.environ[name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert isinstance(fsdp(nn.Linear(2, 2), config), FullyShardedDataParallel)
+
+
+def choose(comm: Any, path: str) -> None:
+    with torch_group(comm, path):
+        kinds = [type(dp(nn.Linear(2, 2), ParallelConfig(use))) for use in (False, True)]
+        assert kinds == [DistributedDataParallel, FullyShardedDataParallel]
+
+
+def test_dp(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(world_of_one, str(tmp_path / "one"), size=1)
+    shm.run(choose, str(tmp_path / "two"), size=2)
+
+
+def lost(comm: Any, path: str) -> None:
+    """Go on from gradients that torch, offloading, would replace."""
+    x, y = batches()[0]
+    with torch_group(comm, path):
+        model = fsdp(make(0), ParallelConfig(True))
+        refuse_lost_gradients(model)
+        for set_to_none in (True, False):
+            train(model, comm.rank, comm.size, "no_sync")
+            model.zero_grad(set_to_none)
+            model((x, y), None).backward()
+            model.zero_grad(set_to_none)
+        model((x, y), None).backward()
+        with pytest.raises(RuntimeError, match="with cpu_offload a second backward"):
+            model((x, y), None).backward()
+
+
+def test_gradients_that_offloading_would_lose(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(lost, str(tmp_path / "f"), size=2)
+
+
+# --- nodes -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.booleans(), st.randoms())
+def test_nodes_are_found(nodes: int, local: int, told: bool, random: Any) -> None:
+    places = [Place(f"h{n}", i, local if told else 0) for n in range(nodes) for i in range(local)]
+    blocks = consecutive(len(places), local)
+    assert find_nodes(places) == blocks
+    if told:  # several nodes of a launcher on one host
+        assert find_nodes([place._replace(host="h") for place in places]) == blocks
+    random.shuffle(places)  # as a launcher does that goes round the nodes
+    found = find_nodes(places)
+    assert sorted(rank for ranks in found for rank in ranks) == list(range(len(places)))
+    if sorted(map(tuple, found)) != sorted(map(tuple, blocks)):
+        for ranks in found:
+            assert len({places[rank].host for rank in ranks}) == 1
+    assert {len(ranks) for ranks in found} == {local}
+
+
+def test_uneven_nodes_are_refused() -> None:
+    places = [Place(host, 0, 0) for host in ("a", "a", "b")]
+    with pytest.raises(ValueError, match="equally many ranks on all nodes, got a: 2, b: 1"):
+        find_nodes(places)
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp])
+def test_what_is_no_model(wrap: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, .*, got a SimpleNamesp"):
+        wrap(SimpleNamespace(), ParallelConfig())
+    with pytest.raises(TypeError, match="got a TaskModel over a int"):
+        wrap(TaskModel(Task(), 3), ParallelConfig())
