@@ -51,6 +51,7 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"ckpt.{state.num_steps}.pt"
         unfinished = self._folder / f".{path.name}"
+        unfinished.unlink(missing_ok=True)
         torch.save(parts, unfinished)
         os.replace(unfinished, path)
         unfinished.symlink_to(path.name)

@@ -23,7 +23,7 @@ class GaussianLoss:
     Args:
         model: a DDPSequential, what `accelerate` returns, or a pytagi Sequential.
         output: means and variances of the outputs, as the model has returned them.
-        targets: observations of all outputs, [batch, outputs] or flat; NaN is no observation.
+        targets: observations, [batch, outputs], or [batch] of one output; NaN is no observation.
         variance: of the observations' noise; one number, or one for each observation.
 
     Raises:
@@ -31,31 +31,31 @@ class GaussianLoss:
     """
 
     def __init__(
-        self, model: Any, output: tuple[Any, Any], targets: ArrayLike, variance: ArrayLike
+        self, model: Any, output: tuple[Any, Any], targets: Any, variance: ArrayLike
     ) -> None:
         """Check and keep the observations."""
         self._model = model
-        self._mean, self._variance = (_flat(part) for part in output)
-        self._samples = len(np.atleast_1d(targets))
-        self._targets = _flat(targets)
-        if len(self._targets) != len(self._mean):
+        self._mean, self._variance = output
+        self._targets = targets
+        count = _flat(targets).size
+        if count != len(self._mean):
             raise ValueError(
-                f"targets must have one element for each of {len(self._mean)} outputs, got "
-                f"{len(self._targets)}"
+                f"targets must have one element for each of {len(self._mean)} outputs, got {count}"
             )
         noise = _flat(variance)
-        if len(noise) not in (1, len(self._targets)) or not np.all(noise > 0):
+        if noise.size not in (1, count) or not np.all(noise > 0):
             raise ValueError(
                 f"variance must be a positive number, or one for each observation, got {variance!r}"
             )
-        self._noise = np.array(np.broadcast_to(noise, self._targets.shape))
+        self._noise = np.array(np.broadcast_to(noise, count))
 
     def item(self) -> float:
         """Return the mean over this rank's samples; 0 without any."""
-        spread = self._variance.astype(np.float64) + self._noise
-        squares = (self._targets - self._mean) ** 2 / spread
+        targets = _flat(self._targets)
+        spread = _flat(self._variance).astype(np.float64) + self._noise
+        squares = (targets - _flat(self._mean)) ** 2 / spread
         terms = (squares + np.log(2 * math.pi * spread)) / 2
-        return float(np.nansum(terms)) / max(self._samples, 1)
+        return float(np.nansum(terms)) / max(len(self._targets), 1)
 
     __float__ = item
 
@@ -64,13 +64,13 @@ class GaussianLoss:
         model = self._model
         if isinstance(model, SequentialInterface):
             OutputUpdater(model).update(self._targets, self._noise)
-        elif len(self._targets):
+        elif len(self._noise):
             from pytagi.nn import OutputUpdater as EngineUpdater
 
             updater = EngineUpdater(model.device)
             updater.update(
                 output_states=model.output_z_buffer,
-                mu_obs=self._targets,
+                mu_obs=_flat(self._targets),
                 var_obs=self._noise,
                 delta_states=model.input_delta_z_buffer,
             )

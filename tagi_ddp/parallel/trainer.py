@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tagi_ddp.checks import integer
-from tagi_ddp.data import DistributedSampler, reduce_metrics
+from tagi_ddp.data import DistributedSampler
 from tagi_ddp.parallel.checkpoints import Checkpoints, State
 from tagi_ddp.parallel.config import MISSING, Config
 from tagi_ddp.parallel.shares import Data, check_shares, length_of, take
@@ -85,6 +86,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         self.task_model: Any = None
         self._checkpoints = Checkpoints(self.exp_dir / "checkpoints")
         self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
+        self._network: Any = None  # its model if that is no torch module
         self._open = ExitStack()
 
     def train(
@@ -130,8 +132,9 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
             raise TypeError(f"optimizer must be {takes} for this model, got {optimizer!r}")
         integer("epochs", epochs, 0)
         length = length_of(data)
+        integer("batch_size", batch_size, 1)
         if is_module:
-            check_shares(length, integer("batch_size", batch_size, 1), size)
+            check_shares(length, batch_size, size)
         try:
             task_model = self._prepare(task, model)
             step = self._step_of(task_model, optimizer)
@@ -152,7 +155,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
             raise RuntimeError("evaluate() needs a train() before it")
         rank, size = self._place()
         length = length_of(data)
-        if any(True for _ in self.task_model.parameters()):
+        if self._network is None:
             check_shares(length, batch_size, size)
         sampler = DistributedSampler(length, size, rank, shuffle=False)
         total = 0.0
@@ -187,7 +190,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         trace: TracebackType | None,
     ) -> None:
         """Close; after an error the other ranks of a Sequential learn it."""
-        self.task_model, self._of = None, (None, None)
+        self.task_model, self._of, self._network = None, (None, None), None
         self._open.__exit__(kind, error, trace)
 
     # --- what a mixin changes -----------------------------------------------------------------
@@ -207,18 +210,20 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
             self.close()
             self.task_model = self._get_task_model(task, model)
             self._of = task, model
-            network = getattr(self.task_model, "model", None)
-            if isinstance(network, DDPSequential) and network is not model:
-                self._open.enter_context(network)
+            if not isinstance(model, nn.Module):
+                self._network = self.task_model.model
+            if isinstance(self._network, DDPSequential) and self._network is not model:
+                self._open.enter_context(self._network)
         return self.task_model
 
     def _step_of(self, task_model: Any, factory: OptimizerFactory | None) -> Callable[[Any], None]:
         """Return what follows a loss: backward, and the update."""
         if factory is None:
+            network = self._network
 
             def step(loss: Any) -> None:
                 loss.backward()
-                task_model.model.step()
+                network.step()
 
             return step
         optimizer = factory(task_model.parameters())
@@ -242,9 +247,13 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         state, length = self.state, length_of(data)
         sampler.set_epoch(state.epoch)
         begin = state.num_samples % length if length else 0
-        total, is_module = 0.0, any(True for _ in task_model.parameters())
+        total, is_module = 0.0, self._network is None
         task_model.train()
-        for share, samples in self._shares(sampler, batch_size, length, begin):
+        shares = sampler.batches(batch_size)
+        for start in range(0, length, batch_size):
+            if start < begin:
+                continue
+            share, samples = shares[start // batch_size], min(batch_size, length - start)
             loss = task_model(take(data, share, task_model), state)
             weight = len(share) * sampler.num_replicas / samples
             step(loss * weight if is_module and weight != 1 else loss)
@@ -256,15 +265,6 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         state.epoch += 1
         self._log(mean)
         return mean
-
-    def _shares(
-        self, sampler: DistributedSampler, batch_size: int, length: int, begin: int
-    ) -> Iterator[tuple[Any, int]]:
-        """Return this rank's slices of the batches from a sample on, and the batches' sizes."""
-        for number, share in enumerate(sampler.batches(batch_size)):
-            start = number * batch_size
-            if start >= begin:
-                yield share, min(batch_size, length - start)
 
     def _after_step(self, task_model: Any) -> None:
         every = self.config.checkpoint.save_every_n_steps
@@ -279,9 +279,10 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         """Return the sum of all ranks' values."""
         if self._place()[1] == 1:
             return value
-        network = getattr(self.task_model, "model", None)
-        if isinstance(network, DDPSequential):
-            return float(reduce_metrics(network.communicator, value, 1)) * self._place()[1]
+        if self._network is not None:
+            total = np.array([value])
+            self._network.communicator.all_reduce(total)
+            return float(total[0])
         device = next(self.task_model.parameters()).device
         tensor = torch.tensor([value], dtype=torch.float64, device=device)
         dist.all_reduce(tensor)
