@@ -45,7 +45,7 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
                 "use_double_weight_precision must be False for a pytagi Sequential, got True: its "
                 "parameters are float32"
             )
-        elif self._place()[1] == 1 and hasattr(model, "_cpp_backend"):
+        elif self.world_size == 1 and hasattr(model, "_cpp_backend"):
             return TaskModel(task, accelerate(model))
         return dp(task_model, self.config.parallel)
 

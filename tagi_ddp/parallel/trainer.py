@@ -125,7 +125,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it takes.
         """
-        rank, size = self._place()
+        rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
         if is_module == (optimizer is None):
             takes = "a function of the parameters" if is_module else "None"
@@ -153,7 +153,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         """Return the mean loss of `task_model` over all samples, of all ranks; no training."""
         if self.task_model is None:
             raise RuntimeError("evaluate() needs a train() before it")
-        rank, size = self._place()
+        rank, size = self.rank, self.world_size
         length = length_of(data)
         if self._network is None:
             check_shares(length, batch_size, size)
@@ -192,6 +192,16 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         """Close; after an error the other ranks of a Sequential learn it."""
         self.task_model, self._of, self._network = None, (None, None), None
         self._open.__exit__(kind, error, trace)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self._place()[0]
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that train together."""
+        return self._place()[1]
 
     # --- what a mixin changes -----------------------------------------------------------------
 
@@ -277,7 +287,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
 
     def _sum(self, value: float) -> float:
         """Return the sum of all ranks' values."""
-        if self._place()[1] == 1:
+        if self.world_size == 1:
             return value
         if self._network is not None:
             total = np.array([value])
@@ -289,7 +299,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         return tensor.item()
 
     def _log(self, loss: float) -> None:
-        if self._place()[0] == 0:
+        if self.rank == 0:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             with open(self.log_dir / f"{self.exp_name}.jsonl", "a") as file:
                 file.write(json.dumps({**asdict(self.state), "loss": loss}) + "\n")

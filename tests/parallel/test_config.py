@@ -106,9 +106,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "kind", "text"), WRONG)
-def test_what_is_wrong_is_named(
-    make: Callable[[], Any], kind: type[Exception], text: str
-) -> None:
+def test_what_is_wrong_is_named(make: Callable[[], Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
 

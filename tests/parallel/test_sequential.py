@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from parallel.torch_group import torch_group
+from parallel.support import flat, launched, torch_group
 from tagi_ddp import DDPSequential, accelerate
 from tagi_ddp.communicators import as_communicator
 from tagi_ddp.parallel import (
@@ -69,23 +66,6 @@ def train(model: Any, rank: int, size: int) -> list[float]:
         loss.backward()
         task_model.model.step()
     return losses
-
-
-def flat(state: dict[str, Any]) -> Any:
-    return np.concatenate([np.ravel(part) for name in sorted(state) for part in state[name]])
-
-
-@contextlib.contextmanager
-def launched(rank: int, size: int, job: str) -> Iterator[None]:
-    """Set the variables of a launcher."""
-    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    names = {f"TAGI_DDP_{name}": str(value) for name, value in values.items()}
-    os.environ.update(names, TAGI_DDP_JOB=job)
-    try:
-        yield
-    finally:
-        for name in (*names, "TAGI_DDP_JOB"):
-            del os.environ[name]
 
 
 def by_hand(comm: Any, sharded: bool) -> tuple[Any, list[float]]:

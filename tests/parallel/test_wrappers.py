@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.torch_group import assert_equal_on_all, torch_group
+from parallel.support import assert_equal_on_all, torch_group
 from tagi_ddp.parallel import ParallelConfig, Task, TaskModel, ddp, dp, fsdp, full_state_dict
 from tagi_ddp.parallel.groups import Place, consecutive, find_nodes, node_groups
 from tagi_ddp.parallel.wrappers import refuse_lost_gradients
@@ -124,9 +124,7 @@ def train_all(comm: Any, path: str, sync: bool) -> int:
 
 
 @pytest.mark.parametrize(("size", "sync"), [(1, True), (2, True), (2, False), (4, True)])
-def test_training_is_serial_training(
-    shm: RankPool, size: int, sync: bool, tmp_path: Path
-) -> None:
+def test_training_is_serial_training(shm: RankPool, size: int, sync: bool, tmp_path: Path) -> None:
     tried = shm.run(train_all, str(tmp_path / "f"), sync, size=size, limit=90)
     assert tried == [3 + 3 * (9 if size == 4 else 5)] * size
 
@@ -266,7 +264,9 @@ def test_uneven_nodes_are_refused() -> None:
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
 def test_what_is_no_model(wrap: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, .*, got a SimpleNamesp"):
+    with pytest.raises(
+        TypeError, match=r"model must be a torch\.nn\.Module, .*, got a SimpleNamesp"
+    ):
         wrap(SimpleNamespace(), ParallelConfig())
     with pytest.raises(TypeError, match="got a TaskModel over a int"):
         wrap(TaskModel(Task(), 3), ParallelConfig())

@@ -1,11 +1,13 @@
-"""torch's default group in a process that outlives it."""
+"""What tests of several files do in a pool's processes."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,3 +31,20 @@ def assert_equal_on_all(comm: Any, tensors: list[Tensor]) -> None:
         other = tensor.detach().clone()
         comm.broadcast(other.view(-1).view(torch.uint8), 0)
         assert torch.equal(other, tensor)
+
+
+def flat(state: dict[str, Any]) -> Any:
+    return np.concatenate([np.ravel(part) for name in sorted(state) for part in state[name]])
+
+
+@contextlib.contextmanager
+def launched(rank: int, size: int, job: str) -> Iterator[None]:
+    """Set the variables of a launcher."""
+    values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    names = {f"TAGI_DDP_{name}": str(value) for name, value in values.items()}
+    os.environ.update(names, TAGI_DDP_JOB=job)
+    try:
+        yield
+    finally:
+        for name in (*names, "TAGI_DDP_JOB"):
+            del os.environ[name]
