@@ -38,15 +38,13 @@ def check_shares(length: int, batch_size: int, size: int) -> None:
 
 def take(data: Data, indices: NDArray[np.int64], model: torch.nn.Module) -> Any:
     """Return a batch; of a module with parameters as tensors, on its device and of its dtype."""
-    if isinstance(data, tuple | list):
-        parameter = next(model.parameters(), None)
-        arrays: Any = tuple(array[indices] for array in data)
-        if parameter is None:
-            return arrays
-        return _to(tuple(map(torch.as_tensor, arrays)), parameter)
-    samples = [data[int(i)] for i in indices]
-    batch = default_collate(samples) if samples else ()
     parameter = next(model.parameters(), None)
+    if isinstance(data, tuple | list):
+        batch: Any = tuple(array[indices] for array in data)
+        if parameter is not None:
+            batch = tuple(map(torch.as_tensor, batch))
+    else:
+        batch = default_collate([data[int(i)] for i in indices]) if len(indices) else ()
     return batch if parameter is None else _to(batch, parameter)
 
 
