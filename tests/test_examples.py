@@ -223,3 +223,31 @@ def test_the_notebook_runs(tmp_path):
     assert float(re.search(r"test error ([\d.]+)%", text)[1]) < 10
     assert float(re.search(r"after  1 epochs: (\S+)", text)[1]) < 1e-3
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def learn_task(arguments, cwd):
+    """Return loss and test error in percent, which rank 0 prints."""
+    number, options = arguments
+    folder = cwd / f"{number} {' '.join(options)}"
+    folder.mkdir()
+    done = run(*ranks(number), EXAMPLES / "trainer.py", "epochs=4", *options, cwd=folder)
+    ((processes, loss, error),) = re.findall(
+        r"(\d) process\(es\): loss (.*), test error (.*)%", done.stdout
+    )
+    assert int(processes) == number
+    assert (folder / "runs" / "checkpoints" / "ckpt.pt").is_file()
+    return float(loss), float(error)
+
+
+@pytest.mark.parametrize("model", ["torch", "tagi"])
+def test_trainer_gives_the_results_of_one_process(model, tmp_path):
+    runs = [
+        (1, [f"model={model}"]),
+        (2, [f"model={model}"]),
+        (2, [f"model={model}", "parallel.use_fsdp=true"]),
+    ]
+    alone, *others = at_once(functools.partial(learn_task, cwd=tmp_path), *runs)
+    assert alone[1] < 12
+    for loss, error in others:
+        assert abs(loss - alone[0]) < 1e-3
+        assert abs(error - alone[1]) < 1

@@ -86,8 +86,8 @@ def as_communicator(group: Any) -> Communicator:
     A group of torch's backend "tagi_ddp" runs on a communicator, and this returns that: nothing is
     connected, operations of both come in one order, and the group closes it, nobody else.
     """
-    if (served := communicator_of(group)) is not None:
-        return served
+    if (below := _below(group)) is not None:
+        return below
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
         return _module("gloo", "torch", "torch").wrap(group)
@@ -103,11 +103,13 @@ def as_communicator(group: Any) -> Communicator:
     )
 
 
-def communicator_of(group: Any) -> Communicator | None:
-    """Return the communicator on which a torch group of the backend "tagi_ddp" runs, else None.
+def is_made_for(communicator: Communicator, group: Any) -> bool:
+    """Tell whether ``as_communicator(group)`` has connected it, so that its caller closes it."""
+    return communicator is not group and communicator is not _below(group)
 
-    It belongs to the group, and is closed with it.
-    """
+
+def _below(group: Any) -> Communicator | None:
+    """Return the communicator on which a torch group of the backend "tagi_ddp" runs, else None."""
     backend = sys.modules.get("tagi_ddp.parallel.process_group")
     if backend is not None and isinstance(group, backend.ProcessGroup):
         return group.communicator

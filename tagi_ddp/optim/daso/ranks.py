@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
+from tagi_ddp.communicators.factory import is_made_for
 from tagi_ddp.communicators.levels import Levels
 
 
@@ -68,4 +69,5 @@ def adopt(group: Any, made: ExitStack) -> Communicator | None:
             "comm must be a communicator, a torch.distributed.ProcessGroup or one of mpi4py, got "
             f"{group!r}"
         ) from None
-    return communicator if communicator is group else made.enter_context(communicator)
+    own = is_made_for(communicator, group)
+    return made.enter_context(communicator) if own else communicator

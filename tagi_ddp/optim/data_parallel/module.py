@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
+from tagi_ddp.communicators.factory import is_made_for
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import (
@@ -63,7 +64,8 @@ class DataParallel(nn.Module):
         self.blocking = blocking
         self._given: Communicator = as_communicator(comm)
         self._comm = self._given
-        self._own = [] if self._given is comm else [self._given]  # to be closed with this
+        own = is_made_for(self._given, comm)
+        self._own = [self._given] if own else []  # to be closed with this
         self._updates: list[BlockingUpdates | LaggingUpdates] = []
         self._handles: list[Any] = []
         self._ran: set[nn.Module] = set()  # parts, in this forward or the last one
