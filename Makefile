@@ -9,12 +9,14 @@ demo: .venv/.installed-examples
 	.venv/bin/python examples/demo.py
 
 # Everything: style, then all tests. Where ranks have to notice something in time they have the
-# machine to themselves; all else runs two files at a time.
+# machine to themselves; all else runs two files at a time, those that take minutes first.
 ALONE = tests/sequential $(filter-out %/test_gloo.py %/test_mpi.py, \
     $(wildcard tests/communicators/test_*.py))
+OTHERS = $(wildcard tests/test_*.py) $(sort $(dir $(wildcard tests/*/test_*.py)))
 test: lint
 	.venv/bin/python -m pytest $(ALONE)
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+	    $(OTHERS) $(ALONE:%=--ignore=%)
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check

@@ -82,7 +82,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     calibration += [] if cars == [None] else cars
     edges, sharding = [2, 2], [2, 2, 1.5, 1]
     ours = [60, 2.5, 1.2, 1.9, *compute, *scaling, *memory, *overlap, *edges, *sharding]
-    assert targets == ours + [1.5] * 3 + nodes + calibration + GPU_TARGETS
+    assert targets == ours + [1.5] * 3 + [1] + nodes + calibration + GPU_TARGETS
     assert not list(scratch.iterdir())
 
 

@@ -230,7 +230,7 @@ def learn_task(arguments, cwd):
     number, options = arguments
     folder = cwd / f"{number} {' '.join(options)}"
     folder.mkdir()
-    done = run(*ranks(number), EXAMPLES / "trainer.py", "epochs=4", *options, cwd=folder)
+    done = run(*ranks(number), EXAMPLES / "trainer.py", "epochs=3", *options, cwd=folder)
     ((processes, loss, error),) = re.findall(
         r"(\d) process\(es\): loss (.*), test error (.*)%", done.stdout
     )
@@ -241,13 +241,8 @@ def learn_task(arguments, cwd):
 
 @pytest.mark.parametrize("model", ["torch", "tagi"])
 def test_trainer_gives_the_results_of_one_process(model, tmp_path):
-    runs = [
-        (1, [f"model={model}"]),
-        (2, [f"model={model}"]),
-        (2, [f"model={model}", "parallel.use_fsdp=true"]),
-    ]
-    alone, *others = at_once(functools.partial(learn_task, cwd=tmp_path), *runs)
-    assert alone[1] < 12
-    for loss, error in others:
-        assert abs(loss - alone[0]) < 1e-3
-        assert abs(error - alone[1]) < 1
+    runs = [(1, [f"model={model}"]), (2, [f"model={model}", "parallel.use_fsdp=true"])]
+    one, two = at_once(functools.partial(learn_task, cwd=tmp_path), *runs)
+    assert max(one[1], two[1]) < 15
+    assert abs(one[0] - two[0]) < 1e-3
+    assert abs(one[1] - two[1]) < 1
