@@ -17,9 +17,8 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.compute import FloatArray
 from tagi_ddp.compute.agreement import WORDS, DeviceAgreement, Outcomes, words_of
-from tagi_ddp.compute.capped import LEAST_VARIANCE, move
+from tagi_ddp.compute.device_parameters import DeviceParameters
 from tagi_ddp.compute.device_shards import DeviceShards
-from tagi_ddp.compute.posteriors import add_change, change_since
 from tagi_ddp.engine.adapter import Replica, share_on_host
 from tagi_ddp.engine.layers import PARAMETERS
 
@@ -161,129 +160,6 @@ class DeviceReplica:
             for name, tensor in tensors.items()
             if isinstance(tensor, Tensor) and tensor.numel()
         ]
-
-
-class DeviceParameters:
-    """What `_backend.Parameters` does, on flat tensors."""
-
-    def __init__(self, host: Any, device: torch.device) -> None:
-        """Make room for as many parameters as ``host`` has."""
-        self.size: int = host.size
-        self.blocks: list[tuple[int, int]] = host.blocks
-        self.mu = torch.zeros(self.size, device=device)
-        self.var = torch.zeros(self.size, device=device)
-        self.deltas = torch.zeros(2 * self.size, device=device)
-        self._negative: Tensor | None = None  # the variances that the last step met
-
-    def first_not_finite(self) -> str:
-        """Return which kind of deltas is NaN or infinite, or ""; waits for the device."""
-        if bool(torch.isfinite(self.deltas).all()):
-            return ""
-        first = int((~torch.isfinite(self.deltas)).nonzero()[0]) % self.size
-        index = max(i for i, (begin, _) in enumerate(self.blocks) if begin <= first)
-        return f"number {index // 2} of those with parameters"
-
-    def apply_agreed(self, agreement: DeviceAgreement) -> None:
-        """Cap and apply the deltas, the sums of all ranks, if the ranks agreed on that."""
-        mean, variance = self.deltas.div_(agreement.divisor).chunk(2)
-        self._negative = move(self.mu, self.var, mean, variance, agreement.cap, agreement.applies)
-
-    def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
-        """Cap and apply the deltas of a bucket on the host, [means | variances]."""
-        mean, variance = (torch.from_numpy(bucket).to(self.deltas.device) / divisor).chunk(2)
-        self._negative = move(self.mu, self.var, mean, variance, cap, None)
-
-    def pack_shard(self, bucket: FloatArray, begin: int) -> None:
-        """Copy the deltas of the range that begins there to a bucket on the host."""
-        count = len(bucket) // 2
-        shard = self.deltas.view(2, -1)[:, begin : begin + count]
-        torch.from_numpy(bucket).view(2, -1).copy_(shard)
-
-    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: float) -> None:
-        """Cap and apply the deltas of the range that begins there, and replace them by the result.
-
-        Those on the host, [means | variances]; the result is for `take_shard` on other ranks.
-        """
-        host = torch.from_numpy(gaussians).view(2, -1)
-        deltas = host.to(self.deltas.device) / divisor
-        shard = torch.stack((self.mu, self.var))[:, begin : begin + host.shape[1]].contiguous()
-        move(*shard, *deltas, cap, None, floor=-LEAST_VARIANCE)
-        self._negative = None
-        self._take(shard, begin)
-        host.copy_(shard)
-
-    def take_shard(self, gaussians: FloatArray, begin: int) -> None:
-        """Replace the range that begins there by another rank's posterior."""
-        host = torch.from_numpy(gaussians).view(2, -1)
-        self._take(host.to(self.mu.device), begin)
-
-    def take_posterior(self, gaussians: Tensor) -> None:
-        """Replace means and variances, [2, size], by what all ranks have made of their parts."""
-        self._negative = None
-        self._take(gaussians, 0)
-
-    def _take(self, gaussians: Tensor, begin: int) -> None:
-        # A variance that was not positive comes as its negative, so that all ranks count it.
-        means, marked = gaussians
-        part = slice(begin, begin + len(means))
-        self.mu[part] = means
-        self.var[part] = marked.abs()
-        if self._negative is None:
-            self._negative = torch.zeros_like(self.var, dtype=torch.bool)
-        self._negative[part] = marked < 0
-
-    @property
-    def negative_variances(self) -> list[int]:
-        """How many variances of each layer's weights the last step found not positive."""
-        negative = self._negative
-        weights = self.blocks[::2]
-        if negative is None:
-            return [0] * len(weights)
-        return [int(negative[begin : begin + count].sum()) for begin, count in weights]
-
-    def pack(self, bucket: FloatArray) -> None:
-        """Copy the deltas to a bucket on the host."""
-        torch.from_numpy(bucket).copy_(self.deltas)
-
-    def read_posterior(self, gaussians: Tensor) -> None:
-        """Copy means and variances to ``gaussians``, [means | variances]."""
-        torch.cat((self.mu, self.var), out=gaussians)
-
-    def write_posterior(self, gaussians: Tensor) -> None:
-        """Replace means and variances."""
-        for own, part in zip((self.mu, self.var), gaussians.chunk(2), strict=True):
-            own.copy_(part)
-
-    def change_since(self, now: Tensor, before: Tensor, change: Tensor) -> None:
-        """Write how Gaussians came from others to ``change``."""
-        change_since(now, before, change)
-
-    def add_change(
-        self, gaussians: Tensor, reference: Tensor, change: Tensor, own: Tensor | None = None
-    ) -> list[int]:
-        """Multiply Gaussians by ``change`` less ``own``; how many took a part of it, by layer."""
-        guarded = add_change(gaussians, reference, change, own)
-        return [
-            int(guarded[begin : begin + weights + biases].sum())
-            for (begin, weights), (_, biases) in zip(
-                self.blocks[::2], self.blocks[1::2], strict=True
-            )
-        ]
-
-    def add_deltas_to(self, sums: Tensor, layers: list[bool]) -> None:
-        """Add the deltas of some layers to ``sums``."""
-        self._add(self.deltas, sums, layers)
-
-    def add_to_deltas(self, sums: Tensor, layers: list[bool]) -> None:
-        """Add ``sums`` to the deltas of some layers."""
-        self._add(sums, self.deltas, layers)
-
-    def _add(self, source: Tensor, target: Tensor, layers: list[bool]) -> None:
-        for index, (begin, count) in enumerate(self.blocks):
-            if layers[index // 2]:
-                part = slice(begin, begin + count)
-                for into, of in zip(target.chunk(2), source.chunk(2), strict=True):
-                    into[part] += of[part]
 
 
 class DeviceStatistics:

@@ -5,7 +5,7 @@ With equally long parts, as NCCL is fastest with those, whatever the number of p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch.nn.functional import pad
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.compute.agreement import DeviceAgreement
 from tagi_ddp.compute.capped import LEAST_VARIANCE, move
-
-if TYPE_CHECKING:
-    from tagi_ddp.compute.device import DeviceParameters
+from tagi_ddp.compute.device_parameters import DeviceParameters
 
 
 class DeviceShards:

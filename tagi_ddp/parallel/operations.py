@@ -73,13 +73,18 @@ class OperationWork(dist.Work):
                 if isinstance(work, dist.Work):
                     work.wait(timeout)
                 elif isinstance(work, NcclWork):
-                    work.order()
+                    work.settle(self._stream())
                 else:
                     work.wait(limit)
                 del self._works[0]
             while self._flats:
                 self._flats.pop().store()
         return True
+
+    def _stream(self) -> int | None:
+        """Return who waits for results on a GPU: the current stream, whichever called; or None."""
+        device = self._tensors[0].device
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
     def is_completed(self) -> bool:
         """Tell whether the results are there, or it has failed."""

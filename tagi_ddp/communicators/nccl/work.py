@@ -77,8 +77,6 @@ class NcclWork:
         if plan.stream is None:
             self.wait()
             return
-        if self._error is not None:
-            raise self._error
         self._order(plan.stream)
 
     def finish(self) -> None:
@@ -106,6 +104,8 @@ class NcclWork:
         return self._poll(0.0)
 
     def _order(self, stream: int) -> None:
+        if self._error is not None:
+            raise self._error
         try:
             self._operation.order(stream)
         except RuntimeError as error:
