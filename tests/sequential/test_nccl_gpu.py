@@ -20,6 +20,7 @@ from sequential import tasks
 from sequential.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
 from sequential.reports import Report, report
 from sequential.test_nccl import uneven
+from sequential.test_sharded import both
 from tagi_ddp import DDPSequential, OutputUpdater
 from tagi_ddp.compute.agreement import LAG
 
@@ -65,6 +66,14 @@ def test_join_and_micro_batches(gpu: RankPool, shm: RankPool, average: bool) -> 
     theirs = shm.run(uneven, "cpu", average, size=gpu.size, limit=60)
     for mine, other in zip(ours, theirs, strict=True):
         assert distance(mine, other) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["resnet", "batch_norm"])
+def test_sharded_replicas(gpu: RankPool, name: str) -> None:
+    answers = gpu.run(both, name, False, {"compute": "torch"}, limit=120)
+    for plain, sharded in answers:  # NCCL may add in another order
+        assert distance(plain[1], sharded[1]) < 1e-5
+    assert len({sharded[0][-1] for _, sharded in answers}) == 1
 
 
 def refuse(comm: Any) -> tuple[Report, Report, int]:
