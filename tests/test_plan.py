@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
 
 from tagi_ddp.cli import main
 from tagi_ddp.plan import (
@@ -20,12 +19,9 @@ from tagi_ddp.plan import (
     Link,
     Training,
     default_ranks,
-    measure,
-    measure_link,
     predict,
     table,
 )
-from tagi_ddp.plan.model import all_reduce
 
 PLAN = ["plan", "--step-ms", "12", "--parameters", "11e6"]
 CLUSTER = Cluster(node=Link(1e-3, 1e6), across=Link(1e-2, 1e5), ranks_per_node=2)
@@ -322,90 +318,3 @@ def test_a_plot_that_cannot_be(
 
 
 # Links.
-
-
-class Clock:
-    """A communicator of three ranks whose all_reduces take what ``seconds`` says of their bytes."""
-
-    size = 3
-    device = "cpu"
-
-    def __init__(self, seconds: Any) -> None:
-        self.seconds = seconds
-        self.now = 0.0
-        self.calls = 0
-
-    def all_reduce(self, buffer: Any) -> None:
-        self.calls += 1
-        slow = self.calls % 8 in (1, 2, 5, 0)  # of each size; the first one is a warm-up
-        self.now += self.seconds(buffer.nbytes) + 100.0 * slow
-
-    def all_gather_object(self, value: list[float]) -> list[list[float]]:
-        return [[time / 2 for time in value], value, [time / 3 for time in value]]
-
-
-def link_by(seconds: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any = (1024, 1 << 20)) -> Link:
-    clock = Clock(seconds)
-    monkeypatch.setattr(measure, "perf_counter", lambda: clock.now)
-    link = measure_link(clock, sizes)
-    assert clock.calls == 8 * len(sizes)
-    return link
-
-
-def test_a_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(5e-5, 3e8)
-
-    def seconds(size: int) -> float:
-        return 3 * link.latency + 2 * 2 / 3 * size / link.bandwidth
-
-    for sizes in ((1024, 1 << 20), (4, 1 << 18, 1 << 22, 1 << 23), (1026, 1 << 20)):
-        found = link_by(seconds, monkeypatch, sizes)
-        assert found.latency == pytest.approx(link.latency)
-        assert found.bandwidth == pytest.approx(link.bandwidth)
-
-
-def test_a_latency_is_never_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = link_by(lambda size: size**1.5 * 1e-9, monkeypatch, (1 << 10, 1 << 11, 1 << 20))
-    assert found.latency == 0
-    assert found.bandwidth > 0
-
-
-def test_no_bandwidth_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"1048576\] bytes took \['2', '1'\] s: give sizes great"):
-        link_by(lambda size: 2.0 if size == 1024 else 1.0, monkeypatch)
-
-
-def test_links_need_sizes_and_ranks() -> None:
-    for sizes in ((8,), (8, 9)):
-        with pytest.raises(ValueError, match="sizes must be two different ones or more"):
-            measure_link(Clock(None), sizes)
-    with pytest.raises(ValueError, match="sizes must be at least 4, got 3"):
-        measure_link(Clock(None), (3, 8))
-    alone = Clock(None)
-    alone.size = 1
-    with pytest.raises(ValueError, match="communicator has one rank"):
-        measure_link(alone)
-
-
-def slow_rank(comm: Any, link: Link) -> Link:
-    """Measure, as if all_reduces took what ``link`` would, and half of that on rank 0."""
-    plain = measure._seconds
-
-    def seconds(communicator: Any, count: int) -> float:
-        plain(communicator, count)
-        time = all_reduce(Cluster(link, link, comm.size), comm.size, 4 * count)
-        return time if comm.rank else time / 2
-
-    measure._seconds = seconds
-    try:
-        return measure_link(comm)
-    finally:
-        measure._seconds = plain
-
-
-def test_a_link_of_shared_memory(shm: RankPool) -> None:
-    link = Link(1e-5, 1e9)
-    found = shm.run(slow_rank, link, size=2)
-    assert found[0] == found[1]
-    assert found[0].latency == pytest.approx(link.latency)
-    assert found[0].bandwidth == pytest.approx(link.bandwidth)

@@ -15,7 +15,6 @@
 #include "../update/merge.h"
 #include "../update/parameters.h"
 #include "../update/sharded.h"
-#include "../update/statistics.h"
 #include "../update/update.h"
 #include "shm_binding.h"
 

@@ -10,7 +10,7 @@ from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.likelihood import GaussianLoss
 from tagi_ddp.parallel.mixin import ParallelMixin, TrainerParallelConfig
 from tagi_ddp.parallel.process_group import ProcessGroup
-from tagi_ddp.parallel.states import full_state_dict
+from tagi_ddp.parallel.state_dicts import full_state_dict
 from tagi_ddp.parallel.task_model import Task, TaskModel
 from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig, CheckpointConfig
 from tagi_ddp.parallel.wrappers import ddp, dp, fsdp

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from tagi_ddp.parallel import groups
-from tagi_ddp.parallel.states import full_state_dict, load_running_statistics, running_statistics
+from tagi_ddp.parallel.state_dicts import (
+    full_state_dict,
+    load_running_statistics,
+    running_statistics,
+)
 
 _LAST = "ckpt.pt"
 

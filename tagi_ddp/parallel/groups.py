@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.environment import detect, meeting_point
+from tagi_ddp.parallel.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
 
@@ -91,6 +92,16 @@ def _store_by_communicator() -> dist.TCPStore:
             address = (host, store.port)
         host, port = all_gather_object(comm, address)[0]
         return store or dist.TCPStore(host, port, None, False, LIMIT)
+
+
+def give_up(error: BaseException) -> None:
+    """Let ranks that wait for this one know why it failed, as torch's backend "tagi_ddp" can.
+
+    The default group is of no use after that.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(group, ProcessGroup) and not isinstance(error, CommunicatorError):
+        group.communicator.abort(f"{type(error).__name__}: {error}")
 
 
 def _leave(made: weakref.ref[dist.ProcessGroup]) -> None:

@@ -17,9 +17,10 @@ from torch import nn
 
 from tagi_ddp.checks import integer
 from tagi_ddp.data import DistributedSampler
+from tagi_ddp.parallel import groups
+from tagi_ddp.parallel.batches import Data, check_shares, length_of, take
 from tagi_ddp.parallel.checkpoints import Checkpoints, State
 from tagi_ddp.parallel.config import MISSING, Config
-from tagi_ddp.parallel.shares import Data, check_shares, length_of, take
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
 from tagi_ddp.sequential import DDPSequential
 
@@ -154,7 +155,10 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         if self.task_model is None:
             raise RuntimeError("evaluate() needs a train() before it")
         rank, size = self.rank, self.world_size
+        integer("batch_size", batch_size, 1)
         length = length_of(data)
+        if length == 0:
+            raise ValueError("data must have samples to evaluate, got none")
         if self._network is None:
             check_shares(length, batch_size, size)
         sampler = DistributedSampler(length, size, rank, shuffle=False)
@@ -189,7 +193,9 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; after an error the other ranks of a Sequential learn it."""
+        """Close; after an error the other ranks learn it, if their group can tell them."""
+        if error is not None and self.task_model is not None and self._network is None:
+            groups.give_up(error)
         self.task_model, self._of, self._network = None, (None, None), None
         self._open.__exit__(kind, error, trace)
 

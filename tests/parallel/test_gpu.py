@@ -72,11 +72,10 @@ def by_fsdp(net: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(net, device_id=next(net.parameters()).device)
 
 
-def on_both(comm: Any, path: str, gpu: str) -> list[list[Tensor]]:
-    device = comm.device if gpu == "own" else gpu
+def on_both(comm: Any, path: str) -> list[list[Tensor]]:
     results = []
     with torch_group(comm, path):
-        for where in ("cpu", device):
+        for where in ("cpu", comm.device):
             if where.startswith("cuda"):
                 torch.cuda.set_device(where)
             results.append(collectives(where))
@@ -91,7 +90,7 @@ def test_as_on_the_cpu(size: int, tmp_path: Path) -> None:
         pytest.skip(reason)
     pool = RankPool("nccl", size, **gpus(size))
     try:
-        answers = pool.run(on_both, str(tmp_path / "f"), "own", limit=120)
+        answers = pool.run(on_both, str(tmp_path / "f"), limit=120)
     finally:
         pool.kill()
         pool.close()

@@ -35,7 +35,7 @@ from tagi_ddp.parallel import (
     TaskModel,
     TrainerParallelConfig,
 )
-from tagi_ddp.parallel.states import running_statistics
+from tagi_ddp.parallel.state_dicts import running_statistics
 
 SAMPLES, BATCH = 21, 8  # batches of 8, 8 and 5: shares differ
 SGD = torch.optim.SGD
@@ -288,6 +288,33 @@ def short(comm: Any, path: str, folder: str) -> None:
 
 def test_ranks_without_samples_are_refused(shm: RankPool, tmp_path: Path) -> None:
     shm.run(short, str(tmp_path / "f"), str(tmp_path), size=2)
+
+
+def fail(comm: Any, path: str, folder: str, use_fsdp: bool) -> str:
+    task = Fit()
+    task.fail_at = 1 if comm.rank == 1 else -1
+    with torch_group(comm, path):
+        try:
+            fit(settings(folder, parallel=ParallelConfig(use_fsdp)), torch_net(), task)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("use_fsdp", [False, True])
+def test_ranks_learn_why_one_has_failed(shm: RankPool, use_fsdp: bool, tmp_path: Path) -> None:
+    told, failed = shm.run(fail, str(tmp_path / "f"), str(tmp_path / "run"), use_fsdp, size=2)
+    assert failed == "OSError: the disk is gone"
+    assert "gave up: OSError: the disk is gone" in told
+
+
+def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
+    with BaseTrainer[Any, Any, Any](settings(str(tmp_path))) as trainer:
+        trainer.train(Fit(), torch_net(), data(), epochs=1, batch_size=8, optimizer=SGD)
+        with pytest.raises(ValueError, match="data must have samples to evaluate, got none"):
+            trainer.evaluate(tuple(array[:0] for array in data()), batch_size=8)
+        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+            trainer.evaluate(data(), batch_size=0)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
