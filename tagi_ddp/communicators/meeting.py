@@ -153,7 +153,7 @@ class Meeting:
         self._watch.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
         if late:
             self._time_out(self._to_blame(self._unfinished()))
-        raise CommunicatorError(f"{self._where}: the engine failed: {error}") from error
+        raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error
 
     def _time_out(self, missing: list[int]) -> NoReturn:
         limit = self._call.limit

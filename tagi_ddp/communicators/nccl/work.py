@@ -109,7 +109,7 @@ class NcclWork:
         try:
             self._operation.order(stream)
         except RuntimeError as error:
-            self._error = CommunicatorError(f"{self._where}: the engine failed: {error}")
+            self._error = CommunicatorError(f"{self._where}: the backend failed: {error}")
             self._fail(self._error)
             raise self._error from error
 
