@@ -1,5 +1,14 @@
 """Train pytagi networks on many processes, GPUs and machines."""
 
+try:
+    import tagi_ddp._backend as _backend  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"{__path__[0]} has no C++ backend that Python can load ({error}). If this is a clone that "
+        "hides an installed tagi_ddp, run Python in another folder; or install it in place, there: "
+        "pip install --editable '.[torch]'"
+    ) from error
+
 from tagi_ddp.accelerate import accelerate
 from tagi_ddp.communicators import (
     BackendUnavailable,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import tagi_ddp
@@ -25,6 +27,23 @@ def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
     loaded = set(done.stdout.split())
     assert "numpy" in loaded
     assert not loaded & LAZY
+
+
+def test_a_clone_without_the_backend_says_so(tmp_path: Path) -> None:
+    package = Path(tagi_ddp.__file__).parent
+    shutil.copytree(package, tmp_path / "tagi_ddp", ignore=shutil.ignore_patterns("*.so"))
+    done = subprocess.run(
+        # -S: without the import hook of an editable installation.
+        [sys.executable, "-S", "-c", "import tagi_ddp"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": sysconfig.get_path("platlib")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"ImportError: {tmp_path / 'tagi_ddp'} has no C++ backend")
+    assert "pip install --editable" in message
 
 
 def test_public_names() -> None:
