@@ -12,7 +12,8 @@ demo: .venv/.installed-examples
 # machine to themselves; all else runs two files at a time, those that take minutes first.
 ALONE = tests/sequential $(filter-out %/test_gloo.py %/test_mpi.py, \
     $(wildcard tests/communicators/test_*.py))
-OTHERS = $(wildcard tests/test_*.py) $(sort $(dir $(wildcard tests/*/test_*.py)))
+OTHERS = $(wildcard tests/test_*.py) \
+    $(filter-out $(ALONE:=/),$(sort $(dir $(wildcard tests/*/test_*.py))))
 test: lint
 	.venv/bin/python -m pytest $(ALONE)
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
