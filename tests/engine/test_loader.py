@@ -191,8 +191,18 @@ def test_takes_what_the_dynamic_loader_finds_unless_told_not_to(tmp_path: Path) 
 @pytest.mark.parametrize("folder", ["nvidia/nccl/lib", "torch/lib"])
 def test_takes_the_nccl_that_torch_would(folder: str, tmp_path: Path) -> None:
     nccl = library(tmp_path / folder / LIBNCCL)
-    found = preloaded(tmp_path, before=f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
-    assert found[LIBNCCL] == str(nccl)
+    others = tmp_path / "others"  # what is installed, but the wheels of NVIDIA's libraries
+    others.mkdir()
+    installed = Path(sysconfig.get_path("platlib"))
+    for entry in installed.iterdir():
+        if entry.name != "nvidia":
+            (others / entry.name).symlink_to(entry)
+    before = f"""
+import sys
+elsewhere = [entry for entry in sys.path if entry != {str(installed)!r}]
+sys.path[:] = [{str(tmp_path)!r}, {str(others)!r}, *elsewhere]
+"""
+    assert preloaded(tmp_path, before)[LIBNCCL] == str(nccl)
 
 
 @pytest.mark.parametrize("soname", STUBS)
