@@ -125,11 +125,9 @@ def make_exchange(
     ``bucket`` is where the parameters' deltas lie, if not in the engine's layers or on a device.
     """
     parameters, statistics = replica.parameters, replica.statistics
-    if isinstance(parameters, Parameters):
-        check_device(communicator)
-    elif communicator.size == 1 or communicator.device != "cpu":
-        return OnDevice(communicator, replica)
-    else:
+    if not isinstance(parameters, Parameters):
+        if communicator.size == 1 or communicator.device != "cpu":
+            return OnDevice(communicator, replica)
         return _Bucket(communicator, statistics)  # by way of the host
     if communicator.size == 1:
         return _Alone(communicator, statistics)
@@ -140,15 +138,6 @@ def make_exchange(
         return _Bucket(communicator, statistics, bucket)
     fits = isinstance(communicator, ShmCommunicator) and communicator.size <= MOST_FUSED_RANKS
     return _Fused(communicator, statistics) if fits else _Bucket(communicator, statistics)
-
-
-def check_device(communicator: Communicator) -> None:
-    """Raise ValueError unless the communicator can serve a replica on the CPU."""
-    if communicator.device != "cpu":
-        raise ValueError(
-            f"the communicator works on {communicator.device}, but the replica lives on the CPU: "
-            "give device= and compute='torch', or another backend"
-        )
 
 
 class _Alone(Exchange):

@@ -44,9 +44,17 @@ def adopt(group: object, device: str | None) -> tuple[Communicator, str]:
     return communicator, device or communicator.device
 
 
-def place(model: Any, compute: Choice, device: str) -> Replica:
-    """Return the state of ``model``, moved to ``device`` if the engine is to compute on a GPU."""
+def place(model: Any, compute: Choice, device: str, communicator: Communicator) -> Replica:
+    """Return the state of ``model``, moved to ``device`` if the engine is to compute on a GPU.
+
+    Raises ValueError if the replica would live where ``communicator`` does not reach.
+    """
     on_host = str(model.device) == "cpu"
+    if on_host and device == "cpu" and communicator.device != "cpu":
+        raise ValueError(
+            f"the communicator works on {communicator.device}, but the replica lives on the CPU: "
+            "give device= and compute='torch', or another backend"
+        )
     if on_host and not (compute == "engine" and device.startswith("cuda")):
         return attach(model)
     from tagi_ddp.engine.cuda_adapter import CudaReplica, move_to_device

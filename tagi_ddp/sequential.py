@@ -139,7 +139,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         node_size: int | None,
         sharded: bool,
     ) -> None:
-        replica = place(self.model, compute, device)
+        replica = place(self.model, compute, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
         scheme = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
         options = {"reduction": self.reduction, "compute": chosen, "precision": precision}

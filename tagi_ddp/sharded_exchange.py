@@ -24,7 +24,6 @@ from tagi_ddp.exchange import (
     Exchange,
     OnDevice,
     agree,
-    check_device,
     make_bucket,
     make_exchange,
 )
@@ -37,7 +36,6 @@ def make_sharded_exchange(
     if communicator.size == 1:
         return make_exchange(communicator, replica, bucket)
     if isinstance(replica.parameters, Parameters):
-        check_device(communicator)
         if isinstance(communicator, ShmCommunicator):
             if bucket is None and communicator.size <= MOST_FUSED_RANKS:
                 # Deltas in the engine's layers go through the cache chunk by chunk, which takes
