@@ -19,6 +19,7 @@ from pytagi.nn import (
 from tagi_ddp import DDPSequential
 
 INPUTS = 784
+FEATURES = 13
 OUTPUTS = 11
 
 
@@ -28,6 +29,12 @@ def mlp(hidden: int) -> Sequential:
     return Sequential(
         Linear(INPUTS, hidden), ReLU(), Linear(hidden, hidden), ReLU(), Linear(hidden, OUTPUTS)
     )
+
+
+def small(hidden: int) -> Sequential:
+    """Return 13-hidden-11, as for a table of data, with the same parameters at every call."""
+    pytagi.manual_seed(0)
+    return Sequential(Linear(FEATURES, hidden), ReLU(), Linear(hidden, OUTPUTS))
 
 
 def cnn(channels: int) -> Sequential:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks import INPUTS, OUTPUTS
+from benchmarks.networks import FEATURES, INPUTS, OUTPUTS
 
 
 def mlp(hidden: int) -> nn.Module:
@@ -18,6 +18,10 @@ def mlp(hidden: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(hidden, OUTPUTS),
     )
+
+
+def small(hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, OUTPUTS))
 
 
 def cnn(channels: int) -> nn.Module:

@@ -76,7 +76,8 @@ class DDPSequential(SequentialInterface, MergeInterface):
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
         compute: who runs forward and backward: "torch", with the same results as "engine" and ten
-            to thirty times faster; "auto" takes torch where it can, and warns where it cannot.
+            to thirty times faster, but for small networks; "auto" takes torch where it can, and
+            warns where it cannot.
         device: where it is computed, like "cuda:0"; by default the GPU of the local rank for NCCL,
             else the CPU. There the replica lives; the wrapped model is brought up to date when it
             is read through this object.

@@ -76,7 +76,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
             better = 1 / better
         assert row["ratio"] == pytest.approx(better)
     targets = [row["target"] for row in rows if not row["name"].startswith("all_reduce")]
-    compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4
+    compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4 + [None, 1 / 3] * 2
     scaling, memory, overlap = [1.8, None] * 2, [0.25] * 2, [None] * 2
     calibration = [*([None] if cars == [None] else []), *[1 / 1.05] * 4, *[None] * 4]
     calibration += [] if cars == [None] else cars
