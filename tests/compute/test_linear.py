@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compute.oracle import compare
+from tagi_ddp.compute import linear
 
 
 @given(
@@ -18,17 +19,28 @@ from compute.oracle import compare
     batch=st.integers(1, 20),
     bias=st.booleans(),
     exact=st.booleans(),
+    large=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_linear(
-    inputs: int, hidden: int, outputs: int, batch: int, bias: bool, exact: bool, seed: int
+    inputs: int,
+    hidden: int,
+    outputs: int,
+    batch: int,
+    bias: bool,
+    exact: bool,
+    large: bool,
+    seed: int,
 ) -> None:
     def layers() -> list[Any]:
         import pytagi.nn as nn
 
         return [nn.Linear(inputs, hidden, bias), nn.ReLU(), nn.Linear(hidden, outputs, bias)]
 
-    compare(layers, inputs, batch, seed, exact)
+    with pytest.MonkeyPatch.context() as patch:
+        if large:  # multiplied as large matrices are
+            patch.setattr(linear, "_LARGE", 0)
+        compare(layers, inputs, batch, seed, exact)
 
 
 @pytest.mark.parametrize("last", ["Linear", "ReLU"])
