@@ -40,12 +40,13 @@ CNN = Case("CNN", networks.cnn, sgd.cnn, 16, 784, 256, 20, 1, 3, 15)
 RESNET18 = Case("ResNet-18", networks.resnet18, sgd.resnet18, 64, 3072, 16, 20, 1, 1, 7)
 # Too small for torch: the engine is through with it before torch has called its kernels.
 SMALL = Case("small MLP", networks.small, sgd.small, 50, 13, 10, None, 20, 101, 31)
-TOYS = (
+_TOYS = (
     Case("MLP", networks.mlp, sgd.mlp, 16, 784, 2, 15, 1, 1, 1),
     Case("CNN", networks.cnn, sgd.cnn, 2, 784, 2, 20, 1, 1, 1),
     Case("ResNet-18", networks.resnet18, sgd.resnet18, 2, 3072, 2, 20, 1, 1, 1),
     Case("small MLP", networks.small, sgd.small, 2, 13, 2, None, 1, 1, 1),
 )
+TOYS = {case.name: case for case in _TOYS}
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
@@ -53,7 +54,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
 
     All do whole steps: forward, backward and what changes the parameters.
     """
-    cases = TOYS if quick else (MLP, CNN, RESNET18, SMALL)
+    cases = TOYS.values() if quick else (MLP, CNN, RESNET18, SMALL)
     return [row for case in cases for row in _compare(communicator, case)]
 
 

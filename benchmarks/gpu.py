@@ -48,7 +48,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     that `DDPSequential.step` does but applying them; the other ways have a buffer for means and
     variances of weights and biases of each layer.
     """
-    case = replace(TOYS[2], calls=2) if quick else FULL
+    case = replace(TOYS[RESNET18.name], calls=2) if quick else FULL
     reasons = all_gather_object(communicator, _why_not(communicator.size))
     if any(reasons):
         missing = Missing(next(filter(None, reasons)))

@@ -22,7 +22,7 @@ from tagi_ddp import Communicator, accelerate
 OURS, SGD = "ours", "sgd"
 STEPS = 3
 CASES = {case.name: case for case in (CNN, RESNET18)}
-TOY_CASES = {case.name: replace(case, batch=32) for case in TOYS if case.name in CASES}
+TOY_CASES = {name: replace(TOYS[name], batch=32) for name in CASES}
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:

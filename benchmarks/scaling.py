@@ -18,7 +18,8 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     And, for information, against as many ranks that do not exchange anything: what the machine's
     cores can give.
     """
-    cases = TOYS[:2] if quick else (replace(MLP, batch=1024), CNN)
+    toys = TOYS[MLP.name], TOYS[CNN.name]
+    cases = toys if quick else (replace(MLP, batch=1024), CNN)
     return [row for case in cases for row in _compare(communicator, case)]
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,17 @@ class Nursery:
         self._connection.close()
         end(self._process)
         self.output.close()
+
+
+@contextlib.contextmanager
+def doomed_pool(backend: str, size: int, **arguments: Any) -> Iterator[RankPool]:
+    """A pool whose processes may die, or be left in any state: they are killed in the end."""
+    pool = RankPool(backend, size, **arguments)
+    try:
+        yield pool
+    finally:
+        pool.kill()
+        pool.close()
 
 
 def mpirun(size: int) -> list[str]:

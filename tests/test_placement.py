@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rank_pool import RankPool
+from sequential.networks import fresh
 
-from tagi_ddp import BackendUnavailable, DDPConfig
+from tagi_ddp import BackendUnavailable, DDPConfig, placement
 from tagi_ddp.placement import connect
 
 Place = tuple[str, str, list[str]]
@@ -74,6 +76,12 @@ def test_no_gpu(shm: RankPool) -> None:
     for text in shm.run(refused, [], size=2):
         assert "BackendUnavailable" in text
         assert "libcuda.so.1" in text
+
+
+def test_a_replica_on_the_host_is_refused_before_anything_is_exchanged() -> None:
+    communicator: Any = SimpleNamespace(device="cuda:0")  # which can do nothing
+    with pytest.raises(ValueError, match="works on cuda:0, but the replica lives on the CPU"):
+        placement.place(fresh("mlp"), "auto", "cpu", communicator)
 
 
 def last_is_refused(comm: Any) -> str:

@@ -315,6 +315,3 @@ def test_a_plot_that_cannot_be(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1
     assert "needs matplotlib: pip install 'tagi-ddp[examples]'" in capsys.readouterr().err
-
-
-# Links.

@@ -14,7 +14,7 @@ from torch import Tensor
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, States, scale
 
-_LARGE = 250_000  # multiplications: where both take the same time
+_LARGE = 250_000  # multiplications: oneDNN and torch's default take the same time
 
 
 class Linear(Layer):

@@ -10,7 +10,7 @@ import pytest
 
 pytest.register_assert_rewrite("contract")
 
-from rank_pool import Nursery, RankPool  # noqa: E402
+from rank_pool import Nursery, RankPool, doomed_pool  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +69,5 @@ def doomed(
     request: pytest.FixtureRequest, pools: dict[tuple[str, int], RankPool], size: int
 ) -> Iterator[RankPool]:
     """Processes of this test alone, which may die."""
-    pool = RankPool(request.cls.backend, size, environment=environment_of(request))
-    yield pool
-    pool.kill()
-    pool.close()
+    with doomed_pool(request.cls.backend, size, environment=environment_of(request)) as pool:
+        yield pool

@@ -12,7 +12,7 @@ from contract.arguments import ArgumentsContract
 from contract.operations import OperationsContract, properties
 from contract.order import GroupContract, OrderContract
 from contract.whole import SoloContract, WholeContract
-from rank_pool import RankPool
+from rank_pool import RankPool, doomed_pool
 
 LONG = 1 << 30  # cycles of a GPU: about half a second
 
@@ -46,10 +46,8 @@ def pool(
 
 @pytest.fixture
 def doomed(arguments: dict[str, dict[str, str]], size: int) -> Iterator[RankPool]:
-    pool = RankPool("nccl", size, **arguments)
-    yield pool
-    pool.kill()
-    pool.close()
+    with doomed_pool("nccl", size, **arguments) as pool:
+        yield pool
 
 
 class TestOnDevice(OperationsContract, ArgumentsContract, OrderContract, GroupContract):

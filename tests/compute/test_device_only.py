@@ -117,5 +117,8 @@ def test_exchange(sharded: bool) -> None:
     shards = DeviceShards(replica.parameters, communicator) if sharded else None
     with Watch():
         replica.agree(communicator, Contribution(BATCH), average=False, shards=shards)
-    deltas = "reduce_scatter" if sharded else "all_reduce"
-    assert communicator.names[:2] == [deltas, "all_reduce"]
+    agreed = ["all_reduce", "all_gather", "order"]  # running statistics, and the ranks' words
+    if sharded:
+        assert communicator.names == ["reduce_scatter", *agreed, "all_gather", "order"]
+    else:
+        assert communicator.names == ["all_reduce", *agreed]

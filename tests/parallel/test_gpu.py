@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicators.on_device import gpus, why_not
-from rank_pool import RankPool
+from rank_pool import doomed_pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -88,11 +88,7 @@ def on_both(comm: Any, path: str) -> list[list[Tensor]]:
 def test_as_on_the_cpu(size: int, tmp_path: Path) -> None:
     if reason := why_not(size):
         pytest.skip(reason)
-    pool = RankPool("nccl", size, **gpus(size))
-    try:
+    with doomed_pool("nccl", size, **gpus(size)) as pool:
         answers = pool.run(on_both, str(tmp_path / "f"), limit=120)
-    finally:
-        pool.kill()
-        pool.close()
     for here, there in answers:
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import Died, RankPool
+from rank_pool import Died, RankPool, doomed_pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -174,12 +174,8 @@ def over_nccl(comm: Any, path: str) -> Any:
 
 
 def test_over_the_stand_in_for_nccl(stand_in: dict[str, str], tmp_path: Path) -> None:
-    pool = RankPool("nccl", 2, environment=stand_in)
-    try:
+    with doomed_pool("nccl", 2, environment=stand_in) as pool:
         answers = pool.run(over_nccl, str(tmp_path / "f"), limit=60)
-    finally:
-        pool.kill()
-        pool.close()
     for gloo, ours in answers:
         same(ours, gloo)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
+from rank_pool import RankPool, doomed_pool
 from tagi_ddp._backend import shards
 
 from sequential.networks import NETWORKS, distance, learn, parameters
@@ -164,12 +164,8 @@ def lose(comm: Communicator, victim: int) -> Report:
 
 
 def test_a_rank_that_dies_is_named() -> None:
-    pool = RankPool("shm", 3)
-    try:
+    with doomed_pool("shm", 3) as pool:
         answers = pool.run(lose, 1, dying=[1])
-    finally:
-        pool.kill()
-        pool.close()
     for kind, _, ranks in (answers[0], answers[2]):
         assert (kind, ranks) == (PeerLost.__name__, (1,))
 
