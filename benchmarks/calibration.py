@@ -18,9 +18,9 @@ from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
 from benchmarks.harness import Figure, Missing, Row
 from benchmarks.work import CLASSES, ImageTask
+from examples.images import ImageData, load_images
 from tagi_ddp import Communicator, DDPSequential, DistributedSampler
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.datasets import ImageData, load_images
 
 SYNC_EVERY = 8
 WORSE = 1.05  # how many times one process's figures may be

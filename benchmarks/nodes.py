@@ -14,6 +14,7 @@ from pytagi.nn import Linear, ReLU, Sequential
 from benchmarks.emulated import MBIT, NotPossible, two_nodes
 from benchmarks.harness import Figure, Missing, Row
 from benchmarks.work import CLASSES, ImageTask
+from examples.images import ImageData, load_images
 from tagi_ddp import (
     Communicator,
     DDPSequential,
@@ -22,7 +23,6 @@ from tagi_ddp import (
     reduce_metrics,
 )
 from tagi_ddp.communicators import all_gather_object
-from tagi_ddp.datasets import ImageData, load_images
 from tagi_ddp.optim import SyncSchedule
 from tagi_ddp.plan import Cluster, Training, measure_link, predict
 

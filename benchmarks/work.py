@@ -8,8 +8,8 @@ import numpy as np
 from pytagi import HRCSoftmaxMetric, Utils
 from pytagi.nn import OutputUpdater, Sequential
 
+from examples.images import ImageData
 from tagi_ddp import DDPSequential
-from tagi_ddp.datasets import ImageData
 
 CLASSES = 10
 

@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 import pytagi
+from images import DATASETS, load_images
 from networks import NETWORKS
 from pytagi import HRCSoftmaxMetric, Utils
 from pytagi.nn import OutputUpdater
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, progress, reduce_metrics
-from tagi_ddp.datasets import DATASETS, load_images
 
 CLASSES = 10
 SIGMA_V = 0.5  # standard deviation of the observations, which are -1 and 1

@@ -8,11 +8,11 @@ import argparse
 
 import numpy as np
 import torch
+from images import DATASETS, load_images
 from torch import nn
 
 import tagi_ddp
 from tagi_ddp import DistributedSampler, progress, reduce_metrics
-from tagi_ddp.datasets import DATASETS, load_images
 from tagi_ddp.optim import DASO, DataParallelMultiGPU
 
 CLASSES = 10

@@ -13,13 +13,13 @@ import time
 
 import numpy as np
 import pytagi
+from images import DATASETS, load_images
 from networks import NETWORKS
 from pytagi import HRCSoftmaxMetric, Utils
 from pytagi.nn import OutputUpdater
 
 import tagi_ddp
 from tagi_ddp import DDPSequential, DistributedSampler, reduce_metrics
-from tagi_ddp.datasets import DATASETS, load_images
 from tagi_ddp.optim import SyncSchedule
 
 CLASSES = 10

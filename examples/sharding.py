@@ -9,13 +9,13 @@ All is in float64, so that no mistake could hide in that.
 """
 
 import torch
+from images import load_images
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import tagi_ddp
 from tagi_ddp import sharding
-from tagi_ddp.datasets import load_images
 
 SIDE, PIXELS, CLASSES = 8, 64, 10
 CHANNELS, HEADS = 24, 4

@@ -13,10 +13,10 @@ from functools import partial
 import numpy as np
 import pytagi
 import torch
+from images import load_images
 from pytagi.nn import Linear, ReLU, Sequential
 from torch import nn
 
-from tagi_ddp.datasets import load_images
 from tagi_ddp.parallel import GaussianLoss, ParallelMixin, Task, TrainerParallelConfig
 
 CLASSES, HIDDEN = 10, 128

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from images import load_images
 from rank_pool import RankPool
 
 from sequential.tasks import own_part
 from tagi_ddp import DDPSequential, _backend, reduce_metrics
-from tagi_ddp.datasets import load_images
 
 STEPS = 40
 EPOCH = 60000 // 256

@@ -5,14 +5,14 @@ import hashlib
 import struct
 import urllib.request
 
+import images
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from images import load_images, read_idx
 
-from tagi_ddp import datasets
-from tagi_ddp.datasets import load_images, read_idx
 from tagi_ddp.launch import launch
 
 ARRAYS = hnp.arrays(np.uint8, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5))
@@ -61,22 +61,22 @@ def server(arrays, tmp_path, monkeypatch):
     for stem, array in arrays.items():
         data = gzip.compress(idx(array))
         (folder / f"{stem}.gz").write_bytes(data)
-        monkeypatch.setitem(datasets._SHA256, stem, hashlib.sha256(data).hexdigest())
-    monkeypatch.setattr(datasets, "_URL", f"{folder.as_uri()}/")
-    monkeypatch.setattr(datasets, "_DEBIAN_FOLDER", tmp_path / "none")
+        monkeypatch.setitem(images._SHA256, stem, hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr(images, "_URL", f"{folder.as_uri()}/")
+    monkeypatch.setattr(images, "_DEBIAN_FOLDER", tmp_path / "none")
     return folder
 
 
 def assert_holds(data, arrays, limit=None):
     mean, deviation = (f(arrays[STEMS[0]][:limit].astype(np.float64)) for f in (np.mean, np.std))
-    for x, y, images, labels in (
+    for x, y, x_name, y_name in (
         (data.x_train, data.y_train, STEMS[0], STEMS[1]),
         (data.x_test, data.y_test, STEMS[2], STEMS[3]),
     ):
-        pixels = arrays[images][:limit]
+        pixels = arrays[x_name][:limit]
         assert (x.shape, x.dtype, y.dtype) == ((len(pixels), 36), np.float32, np.int32)
         np.testing.assert_allclose(x * deviation + mean, pixels.reshape(-1, 36), atol=1e-3)
-        np.testing.assert_array_equal(y, arrays[labels][:limit])
+        np.testing.assert_array_equal(y, arrays[y_name][:limit])
     assert data.side == 6
 
 
@@ -162,7 +162,7 @@ def test_digits_are_scikit_learns():
 
 
 @pytest.mark.skipif(
-    not datasets._DEBIAN_FOLDER.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
+    not images._DEBIAN_FOLDER.is_dir(), reason="Debian's dataset-fashion-mnist is not installed"
 )
 def test_fashion_mnist_is_debians():
     data = load_images("fashion-mnist", limit=1000)
@@ -188,7 +188,7 @@ def test_a_download_is_checked_and_kept(server, arrays, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "images"
     assert_holds(load_images("fashion-mnist", folder, download=True), arrays)
     assert sorted(path.name for path in folder.iterdir()) == sorted(f"{s}.gz" for s in STEMS)
-    monkeypatch.setattr(datasets, "_URL", "nowhere:///")
+    monkeypatch.setattr(images, "_URL", "nowhere:///")
     assert_holds(load_images("fashion-mnist", folder, download=True), arrays)
 
 
@@ -214,16 +214,16 @@ def test_a_download_with_another_checksum_is_refused(server, tmp_path, stem):
 
 
 def test_processes_that_start_together_download_once(server, tmp_path):
-    url, sums = datasets._URL, dict(datasets._SHA256)
+    url, sums = images._URL, dict(images._SHA256)
     folder = tmp_path / "images"
 
     def download():
         import time
 
-        from tagi_ddp import datasets
+        import images
 
-        datasets._URL = url
-        datasets._SHA256.update(sums)
+        images._URL = url
+        images._SHA256.update(sums)
         opened, fetched = urllib.request.urlopen, []
 
         def slowly(address, timeout):
@@ -232,7 +232,7 @@ def test_processes_that_start_together_download_once(server, tmp_path):
             return opened(address, timeout=timeout)
 
         urllib.request.urlopen = slowly
-        return len(datasets.load_images("fashion-mnist", folder, download=True).x_train), fetched
+        return len(images.load_images("fashion-mnist", folder, download=True).x_train), fetched
 
     results = launch(download, 3, timeout=60)
     assert [count for count, _ in results] == [30, 30, 30]
@@ -240,9 +240,9 @@ def test_processes_that_start_together_download_once(server, tmp_path):
 
 
 def test_waiting_for_another_process_ends(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "_DOWNLOAD_LIMIT_S", 0.2)
+    monkeypatch.setattr(images, "_DOWNLOAD_LIMIT_S", 0.2)
     with (
-        datasets._locked(tmp_path),
+        images._locked(tmp_path),
         pytest.raises(TimeoutError, match=f"downloads into {tmp_path}"),
     ):
         load_images("fashion-mnist", tmp_path, download=True)

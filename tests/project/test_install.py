@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OURS = ("PYTHON", "VIRTUAL_ENV", "TAGI_DDP_", "MPI4PY_", "OMPI_", "PMIX_", "PMI_")
 
 FORWARD = """

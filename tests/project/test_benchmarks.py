@@ -16,7 +16,7 @@ import pytest
 
 from tagi_ddp import init
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GPU_TARGETS = [5.0, 0.9, None, 1 / 3]
 KEYS = ["name", "ours", "other", "ratio", "target", "unit", "machine"]
 

@@ -1,0 +1,57 @@
+"""What `import tagi_ddp` brings, and what it does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import tagi_ddp
+
+LAZY = {"torch", "mpi4py", "pytagi", "cutagi", "tqdm", "cloudpickle"}
+
+
+def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = "import sys, tagi_ddp; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    loaded = set(done.stdout.split())
+    assert "numpy" in loaded
+    assert not loaded & LAZY
+
+
+def test_a_clone_without_the_backend_says_so(tmp_path: Path) -> None:
+    package = Path(tagi_ddp.__file__).parent
+    shutil.copytree(package, tmp_path / "tagi_ddp", ignore=shutil.ignore_patterns("*.so"))
+    done = subprocess.run(
+        # -S: without the import hook of an editable installation.
+        [sys.executable, "-S", "-c", "import tagi_ddp"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": sysconfig.get_path("platlib")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith(f"ImportError: {tmp_path / 'tagi_ddp'} has no C++ backend")
+    assert "pip install --editable" in message
+
+
+def test_public_names() -> None:
+    assert all(hasattr(tagi_ddp, name) for name in tagi_ddp.__all__)
+    assert tagi_ddp.__version__ == importlib.metadata.version("tagi-ddp")
+
+
+def test_types_are_shipped() -> None:
+    files = {str(file) for file in importlib.metadata.files("tagi-ddp") or ()}
+    assert "tagi_ddp/_backend.pyi" in files
+    assert (Path(tagi_ddp.__file__).parent / "py.typed").is_file()
