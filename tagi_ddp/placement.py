@@ -8,8 +8,8 @@ from typing import Any
 from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.compute import Choice
 from tagi_ddp.config import DDPConfig
-from tagi_ddp.engine.adapter import Replica, attach
 from tagi_ddp.environment import detect
+from tagi_ddp.replica.host import Replica, attach
 
 
 def connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
@@ -57,7 +57,7 @@ def place(model: Any, compute: Choice, device: str, communicator: Communicator) 
         )
     if on_host and not (compute == "engine" and device.startswith("cuda")):
         return attach(model)
-    from tagi_ddp.engine.cuda_adapter import CudaReplica, move_to_device
+    from tagi_ddp.replica.cuda import CudaReplica, move_to_device
 
     return move_to_device(model, device) if on_host else CudaReplica(model)
 

@@ -8,8 +8,8 @@ import socket
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.engine.adapter import Replica
 from tagi_ddp.environment import detect
+from tagi_ddp.replica.host import Replica
 
 
 class ReplicaMismatch(RuntimeError):

@@ -43,7 +43,7 @@ def make_sharded_exchange(
                 return make_exchange(communicator, replica)
             return _InSharedMemory(communicator, replica, bucket)
     elif communicator.device != "cpu":
-        from tagi_ddp.compute.device_shards import DeviceShards
+        from tagi_ddp.replica.device_shards import DeviceShards
 
         shards_there = DeviceShards(replica.parameters, communicator)
         return OnDevice(communicator, replica, shards_there)

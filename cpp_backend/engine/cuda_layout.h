@@ -1,7 +1,7 @@
 // Where the fields of the engine's CUDA objects lie (pytagi 0.2.1 and its source of January 2026,
 // x86-64), and of what class an object is.
 //
-// As in layer_layout.h, an assumption about somebody else's binary: tagi_ddp.engine.cuda_adapter
+// As in layer_layout.h, an assumption about somebody else's binary: tagi_ddp.replica.cuda
 // verifies it before a pointer is used.
 #pragma once
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.engine.adapter import InPlace, Replica
 from tagi_ddp.engine.buffers import verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.replica.host import InPlace, Replica
 
 FloatArray = NDArray[np.float32]
 # By the index of the layer: means and variances of outputs, then of cells.

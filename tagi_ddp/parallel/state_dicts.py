@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from tagi_ddp.engine.adapter import Replica, attach
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.task_model import TaskModel
+from tagi_ddp.replica.host import Replica, attach
 from tagi_ddp.sequential_interface import SequentialInterface
 
 

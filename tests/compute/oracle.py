@@ -12,7 +12,7 @@ import torch
 
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas
-from tagi_ddp.engine.adapter import attach
+from tagi_ddp.replica.host import attach
 
 BIAS_TOLERANCE = 1e-4  # the engine's order of summation costs it digits
 TOLERANCE = 1e-5

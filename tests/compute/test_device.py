@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
 
 from tagi_ddp import BackendUnavailable, DDPSequential, NotFiniteError, OutputUpdater, accelerate
-from tagi_ddp.compute.agreement import LAG
+from tagi_ddp.replica.device_agreement import LAG
 
 DEVICES = ("cpu", "cpu:0")
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from compute.test_activations import ELEMENTWISE, OVER_OUTPUTS, activation
 from tagi_ddp import OutputUpdater, accelerate
-from tagi_ddp.compute.device import DeviceReplica
-from tagi_ddp.compute.device_shards import DeviceShards
-from tagi_ddp.engine.adapter import attach
+from tagi_ddp.replica.device import DeviceReplica
+from tagi_ddp.replica.device_shards import DeviceShards
+from tagi_ddp.replica.host import attach
 
 DEVICE = "meta"
 BATCH = 20

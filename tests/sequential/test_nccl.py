@@ -15,7 +15,7 @@ from sequential import tasks
 from sequential.networks import EQUAL_TO_ONE_PROCESS, NETWORKS, distance, fresh, learn, parameters
 from sequential.reports import Report, report
 from tagi_ddp import CommunicatorError, DDPSequential
-from tagi_ddp.compute.agreement import LAG
+from tagi_ddp.replica.device_agreement import LAG
 
 OPTIONS = {"device": "cpu:0"}
 

@@ -22,7 +22,7 @@ from sequential.reports import Report, report
 from sequential.test_nccl import uneven
 from sequential.test_sharded import both
 from tagi_ddp import DDPSequential, OutputUpdater
-from tagi_ddp.compute.agreement import LAG
+from tagi_ddp.replica.device_agreement import LAG
 
 pytestmark = pytest.mark.gpu
 

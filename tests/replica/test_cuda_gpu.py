@@ -15,9 +15,9 @@ from sequential.networks import NETWORKS, fresh, parameters
 
 from tagi_ddp import _backend
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.engine.cuda_adapter import CudaReplica
-from tagi_ddp.engine.cuda_memory import CudaMemory
 from tagi_ddp.engine.loader import cuda_available
+from tagi_ddp.replica.cuda import CudaReplica
+from tagi_ddp.replica.cuda_memory import CudaMemory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.cuda_stand_in import (
+from replica.cuda_stand_in import (
     BIAS,
     NUM_WEIGHTS,
     POINTERS,
@@ -28,11 +28,11 @@ from engine.cuda_stand_in import (
 )
 
 from tagi_ddp import _backend
-from tagi_ddp.engine.cuda_adapter import CudaReplica
-from tagi_ddp.engine.cuda_layers import walk_cuda
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.pointers import LayoutError, address_of
+from tagi_ddp.replica.cuda import CudaReplica
+from tagi_ddp.replica.cuda_layers import walk_cuda
 
 NAMES = [
     "0 (Linear())",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.compute.agreement import DeviceAgreement
-from tagi_ddp.compute.capped import LEAST_VARIANCE, move
-from tagi_ddp.compute.device_parameters import DeviceParameters
+from tagi_ddp.replica.apply import LEAST_VARIANCE, move
+from tagi_ddp.replica.device_agreement import DeviceAgreement
+from tagi_ddp.replica.device_parameters import DeviceParameters
 
 
 class DeviceShards:

@@ -10,9 +10,9 @@ import pytest
 
 from tagi_ddp import _backend
 from tagi_ddp.engine import pointers
-from tagi_ddp.engine.adapter import Copied, InPlace, attach
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, walk
 from tagi_ddp.engine.loader import load_engine
+from tagi_ddp.replica.host import Copied, InPlace, attach
 
 load_engine()
 

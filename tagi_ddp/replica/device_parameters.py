@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.compute import FloatArray
-from tagi_ddp.compute.agreement import DeviceAgreement
-from tagi_ddp.compute.capped import LEAST_VARIANCE, move
-from tagi_ddp.compute.posteriors import add_change, change_since
+from tagi_ddp.replica.apply import LEAST_VARIANCE, move
+from tagi_ddp.replica.device_agreement import DeviceAgreement
+from tagi_ddp.replica.merge import add_change, change_since
 
 
 class DeviceParameters:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tagi_ddp import _backend
-from tagi_ddp.engine.cuda_memory import Memory
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer
 from tagi_ddp.engine.pointers import LayoutError, address_of, verify_layout
+from tagi_ddp.replica.cuda_memory import Memory
 
 STATISTICS = ("mu_ra", "var_ra")
 # These have no parameters before the engine has seen a batch.

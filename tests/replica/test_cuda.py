@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.cuda_stand_in import FIRST_BATCH, POINTERS, DeviceMemory, Network
+from replica.cuda_stand_in import FIRST_BATCH, POINTERS, DeviceMemory, Network
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tagi_ddp import _backend
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.engine import cuda_memory
-from tagi_ddp.engine.cuda_memory import CudaMemory
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.replica import cuda_memory
+from tagi_ddp.replica.cuda_memory import CudaMemory
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tagi_ddp.engine.cuda_adapter import CudaReplica
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.loader import load_engine
+from tagi_ddp.replica.cuda import CudaReplica
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

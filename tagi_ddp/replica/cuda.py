@@ -21,13 +21,13 @@ from torch import Tensor
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.compute.agreement import DeviceAgreement
-from tagi_ddp.compute.device import DeviceReplica
-from tagi_ddp.compute.device_shards import DeviceShards
-from tagi_ddp.engine.adapter import attach
-from tagi_ddp.engine.cuda_layers import STATISTICS, CudaLayers
-from tagi_ddp.engine.cuda_memory import CudaMemory, Memory
 from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.replica.cuda_layers import STATISTICS, CudaLayers
+from tagi_ddp.replica.cuda_memory import CudaMemory, Memory
+from tagi_ddp.replica.device import DeviceReplica
+from tagi_ddp.replica.device_agreement import DeviceAgreement
+from tagi_ddp.replica.device_shards import DeviceShards
+from tagi_ddp.replica.host import attach
 
 
 def move_to_device(
