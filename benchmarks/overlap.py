@@ -10,7 +10,7 @@ from benchmarks.peers import open_gloo, open_mpi
 from benchmarks.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, init
 from tagi_ddp.communicators import as_communicator
-from tagi_ddp.exchange import _Bucket, _Overlapped
+from tagi_ddp.update.exchange import _Bucket, _Overlapped
 
 BATCH = 256  # per rank
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tagi_ddp._backend import Agreement
-from tagi_ddp.exchange import Exchange
-from tagi_ddp.merging import Merging, ScheduledMerging
+from tagi_ddp.update.exchange import Exchange
+from tagi_ddp.update.merging import Merging, ScheduledMerging
 
 M = TypeVar("M", bound=Merging)
 

@@ -15,10 +15,7 @@ from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
 from tagi_ddp.config import DDPConfig
-from tagi_ddp.exchange import Exchange, make_exchange
 from tagi_ddp.merge_interface import MergeInterface
-from tagi_ddp.merging import Reduction, check_reduction, make_merging
-from tagi_ddp.micro_batches import MicroBatches
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.placement import adopt, connect, place
 from tagi_ddp.replicas import (
@@ -28,7 +25,10 @@ from tagi_ddp.replicas import (
     share_of_cores,
 )
 from tagi_ddp.sequential_interface import SequentialInterface
-from tagi_ddp.sharded_exchange import make_sharded_exchange
+from tagi_ddp.update.exchange import Exchange, make_exchange
+from tagi_ddp.update.merging import Reduction, check_reduction, make_merging
+from tagi_ddp.update.micro_batches import MicroBatches
+from tagi_ddp.update.sharded import make_sharded_exchange
 
 # What a Sequential and its layers have before anybody calls set_threads.
 _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4

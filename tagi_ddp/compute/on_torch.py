@@ -16,9 +16,9 @@ from tagi_ddp.compute import FloatArray, LSTMStates, Precision
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.buffers import OutputBuffers
-from tagi_ddp.exchange import make_bucket
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.host import Replica
+from tagi_ddp.update.exchange import make_bucket
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 T = TypeVar("T", FloatArray, torch.Tensor)

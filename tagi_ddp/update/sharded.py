@@ -19,7 +19,7 @@ from tagi_ddp._backend import (
     update_sharded,
 )
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.exchange import (
+from tagi_ddp.update.exchange import (
     MOST_FUSED_RANKS,
     Exchange,
     OnDevice,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rank_pool import RankPool
 
-from merging import linear
 from tagi_ddp import DDPSequential
 from tagi_ddp.optim import SyncSchedule
+from update import linear
 
 TOLERANCE = 1e-6
 

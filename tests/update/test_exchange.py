@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from rank_pool import RankPool
-
 from sequential.networks import NETWORKS, distance, learn, parameters
 from sequential.reports import wrap
 from sequential.tasks import train
-from tagi_ddp import exchange
+
+from tagi_ddp.update import exchange
 
 SHARES = (30, 41)
 WAYS = {"engine": ("_Fused", "_Bucket"), "torch": ("_Fused", "_Bucket", "_Overlapped")}
