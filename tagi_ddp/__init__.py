@@ -9,7 +9,6 @@ except ImportError as error:
         "pip install --editable '.[torch]'"
     ) from error
 
-from tagi_ddp.accelerate import accelerate
 from tagi_ddp.communicators import (
     BackendUnavailable,
     Communicator,
@@ -19,14 +18,18 @@ from tagi_ddp.communicators import (
     Timeout,
     init,
 )
-from tagi_ddp.config import DDPConfig
 from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
 from tagi_ddp.engine import import_hook as _import_hook
 from tagi_ddp.engine.loader import cuda_available
 from tagi_ddp.launch import launch
-from tagi_ddp.output_updater import OutputUpdater
-from tagi_ddp.replicas import ReplicaMismatch
-from tagi_ddp.sequential import DDPSequential, NotFiniteError
+from tagi_ddp.sequential import (
+    DDPConfig,
+    DDPSequential,
+    NotFiniteError,
+    OutputUpdater,
+    ReplicaMismatch,
+    accelerate,
+)
 from tagi_ddp.supervisor import LaunchError
 
 # `import pytagi` works from here on, also where Python does not read our .pth file.

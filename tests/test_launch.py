@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tagi_ddp.communicators.errors import PeerLost
-from tagi_ddp.config import DDPConfig
 from tagi_ddp.environment import detect
 from tagi_ddp.launch import launch
+from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.supervisor import LaunchError
 
 LIMIT = 60.0

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tagi_ddp.output_updater import OutputUpdater
-from tagi_ddp.sequential_interface import SequentialInterface
+from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.sequential.output_updater import OutputUpdater
 
 
 class GaussianLoss:

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tagi_ddp.accelerate import accelerate
 from tagi_ddp.environment import detect
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
 from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig
 from tagi_ddp.parallel.wrappers import dp
+from tagi_ddp.sequential.accelerate import accelerate
 
 
 @dataclass

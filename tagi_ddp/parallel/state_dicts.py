@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.task_model import TaskModel
 from tagi_ddp.replica.host import Replica, attach
-from tagi_ddp.sequential_interface import SequentialInterface
+from tagi_ddp.sequential.interface import SequentialInterface
 
 
 def full_state_dict(model: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tagi_ddp.parallel.batches import Data, check_shares, length_of, take
 from tagi_ddp.parallel.checkpoints import Checkpoints, State
 from tagi_ddp.parallel.config import MISSING, Config
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
-from tagi_ddp.sequential import DDPSequential
+from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 EXP_NAME = "${ml.exp_name:null}"  # which means: the name
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]

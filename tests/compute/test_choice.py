@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from sequential.networks import NETWORKS, fresh, learn, parameters
 
-from tagi_ddp import accelerate
 from tagi_ddp.engine import buffers, pointers, windows
+from tagi_ddp.sequential import accelerate
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

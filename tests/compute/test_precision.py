@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sequential.networks import NETWORKS, distance, fresh, learn, parameters
 
-from tagi_ddp import accelerate
+from tagi_ddp.sequential import accelerate
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet", "autoencoder"])

@@ -14,17 +14,17 @@ from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
-from tagi_ddp.config import DDPConfig
-from tagi_ddp.merge_interface import MergeInterface
 from tagi_ddp.optim.schedule import SyncSchedule
-from tagi_ddp.placement import adopt, connect, place
-from tagi_ddp.replicas import (
+from tagi_ddp.sequential.config import DDPConfig
+from tagi_ddp.sequential.equality import (
     ReplicaMismatch,
     check_state,
     check_structure,
     share_of_cores,
 )
-from tagi_ddp.sequential_interface import SequentialInterface
+from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.sequential.merge_interface import MergeInterface
+from tagi_ddp.sequential.placement import adopt, connect, place
 from tagi_ddp.update.exchange import Exchange, make_exchange
 from tagi_ddp.update.merging import Reduction, check_reduction, make_merging
 from tagi_ddp.update.micro_batches import MicroBatches

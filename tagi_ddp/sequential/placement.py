@@ -7,9 +7,9 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.compute import Choice
-from tagi_ddp.config import DDPConfig
 from tagi_ddp.environment import detect
 from tagi_ddp.replica.host import Replica, attach
+from tagi_ddp.sequential.config import DDPConfig
 
 
 def connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:

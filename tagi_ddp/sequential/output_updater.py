@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tagi_ddp.sequential_interface import SequentialInterface
+from tagi_ddp.sequential.interface import SequentialInterface
 
 if TYPE_CHECKING:
     import torch

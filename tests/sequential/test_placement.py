@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from rank_pool import RankPool
-from sequential.networks import fresh
 
+from sequential.networks import fresh
 from tagi_ddp import BackendUnavailable, DDPConfig, placement
-from tagi_ddp.placement import connect
+from tagi_ddp.sequential.placement import connect
 
 Place = tuple[str, str, list[str]]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import Choice, Precision
-from tagi_ddp.sequential import DDPSequential
+from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 
 def accelerate(

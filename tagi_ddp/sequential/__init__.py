@@ -1,0 +1,16 @@
+"""DDPSequential: one pytagi network, trained by many processes; its settings, and where it lives."""
+
+from tagi_ddp.sequential.accelerate import accelerate
+from tagi_ddp.sequential.config import DDPConfig
+from tagi_ddp.sequential.ddp_sequential import DDPSequential, NotFiniteError
+from tagi_ddp.sequential.equality import ReplicaMismatch
+from tagi_ddp.sequential.output_updater import OutputUpdater
+
+__all__ = [
+    "DDPConfig",
+    "DDPSequential",
+    "NotFiniteError",
+    "OutputUpdater",
+    "ReplicaMismatch",
+    "accelerate",
+]
