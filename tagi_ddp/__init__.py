@@ -21,7 +21,8 @@ from tagi_ddp.communicators import (
 from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
 from tagi_ddp.engine import import_hook as _import_hook
 from tagi_ddp.engine.loader import cuda_available
-from tagi_ddp.launch import launch
+from tagi_ddp.launcher.launch import launch
+from tagi_ddp.launcher.supervisor import LaunchError
 from tagi_ddp.sequential import (
     DDPConfig,
     DDPSequential,
@@ -30,7 +31,6 @@ from tagi_ddp.sequential import (
     ReplicaMismatch,
     accelerate,
 )
-from tagi_ddp.supervisor import LaunchError
 
 # `import pytagi` works from here on, also where Python does not read our .pth file.
 _import_hook.install()

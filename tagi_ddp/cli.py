@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tagi_ddp import __version__
-from tagi_ddp.supervisor import LaunchError, supervise
+from tagi_ddp.launcher.supervisor import LaunchError, supervise
 
 
 def main(argv: Sequence[str] | None = None) -> int:

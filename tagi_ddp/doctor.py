@@ -153,7 +153,7 @@ class _Process:
 
 def run_check() -> None:
     """Run the check that sys.argv names and write its finding to standard output."""
-    from tagi_ddp.rank_process import die_with_parent
+    from tagi_ddp.launcher.rank_process import die_with_parent
 
     parent, name = sys.argv[1:]
     die_with_parent(int(parent))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tagi_ddp.communicators import init
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
-from tagi_ddp.launch import launch
+from tagi_ddp.launcher.launch import launch
 
 LENGTHS = st.integers(0, 60)
 RANKS = st.integers(1, 6)

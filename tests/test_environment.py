@@ -184,7 +184,7 @@ def test_an_mpi_world_that_the_launcher_does_not_know_of_warns(tmp_path):
 
 def test_from_env_checks_the_loaded_mpi():
     pytest.importorskip("mpi4py", exc_type=ImportError)
-    code = "from mpi4py import MPI; from tagi_ddp.sequential.config import DDPConfig; DDPConfig.from_env()"
+    code = "from mpi4py import MPI; from tagi_ddp import DDPConfig; DDPConfig.from_env()"
     done = run_mpi_world_of_one(code, **HYDRA)
     assert "mpich) made this process rank 1 of 2, but MPI says rank 0 of 1" in done.stderr
 

@@ -1,4 +1,4 @@
-"""DDPSequential: one pytagi network, trained by many processes; its settings, and where it lives."""
+"""DDPSequential: one pytagi network that many processes train; its settings, where it lives."""
 
 from tagi_ddp.sequential.accelerate import accelerate
 from tagi_ddp.sequential.config import DDPConfig

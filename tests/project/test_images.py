@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from images import load_images, read_idx
 
-from tagi_ddp.launch import launch
+from tagi_ddp.launcher.launch import launch
 
 ARRAYS = hnp.arrays(np.uint8, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5))
 STEMS = (

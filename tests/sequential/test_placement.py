@@ -11,7 +11,8 @@ import pytest
 from rank_pool import RankPool
 
 from sequential.networks import fresh
-from tagi_ddp import BackendUnavailable, DDPConfig, placement
+from tagi_ddp import BackendUnavailable, DDPConfig
+from tagi_ddp.sequential import placement
 from tagi_ddp.sequential.placement import connect
 
 Place = tuple[str, str, list[str]]

@@ -6,7 +6,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tagi_ddp.rank_output import RankStream, Screen
+from tagi_ddp.launcher.rank_output import RankStream, Screen
 
 TEXT = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=5)
 

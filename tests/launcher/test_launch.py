@@ -16,9 +16,9 @@ import pytest
 
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.environment import detect
-from tagi_ddp.launch import launch
+from tagi_ddp.launcher.launch import launch
+from tagi_ddp.launcher.supervisor import LaunchError
 from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.supervisor import LaunchError
 
 LIMIT = 60.0
 
@@ -35,24 +35,6 @@ def wait_until(condition, seconds=20.0):
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import tagi_ddp",
-        "import tagi_ddp.launch",
-        "import tagi_ddp, tagi_ddp.cli, tagi_ddp.launch",
-        "from tagi_ddp.launch import launch; import tagi_ddp",
-        "from tagi_ddp import launch; import tagi_ddp.launch",
-        "import tagi_ddp.launch as launch, tagi_ddp",
-        "import importlib, tagi_ddp; importlib.import_module('tagi_ddp.launch')",
-    ],
-)
-def test_the_packages_launch_is_the_function_in_every_order_of_imports(imports):
-    check = "import sys; assert tagi_ddp.launch is sys.modules['tagi_ddp.launch'].launch"
-    check += "; assert globals().get('launch', tagi_ddp.launch) is tagi_ddp.launch"
-    subprocess.run([sys.executable, "-c", f"{imports}; {check}"], check=True, timeout=60)
 
 
 # Results
@@ -312,7 +294,7 @@ def test_tracebacks_show_the_source_of_notebook_cells():
 
 SCRIPT = """
 import os, signal, sys, time
-from tagi_ddp.launch import launch
+from tagi_ddp.launcher.launch import launch
 
 def fn():
     if {stubborn}:

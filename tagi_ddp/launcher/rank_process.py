@@ -1,4 +1,4 @@
-"""The first thing that runs in a rank that `tagi_ddp.supervisor` started."""
+"""The first thing that runs in a rank that `tagi_ddp.launcher.supervisor` started."""
 
 from __future__ import annotations
 

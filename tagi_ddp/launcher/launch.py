@@ -1,8 +1,4 @@
-"""tagi_ddp.launch: run a function on several processes of this host, from a script or a notebook.
-
-The package's attribute ``launch`` is the function, in every order of imports: the package imports
-this module first and then puts the function in its place.
-"""
+"""Run a function on several processes of this host, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from types import BuiltinFunctionType
 from typing import Any, TypeVar
 
 from tagi_ddp.checks import integer
-from tagi_ddp.supervisor import supervise
+from tagi_ddp.launcher.supervisor import supervise
 
 T = TypeVar("T")
 

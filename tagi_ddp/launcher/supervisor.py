@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tagi_ddp.rank_output import RankStream, Screen
-from tagi_ddp.rank_process import Report
+from tagi_ddp.launcher.rank_output import RankStream, Screen
+from tagi_ddp.launcher.rank_process import Report
 
 # Seconds: between looks at the ranks; to let the cause of a lost peer come to light; between
 # SIGTERM and SIGKILL; for the kernel to carry out SIGKILL; to read what is left in the pipes.
@@ -55,7 +55,7 @@ def supervise(
     *,
     pass_fds: Sequence[int] = (),
 ) -> list[bytes | None]:
-    """Run ``command`` (see `tagi_ddp.rank_process.main`) on ``nprocs`` ranks until all are done.
+    """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all are done.
 
     Returns the ranks' pickled results, for a script None. Raises LaunchError for the first rank
     that failed, TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the
@@ -190,7 +190,7 @@ class _Team:
         # The rank finds this package where this process found it.
         code = (
             f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
-            "from tagi_ddp.rank_process import main; main()"
+            "from tagi_ddp.launcher.rank_process import main; main()"
         )
         reader, writer = os.pipe()
         report = io.FileIO(reader)
