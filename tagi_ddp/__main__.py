@@ -2,6 +2,6 @@
 
 import sys
 
-from tagi_ddp.cli import main
+from tagi_ddp.commands.main import main
 
 sys.exit(main())

@@ -114,7 +114,7 @@ class _Process:
         # It finds this package where this process found it.
         code = (
             f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
-            "from tagi_ddp.doctor import run_check; run_check()"
+            "from tagi_ddp.commands.doctor import run_check; run_check()"
         )
         with self._report.open("wb") as report, self._errors.open("wb") as errors:
             self._process = subprocess.Popen(

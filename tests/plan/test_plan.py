@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tagi_ddp.cli import main
+from tagi_ddp.commands.main import main
 from tagi_ddp.plan import (
     SCHEMES,
     Cluster,
@@ -282,7 +282,7 @@ def test_step_and_parameters_are_required(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_it_loads_neither_torch_nor_mpi(tmp_path: Path) -> None:
-    code = f"import sys; from tagi_ddp.cli import main; main({PLAN}); print(*sys.modules)"
+    code = f"import sys; from tagi_ddp.commands.main import main; main({PLAN}); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,

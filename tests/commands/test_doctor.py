@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from stand_in.build import build
 
-from tagi_ddp import doctor
-from tagi_ddp.doctor import Finding
+from tagi_ddp.commands import doctor
+from tagi_ddp.commands.doctor import Finding
 
 BIN = Path(sys.executable).parent
 SHIM = Path(sysconfig.get_path("purelib"), "tagi_ddp", "engine", "shims", "libnccl.so.2")
@@ -66,7 +66,7 @@ def report(*options: str, **variables: str) -> tuple[int, dict[str, Any], dict[s
 
 def check(name: str, before: str = "", **variables: str) -> Finding:
     """Return the finding of one check, in a fresh interpreter that ran ``before``."""
-    code = f"{before}\nfrom tagi_ddp.doctor import run_check\nrun_check()"
+    code = f"{before}\nfrom tagi_ddp.commands.doctor import run_check\nrun_check()"
     with tempfile.TemporaryDirectory() as folder:
         places = {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
         done = subprocess.run(
@@ -393,6 +393,6 @@ def test_readiness(broken: tuple[str, ...], ready: list[bool]) -> None:
 
 
 def test_the_command_line_loads_the_doctor_only_for_itself() -> None:
-    code = "import sys, tagi_ddp.cli; print('tagi_ddp.doctor' in sys.modules)"
+    code = "import sys, tagi_ddp.cli; print('tagi_ddp.commands.doctor' in sys.modules)"
     output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=40)
     assert output == "False\n"
