@@ -110,7 +110,7 @@ def is_made_for(communicator: Communicator, group: Any) -> bool:
 
 def _below(group: Any) -> Communicator | None:
     """Return the communicator on which a torch group of the backend "tagi_ddp" runs, else None."""
-    backend = sys.modules.get("tagi_ddp.parallel.process_group")
+    backend = sys.modules.get("tagi_ddp.torch_backend.process_group")
     if backend is not None and isinstance(group, backend.ProcessGroup):
         return group.communicator
     return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.environment import detect, meeting_point
-from tagi_ddp.parallel.process_group import ProcessGroup
+from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
 

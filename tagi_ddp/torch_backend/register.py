@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tagi_ddp.communicators import BackendUnavailable, Communicator, gloo, init
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect
-from tagi_ddp.parallel.process_group import NAME, ProcessGroup
+from tagi_ddp.torch_backend.process_group import NAME, ProcessGroup
 
 _CARRIERS = ("auto", "shm", "mpi", "gloo")
 

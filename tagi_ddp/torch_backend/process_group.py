@@ -12,7 +12,7 @@ from torch import Tensor
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import Work
 from tagi_ddp.communicators.nccl.create import create
-from tagi_ddp.parallel.operations import Flat, OperationWork, share_memory
+from tagi_ddp.torch_backend.operations import Flat, OperationWork, share_memory
 
 NAME = "tagi_ddp"
 _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
