@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from tagi_ddp.communicators import Communicator, factory
+from tagi_ddp.communicators import Communicator, init
 
 PR_SET_PDEATHSIG = 1
 
@@ -53,7 +53,7 @@ class Worker:
         try:
             if key != self.key:
                 self.leave()
-                self.comm = factory.init(**settings)
+                self.comm = init(**settings)
                 self.key = key
             function, args = cloudpickle.loads(task)
             return cloudpickle.dumps((True, function(self.comm, *args)))

@@ -8,7 +8,7 @@ from tagi_ddp.communicators.errors import (
     PeerLost,
     Timeout,
 )
-from tagi_ddp.communicators.factory import BACKENDS, as_communicator, init
+from tagi_ddp.communicators.init import BACKENDS, as_communicator, init
 from tagi_ddp.communicators.objects import all_gather_object
 
 __all__ = [

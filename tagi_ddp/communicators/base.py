@@ -20,7 +20,7 @@ from tagi_ddp.communicators.errors import (
     Timeout,
     timeout_text,
 )
-from tagi_ddp.communicators.tasks import Lane
+from tagi_ddp.communicators.operation_queue import Lane
 
 C = TypeVar("C", bound="BaseCommunicator")
 E = TypeVar("E", bound=Elements)

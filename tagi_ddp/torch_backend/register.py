@@ -9,7 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tagi_ddp.communicators import BackendUnavailable, Communicator, gloo, init
+from tagi_ddp.communicators import BackendUnavailable, Communicator, init
+from tagi_ddp.communicators.host import gloo
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect
 from tagi_ddp.torch_backend.process_group import NAME, ProcessGroup

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tagi_ddp._backend import Agreement, Contribution, Parameters
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.communicators.hierarchy import Levels
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.update.exchange import Exchange, agree, make_bucket

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tagi_ddp.communicators.reduce import reduce_rows
+from tagi_ddp.communicators.host.reduce import reduce_rows
 
 ROWS = st.tuples(st.integers(1, 4), st.integers(1, 8))
 WIDE = st.floats(width=32, allow_nan=True, allow_infinity=True)

@@ -11,7 +11,7 @@ import torch
 from rank_pool import RankPool
 from torch import nn
 
-from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.communicators.hierarchy import Levels
 from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer

@@ -22,17 +22,17 @@ from typing import Any
 from tagi_ddp._backend import Device, NcclRank
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
+from tagi_ddp.communicators.control.channel import Channel, Kind, Watch
+from tagi_ddp.communicators.control.checked import WatchedCommunicator
+from tagi_ddp.communicators.control.handshake import Transfer
 from tagi_ddp.communicators.errors import CommunicatorError
-from tagi_ddp.communicators.meeting import Transfer
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
 from tagi_ddp.communicators.nccl.ring import RingMeeting
 from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
 from tagi_ddp.communicators.nccl.work import Group, NcclWork
-from tagi_ddp.communicators.tasks import Lane
-from tagi_ddp.communicators.watch import Channel, Kind, Watch
-from tagi_ddp.communicators.watched import WatchedCommunicator
+from tagi_ddp.communicators.operation_queue import Lane
 
 # NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from tagi_ddp._backend import Device
+from tagi_ddp.communicators.control.checked import meet, opened
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
 from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
-from tagi_ddp.communicators.watched import meet, opened
 
 Greeting = tuple[BackendUnavailable | None, bytes]  # what keeps a rank from it, and its address
 

@@ -8,10 +8,10 @@ import time
 
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators import errors
+from tagi_ddp.communicators.control.channel import Kind
+from tagi_ddp.communicators.control.handshake import Meeting
 from tagi_ddp.communicators.errors import Mismatch
-from tagi_ddp.communicators.meeting import Meeting
 from tagi_ddp.communicators.nccl.plan import Plan
-from tagi_ddp.communicators.watch import Kind
 
 _FEW = 8  # ranks, whose notes cost less than NCCL's call itself
 _SLICE = 0.02  # seconds at the device between two looks at the notes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.communicators.hierarchy import Levels
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Lost, nothing_lost
 from tagi_ddp.optim.daso.vectors import NotFinite, all_finite, vectors_of

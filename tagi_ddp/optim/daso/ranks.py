@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
-from tagi_ddp.communicators.factory import is_made_for
-from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.communicators.hierarchy import Levels
+from tagi_ddp.communicators.init import is_made_for
 
 
 class AllRanksRaise(Exception):

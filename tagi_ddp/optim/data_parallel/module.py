@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
-from tagi_ddp.communicators.factory import is_made_for
+from tagi_ddp.communicators.init import is_made_for
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import (

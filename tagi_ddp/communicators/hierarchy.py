@@ -12,7 +12,7 @@ from typing import Any
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import CommunicatorError
-from tagi_ddp.communicators.factory import init
+from tagi_ddp.communicators.init import init
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.environment import detect
 

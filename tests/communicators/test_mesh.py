@@ -8,8 +8,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tagi_ddp.communicators.watch import Channel, Failure, Kind, Watch
-from tagi_ddp.communicators.wire import Listener
+from tagi_ddp.communicators.control.channel import Channel, Failure, Kind, Watch
+from tagi_ddp.communicators.control.mesh import Listener
 
 
 def connect_all(listeners: list[Listener], seconds: float = 10) -> list[dict[int, socket.socket]]:

@@ -13,10 +13,10 @@ import numpy as np
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.control.checked import WatchedCommunicator
+from tagi_ddp.communicators.control.handshake import Meeting, Transfer
 from tagi_ddp.communicators.errors import Mismatch
-from tagi_ddp.communicators.meeting import Meeting, Transfer
-from tagi_ddp.communicators.reduce import reduce_rows
-from tagi_ddp.communicators.watched import WatchedCommunicator
+from tagi_ddp.communicators.host.reduce import reduce_rows
 
 _PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memory
 _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rank_pool import RankPool
 
-from tagi_ddp.communicators import levels as module
-from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.communicators import hierarchy as module
+from tagi_ddp.communicators.hierarchy import Levels
 from tagi_ddp.communicators.single import SingleCommunicator
 
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements
+from tagi_ddp.communicators.control.channel import Watch
+from tagi_ddp.communicators.control.checked import close_all, meet
+from tagi_ddp.communicators.control.handshake import Transfer
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
-from tagi_ddp.communicators.meeting import Transfer
-from tagi_ddp.communicators.peers import PeerCommunicator
-from tagi_ddp.communicators.watch import Watch
-from tagi_ddp.communicators.watched import close_all, meet
+from tagi_ddp.communicators.host.checked_host import PeerCommunicator
 from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 

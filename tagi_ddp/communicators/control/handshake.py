@@ -9,8 +9,8 @@ from typing import Any, NoReturn, Protocol
 
 from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.control.channel import Channel, Kind, Watch
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
-from tagi_ddp.communicators.watch import Channel, Kind, Watch
 
 _SLICE = 0.02  # seconds in the engine between two looks at the notes
 _GRACE = 2.0  # seconds in which the notes should explain an engine's error

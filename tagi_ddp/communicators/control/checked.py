@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, Call, E
+from tagi_ddp.communicators.control.channel import Channel, Failure, Watch
+from tagi_ddp.communicators.control.handshake import Meeting, Transfer
+from tagi_ddp.communicators.control.mesh import Listener
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
-from tagi_ddp.communicators.meeting import Meeting, Transfer
-from tagi_ddp.communicators.watch import Channel, Failure, Watch
-from tagi_ddp.communicators.wire import Listener
 
 W = TypeVar("W", bound="WatchedCommunicator")
 

@@ -1,0 +1,1 @@
+"""Communicators whose buffers are in host memory, over MPI or gloo."""
