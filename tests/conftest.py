@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from communicators.stand_in.build import build
-from rank_pool import RankPool
+from support.rank_pool import RankPool
+from support.stand_in.build import build
 
 # A shell starts what it puts in the background with this signal ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in.build import build
+from support.stand_in.build import build
 
 from tagi_ddp.commands import doctor
 from tagi_ddp.commands.doctor import Finding

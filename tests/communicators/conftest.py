@@ -10,7 +10,7 @@ import pytest
 
 pytest.register_assert_rewrite("contract")
 
-from rank_pool import Nursery, RankPool, doomed_pool  # noqa: E402
+from support.rank_pool import Nursery, RankPool, doomed_pool  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from contract.deaths import work_until
 from contract.whole import WholeContract
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import hierarchy as module
 from tagi_ddp.communicators.hierarchy import Levels

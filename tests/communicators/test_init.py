@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from rank_pool import worker_environment
+from support.rank_pool import worker_environment
 
 from tagi_ddp.communicators import BACKENDS, BackendUnavailable, as_communicator, init
 

@@ -15,7 +15,7 @@ from contract.failures import ClosedContract, FailuresContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
-from rank_pool import await_end, mpirun, worker_environment
+from support.rank_pool import await_end, mpirun, worker_environment
 
 
 class TestMpi(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from contract.data import caught
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import CommunicatorError, Mismatch, all_gather_object
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.failures import Report, report
-from rank_pool import RankPool
-from stand_in.build import build
+from support.rank_pool import RankPool
+from support.stand_in.build import build
 
 from tagi_ddp.communicators import (
     BackendUnavailable,
@@ -21,8 +21,8 @@ from tagi_ddp.communicators import (
     PeerLost,
     Timeout,
     init,
-    meeting,
 )
+from tagi_ddp.communicators.control import handshake
 from tagi_ddp.communicators.nccl import NcclMissing
 
 LIMIT = 1.0  # of the communicator, in seconds
@@ -53,7 +53,7 @@ def ones(count: int = 8) -> np.ndarray:
 
 @contextlib.contextmanager
 def fault(rank: int, text: str) -> Iterator[None]:
-    meeting._GRACE = 0.3  # nobody explains what happens here
+    handshake._GRACE = 0.3  # nobody explains what happens here
     os.environ["TAGI_DDP_STAND_IN_FAULT"] = text
     os.environ["TAGI_DDP_STAND_IN_RANK"] = str(rank)
     try:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from communicators.on_device import VARIABLE, gpus, why_not
 from contract.arguments import ArgumentsContract
 from contract.operations import OperationsContract, properties
 from contract.order import GroupContract, OrderContract
 from contract.whole import SoloContract, WholeContract
-from rank_pool import RankPool, doomed_pool
+from support.on_device import VARIABLE, gpus, why_not
+from support.rank_pool import RankPool, doomed_pool
 
 LONG = 1 << 30  # cycles of a GPU: about half a second
 

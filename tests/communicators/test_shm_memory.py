@@ -13,7 +13,7 @@ import pytest
 from contract.data import caught
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_pool import Died, RankPool
+from support.rank_pool import Died, RankPool
 
 from tagi_ddp import Mismatch
 

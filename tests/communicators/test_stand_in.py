@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stand_in.build import build
-from stand_in.client import IN_PROGRESS, Client, run_clients
-from stand_in.programs import MAX, MIN, SUM, groups, operations, streams
+from support.stand_in.build import build
+from support.stand_in.client import IN_PROGRESS, Client, run_clients
+from support.stand_in.programs import MAX, MIN, SUM, groups, operations, streams
 
 Libraries = tuple[Path, Path]
 FAULT = "TAGI_DDP_STAND_IN_FAULT"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sequential.networks import NETWORKS, fresh, learn, parameters
+from support.networks import NETWORKS, fresh, learn, parameters
 
 from tagi_ddp.engine import buffers, pointers, windows
 from tagi_ddp.sequential import accelerate

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.rank_pool import RankPool
 
 from tagi_ddp import BackendUnavailable, DDPSequential, NotFiniteError, OutputUpdater, accelerate
 from tagi_ddp.replica.device_agreement import LAG

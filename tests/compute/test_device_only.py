@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sequential.networks import NETWORKS, fresh
+from support.networks import NETWORKS, fresh
 from tagi_ddp._backend import Contribution
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sequential.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
+from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
 
 from tagi_ddp import NotFiniteError, OutputUpdater, accelerate
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters
 
 from tagi_ddp.sequential import accelerate
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import Tensor
 
 from tagi_ddp.communicators import init

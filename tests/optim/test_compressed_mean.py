@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.optim.daso.compressed_mean import CompressedMean, nothing_lost, slices
 

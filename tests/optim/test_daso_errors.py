@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 
 from tagi_ddp.communicators import CommunicatorError, PeerLost

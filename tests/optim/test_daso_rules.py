@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 
 from tagi_ddp.communicators.hierarchy import Levels

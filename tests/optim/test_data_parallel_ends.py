@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 
 from optim.torch_cases import (

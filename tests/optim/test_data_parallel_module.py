@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import Tensor, nn
 
 from optim.torch_cases import (

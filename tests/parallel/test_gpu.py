@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from communicators.on_device import gpus, why_not
-from rank_pool import doomed_pool
+from support.on_device import gpus, why_not
+from support.rank_pool import doomed_pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import free_port, mpirun, worker_environment
+from support.rank_pool import free_port, mpirun, worker_environment
 
 FOLDER = Path(sys.executable).parent
 PROGRAM = str(Path(__file__).parent / "wrap_everything.py")

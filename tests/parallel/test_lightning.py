@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_pool import mpirun, worker_environment
+from support.rank_pool import mpirun, worker_environment
 
 LAUNCHERS = {
     "shm": lambda: [sys.executable, "-m", "tagi_ddp", "run", "-n", "2"],

@@ -15,7 +15,7 @@ import pytagi
 import pytest
 import torch
 from pytagi.nn import BatchNorm2d, Linear, ReLU, Sequential
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel

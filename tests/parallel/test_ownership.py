@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 
 from parallel.support import torch_group

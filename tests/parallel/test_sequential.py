@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 

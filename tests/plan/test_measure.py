@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.plan import Cluster, Link, measure, measure_link
 from tagi_ddp.plan.model import all_reduce

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rank_pool import worker_environment
+from support.rank_pool import worker_environment
 
 SCRIPT = """
 import numpy as np, tagi_ddp

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replica.cuda_stand_in import FIRST_BATCH, POINTERS, DeviceMemory, Network
+from support.cuda_stand_in import FIRST_BATCH, POINTERS, DeviceMemory, Network
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sequential.networks import NETWORKS, fresh, parameters
+from support.networks import NETWORKS, fresh, parameters
 
 from tagi_ddp import _backend
 from tagi_ddp.communicators.single import SingleCommunicator

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replica.cuda_stand_in import (
+from support.cuda_stand_in import (
     BIAS,
     NUM_WEIGHTS,
     POINTERS,

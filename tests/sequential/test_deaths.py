@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import pytest
-from rank_pool import Died, RankPool
-from rank_worker import Uncaught
+from support.networks import NETWORKS, learn
+from support.rank_pool import Died, RankPool
+from support.rank_worker import Uncaught
+from support.reports import wrap
 
-from sequential.networks import NETWORKS, learn
-from sequential.reports import wrap
 from tagi_ddp import PeerLost, Timeout
 
 SIZE = 3

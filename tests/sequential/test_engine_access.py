@@ -7,10 +7,10 @@ import warnings
 from typing import Any
 
 import pytest
-from rank_pool import RankPool
+from support.networks import NETWORKS, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import wrap
 
-from sequential.networks import NETWORKS, fresh, learn, parameters
-from sequential.reports import wrap
 from tagi_ddp import (
     DDPConfig,
     DDPSequential,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from rank_pool import RankPool
-
-from sequential import tasks
-from sequential.networks import EQUAL_TO_ONE_PROCESS, NETWORKS
+from support import tasks
+from support.networks import EQUAL_TO_ONE_PROCESS, NETWORKS
+from support.rank_pool import RankPool
 
 # Global batches on both sides of 256, where the engine's cap factor changes; uneven shares.
 SHARES = [(96,), (40, 56), (150, 150), (130, 129), (60, 20, 16), (50, 151, 99), (30, 70, 20, 137)]

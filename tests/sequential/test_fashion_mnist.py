@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from images import load_images
-from rank_pool import RankPool
+from support.rank_pool import RankPool
+from support.tasks import own_part
 
-from sequential.tasks import own_part
 from tagi_ddp import DDPSequential, _backend, reduce_metrics
 
 STEPS = 40

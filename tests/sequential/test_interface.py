@@ -9,10 +9,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
+from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import set_delta_variances, wrap
 
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import set_delta_variances, wrap
 from tagi_ddp import (
     DDPConfig,
     DDPSequential,

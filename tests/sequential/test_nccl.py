@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
+from support import tasks
+from support.networks import EQUAL_TO_ONE_PROCESS, NETWORKS, distance, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import Report, report
 
-from sequential import tasks
-from sequential.networks import EQUAL_TO_ONE_PROCESS, NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import Report, report
 from tagi_ddp import CommunicatorError, DDPSequential
 from tagi_ddp.replica.device_agreement import LAG
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from communicators.on_device import gpus, why_not
-from rank_pool import RankPool
+from support import tasks
+from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
+from support.on_device import gpus, why_not
+from support.rank_pool import RankPool
+from support.reports import Report, report
 
-from sequential import tasks
-from sequential.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
-from sequential.reports import Report, report
 from sequential.test_nccl import uneven
 from sequential.test_sharded import both
 from tagi_ddp import DDPSequential, OutputUpdater

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rank_pool import RankPool
+from support.networks import fresh
+from support.rank_pool import RankPool
 
-from sequential.networks import fresh
 from tagi_ddp import BackendUnavailable, DDPConfig
 from tagi_ddp.sequential import placement
 from tagi_ddp.sequential.placement import connect

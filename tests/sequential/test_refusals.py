@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
+from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import Report, report, set_delta_variances, wrap
 
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import Report, report, set_delta_variances, wrap
 from tagi_ddp import (
     CommunicatorError,
     DDPSequential,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool, doomed_pool
+from support.networks import NETWORKS, distance, learn, parameters
+from support.rank_pool import RankPool, doomed_pool
+from support.reports import Report, report, set_delta_variances, wrap
+from support.tasks import train
 from tagi_ddp._backend import shards
 
-from sequential.networks import NETWORKS, distance, learn, parameters
-from sequential.reports import Report, report, set_delta_variances, wrap
-from sequential.tasks import train
 from tagi_ddp import DDPSequential, PeerLost
 from tagi_ddp.communicators import Communicator
 

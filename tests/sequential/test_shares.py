@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
-
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import wrap
+from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import wrap
 
 
 def accumulate(comm: Any, name: str, splits: list[int]) -> tuple[float, float]:

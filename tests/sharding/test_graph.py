@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from sharding.cases import Case, cases, expect, run, total
 from tagi_ddp.sharding import (

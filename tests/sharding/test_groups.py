@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import distributed as dist
 
-from tagi_ddp.communicators import BackendUnavailable, nccl, watched
+from tagi_ddp.communicators import BackendUnavailable, nccl
+from tagi_ddp.communicators.control import checked
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.sharding import (
     gather_tensor,
@@ -76,7 +77,7 @@ def over_process_groups(comm: Any, path: str) -> None:
         dist.destroy_process_group()
     del part, alone
     gc.collect()
-    assert not list(watched._open), "connections are left though their group is gone"
+    assert not list(checked._open), "connections are left though their group is gone"
 
 
 def test_process_groups(shm: RankPool, tmp_path: Path) -> None:

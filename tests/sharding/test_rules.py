@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from sharding.lifts import joined, spread
 from tagi_ddp.communicators import CommunicatorError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import distributed as dist
 
 from tagi_ddp.sharding import change_channels_in_shape, get_shape_shards

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import free_port
+from support.rank_pool import free_port
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from strategy.sharded import CHANNELS, NODES, Net, draw, members_of, split_loss, whole_loss
-from tagi_ddp.communicators.control import checked as watched
+from tagi_ddp.communicators.control import checked
 from tagi_ddp.strategy import GroupLayout, group_seed
 
 PACKAGE = sys.argv[1]
@@ -184,7 +184,7 @@ def check_nothing_left(strategy: Any, task: Task) -> None:
     assert not any(p._backward_hooks for p in task.parameters())
     assert len(dist.distributed_c10d._world.pg_map) == 1, "groups are left"
     gc.collect()
-    assert not list(watched._open), "connections are left"
+    assert not list(checked._open), "connections are left"
     with pytest.raises(RuntimeError, match="only while its Trainer runs"):
         _ = strategy.model_group
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 from torch import nn
 
 from strategy.sharded import CHANNELS, NODES, Net, draw, members_of, split_loss, whole_loss

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytagi
 import pytest
-from rank_pool import RankPool
-from sequential.networks import NETWORKS, distance, learn, parameters
+from support.networks import NETWORKS, distance, learn, parameters
+from support.rank_pool import RankPool
 
 from tagi_ddp import CommunicatorError, DDPSequential, PeerLost
 from tagi_ddp.communicators import all_gather_object

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_pool import TESTS, worker_environment
+from support.rank_pool import TESTS, worker_environment
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])

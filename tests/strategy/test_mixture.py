@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.strategy import mixture

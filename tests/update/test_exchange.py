@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rank_pool import RankPool
-from sequential.networks import NETWORKS, distance, learn, parameters
-from sequential.reports import wrap
-from sequential.tasks import train
+from support.networks import NETWORKS, distance, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import wrap
+from support.tasks import train
 
 from tagi_ddp.update import exchange
 

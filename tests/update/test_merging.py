@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import RankPool
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
-from sequential.reports import NO_ERROR, Report, report, report_if_any, set_delta_variances
+from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import NO_ERROR, Report, report, report_if_any, set_delta_variances
 
 from tagi_ddp import DDPSequential, NotFiniteError, ReplicaMismatch, accelerate
 from tagi_ddp.communicators.single import SingleCommunicator

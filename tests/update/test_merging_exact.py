@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp import DDPSequential
 from tagi_ddp.optim import SyncSchedule

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.data import caught, tensor
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 
 def zeros(count: int, dtype: str = "float32") -> np.ndarray:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.data import caught
-from rank_pool import Died, RankPool
-from rank_worker import Uncaught
+from support.rank_pool import Died, RankPool
+from support.rank_worker import Uncaught
 
 from tagi_ddp.communicators import PeerLost, Timeout
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.data import caught
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, Timeout, init
 

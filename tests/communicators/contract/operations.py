@@ -21,7 +21,7 @@ from contract.data import (
     ops,
     tensor,
 )
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 
 def all_reduce(comm: Any, dtype: str) -> str:

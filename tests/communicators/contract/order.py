@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.data import caught
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import Communicator, Timeout, Work, all_gather_object, init
 

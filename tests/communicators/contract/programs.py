@@ -16,7 +16,7 @@ from contract.data import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_pool import RankPool
+from support.rank_pool import RankPool
 
 Step = tuple[str, str, int, list[int], bool]
 

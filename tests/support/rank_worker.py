@@ -14,7 +14,9 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -35,8 +37,9 @@ def connect(address: str) -> Connection:
 class Worker:
     """One rank: keeps the communicator of the last task for the next one of the same key."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, make: Callable[..., Any]) -> None:
         self.connection = connection
+        self.make = make
         self.key = ""
         self.comm: Communicator | None = None
 
@@ -53,7 +56,7 @@ class Worker:
         try:
             if key != self.key:
                 self.leave()
-                self.comm = init(**settings)
+                self.comm = self.make(**settings)
                 self.key = key
             function, args = cloudpickle.loads(task)
             return cloudpickle.dumps((True, function(self.comm, *args)))
@@ -78,12 +81,12 @@ def start_worker(address: str, rank: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)
     if "RANK_POOL_ON_DEVICE" in os.environ:
-        from communicators.on_device import install
-
-        install()
+        from support.on_device import init as make
+    else:
+        make = init
     connection = connect(address)
     connection.send((rank, os.getpid()))
-    Worker(connection).serve()
+    Worker(connection, make).serve()
 
 
 def nursery(address: str) -> None:
@@ -119,7 +122,9 @@ def reap() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["rank_worker"] = sys.modules["__main__"]  # one Uncaught, however it is imported
+    sys.path[0] = str(Path(__file__).parents[1])
+    # One Uncaught, however it is imported.
+    sys.modules["support.rank_worker"] = sys.modules["__main__"]
     if sys.argv[1] == "--nursery":
         nursery(sys.argv[2])
     else:

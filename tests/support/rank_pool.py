@@ -24,7 +24,11 @@ from typing import Any
 
 import cloudpickle
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
+WORKER = TESTS / "support" / "rank_worker.py"
+# Modules that a rank has itself.
+_BY_NAME = ("support.rank_pool", "support.rank_worker")
+
 START_LIMIT = 60.0
 END_LIMIT = 10.0
 
@@ -228,7 +232,7 @@ class Nursery:
         address = f"rank-nursery-{secrets.token_hex(8)}"
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
         with Listener("\0" + address, "AF_UNIX", authkey=key) as listener:
-            command = [sys.executable, str(TESTS / "rank_worker.py"), "--nursery", address]
+            command = [sys.executable, str(WORKER), "--nursery", address]
             environment = worker_environment({"RANK_POOL_KEY": key.hex()})
             self._process = subprocess.Popen(
                 command, env=environment, stdout=self.output, stderr=self.output
@@ -270,7 +274,7 @@ def mpirun(size: int) -> list[str]:
 def start_mpirun(
     size: int, address: str, environment: dict[str, str], output: Any
 ) -> subprocess.Popen[bytes]:
-    command = [*mpirun(size), sys.executable, str(TESTS / "rank_worker.py"), address]
+    command = [*mpirun(size), sys.executable, str(WORKER), address]
     return subprocess.Popen(
         command,
         env=worker_environment(environment),
@@ -297,7 +301,7 @@ def dump(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle the call; what is defined in the tests travels by value."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(str(TESTS)) and module.__name__ not in ("rank_pool", "rank_worker"):
+        if file.startswith(str(TESTS)) and module.__name__ not in _BY_NAME:
             cloudpickle.register_pickle_by_value(module)
     return cloudpickle.dumps((function, args))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sequential.networks import fresh
+from support.networks import fresh
+
 from tagi_ddp import DDPSequential
 
 Report = tuple[str, str, tuple[int, ...]]

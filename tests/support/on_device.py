@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tagi_ddp.communicators import BackendUnavailable, CommunicatorError, factory
+from tagi_ddp import communicators
+from tagi_ddp.communicators import BackendUnavailable, CommunicatorError
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,23 +53,17 @@ def gpus(ranks: int) -> dict[str, dict[str, str]]:
     return {"environment": environment, "options": {"device": "cuda:0"}}
 
 
-def install() -> None:
-    """Let init() wrap each communicator over NCCL in this process.
+def init(*args: Any, **options: Any) -> Any:
+    """Return what the package's init() does; over NCCL, for buffers of the host.
 
-    The variable says where its buffers live: "cuda" is its device; "copy" is other memory of the
-    host, which stand-ins take for a device's.
+    The variable says where the communicator's own buffers live: "cuda" is its device; "copy" is
+    other memory of the host, which stand-ins take for a device's.
     """
-    plain, chosen = factory.init, os.environ[VARIABLE]
-
-    @functools.wraps(plain)
-    def init(*args: Any, **options: Any) -> Any:
-        comm = plain(*args, **options)
-        if comm.backend != "nccl":
-            return comm
-        places: dict[str, Place] = {"cuda": lambda t: t.to(comm.device), "copy": torch.clone}
-        return OnDevice(comm, places[chosen])
-
-    factory.init = init
+    comm = communicators.init(*args, **options)
+    if comm.backend != "nccl":
+        return comm
+    places: dict[str, Place] = {"cuda": lambda t: t.to(comm.device), "copy": torch.clone}
+    return OnDevice(comm, places[os.environ[VARIABLE]])
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from support.networks import NETWORKS, distance, fresh, learn, parameters
 
-from sequential.networks import NETWORKS, distance, fresh, learn, parameters
 from tagi_ddp import DDPSequential
 
 STEPS = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from stand_in.client import DTYPES, Client
+from support.stand_in.client import DTYPES, Client
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 
