@@ -97,7 +97,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from tagi_ddp import doctor  # here, as nobody else needs it
+    from tagi_ddp.commands import doctor  # here, as nobody else needs it
 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:

@@ -30,7 +30,7 @@ from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.pointers import LayoutError
-from tagi_ddp.replica.host import Replica
+from tagi_ddp.replica.protocol import Replica
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
     "Linear": Linear,

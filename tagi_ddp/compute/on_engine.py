@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from tagi_ddp.compute import FloatArray, LSTMStates
+from tagi_ddp.compute.interface import LSTMStates
+from tagi_ddp.engine.buffers import FloatArray
 
 
 class EngineCompute:
     """The model's own forward and backward."""
 
     name: Literal["engine"] = "engine"
-    bucket = None
 
     def __init__(self, model: Any, replica: Any) -> None:
         """Compute ``model``, whose state is ``replica``."""

@@ -11,14 +11,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from tagi_ddp.communicators import Communicator
-from tagi_ddp.compute import FloatArray, LSTMStates, Precision
+from tagi_ddp.compute.interface import LSTMStates, Precision
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, States
-from tagi_ddp.engine.buffers import OutputBuffers
+from tagi_ddp.engine.buffers import FloatArray, OutputBuffers
 from tagi_ddp.replica.device import DeviceReplica
-from tagi_ddp.replica.host import Replica
-from tagi_ddp.update.exchange import make_bucket
+from tagi_ddp.replica.protocol import Replica
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 T = TypeVar("T", FloatArray, torch.Tensor)
@@ -34,21 +32,23 @@ class TorchCompute:
         self,
         model: Any,
         replica: Replica,
-        communicator: Communicator,
+        bucket: FloatArray | None,
         device: str,
         precision: Precision,
     ) -> None:
-        """Compute ``model``, whose state is ``replica``, on ``device``."""
+        """Compute ``model``, whose state is ``replica``, on ``device``.
+
+        On the CPU the deltas are written to ``bucket``, [means | variances].
+        """
         self._engine = model._cpp_backend
         self._first = model._cpp_backend.layers[0]
         self._device = torch.device(device)
         keep_freed_memory()
         self.replica = replica
-        self.bucket: FloatArray | None = None
-        if device == "cpu":
-            self.bucket = make_bucket(communicator, replica.parameters)
-            replica.parameters.place_deltas(self.bucket)
-            deltas = torch.from_numpy(self.bucket)
+        self.bucket = bucket
+        if bucket is not None:
+            replica.parameters.place_deltas(bucket)
+            deltas = torch.from_numpy(bucket)
         else:
             self.replica = DeviceReplica(replica, self._device)
             deltas = self.replica.parameters.deltas

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp import _backend
+from tagi_ddp._backend import delta_states, hidden_states
 from tagi_ddp.engine.pointers import LayoutError, address_of
 
 FloatArray = NDArray[np.float32]
@@ -31,14 +31,14 @@ class OutputBuffers:
 
     def write_states(self, mean: FloatArray, variance: FloatArray, jacobian: FloatArray) -> None:
         """Write means, variances and jacobians, each [batch * width]."""
-        views = _backend.hidden_states(address_of(self.states, "BaseHiddenStates"))
+        views = hidden_states(address_of(self.states, "BaseHiddenStates"))
         for view, values in zip(views, (mean, variance, jacobian), strict=True):
             view[: values.size] = values
 
     def innovation(self) -> tuple[FloatArray, FloatArray]:
         """Return views of the innovation's means and variances, each [batch * width]."""
         size = self.batch * self.width
-        mean, variance = _backend.delta_states(address_of(self.deltas, "BaseDeltaStates"))
+        mean, variance = delta_states(address_of(self.deltas, "BaseDeltaStates"))
         if mean.size < size:
             raise ValueError(
                 f"input_delta_z_buffer holds {mean.size} elements, the outputs have {size}"
@@ -51,7 +51,7 @@ def verify_buffers() -> None:
     """Check on buffers of our own that their memory is as expected; raise LayoutError."""
     buffers = OutputBuffers(2, 3)
     parts = [np.arange(6, dtype=np.float32) + 10 * k for k in range(3)]
-    before = _backend.hidden_states(address_of(buffers.states, "BaseHiddenStates"))
+    before = hidden_states(address_of(buffers.states, "BaseHiddenStates"))
     if [view.size for view in before] != [6, 6, 6] or not (before[2] == 1).all():
         raise LayoutError("the engine's hidden states are not as expected")
     buffers.write_states(*parts)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import Any
 
-from tagi_ddp import _backend
+from tagi_ddp._backend import batch_norm_statistics
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.pointers import LayoutError, address_of
 
@@ -16,7 +16,7 @@ _LAYER_NORM_EPSILON = 344 + 3 * 24
 
 def batch_norm_options(handle: Any) -> tuple[float, float]:
     """Return epsilon and momentum of a BatchNorm2d whose replica has been attached in place."""
-    _, _, epsilon, momentum, _ = _backend.batch_norm_statistics(address_of(handle))
+    _, _, epsilon, momentum, _ = batch_norm_statistics(address_of(handle))
     return float(epsilon), float(momentum)
 
 

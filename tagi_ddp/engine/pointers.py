@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tagi_ddp import _backend
+from tagi_ddp._backend import batch_norm_statistics, engine_layer
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.loader import load_engine
 
@@ -62,7 +62,7 @@ def check_layer(layer: Any, address: int) -> None:
 
     Compares the scalar fields and, as copying them is slow, the contents of short vectors only.
     """
-    memory = _backend.engine_layer(address)
+    memory = engine_layer(address)
     for name in _SCALARS:
         if hasattr(layer, name) and getattr(layer, name) != getattr(memory, name):
             raise LayoutError(f"{type(layer).__name__}.{name} is not where it should be")
@@ -85,7 +85,7 @@ def verify_layout() -> None:
 
     linear = cutagi.Linear(3, 2, True, 1.0, 1.0, "He", 0)
     address = address_of(linear)
-    memory = _backend.engine_layer(address)
+    memory = engine_layer(address)
     for count, name in enumerate(PARAMETERS + DELTAS, start=3):
         values = (np.arange(count, dtype=np.float32) + 0.5) * count
         setattr(linear, name, values.tolist())
@@ -102,7 +102,7 @@ def verify_layout() -> None:
         raise LayoutError("the counter of negative variances is not where it should be")
 
     norm = cutagi.BatchNorm2d(5, 0.125, 0.75, True, 1.0, 1.0)
-    mean, var, eps, momentum, first = _backend.batch_norm_statistics(address_of(norm))
+    mean, var, eps, momentum, first = batch_norm_statistics(address_of(norm))
     expected = np.zeros(5, np.float32), np.ones(5, np.float32)
     if not (np.array_equal(mean, expected[0]) and np.array_equal(var, expected[1])):
         raise LayoutError("BatchNorm2d's running statistics are not where they should be")

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.task_model import TaskModel
-from tagi_ddp.replica.host import Replica, attach
+from tagi_ddp.replica.host import attach
+from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.interface import SequentialInterface
 
 

@@ -18,7 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tagi_ddp import _backend
+from tagi_ddp._backend import (
+    EngineLayer,
+    Parameters,
+    classes_at,
+    cuda_batch_norm_statistics,
+    cuda_layer_pointers,
+    engine_layer,
+    layers_in_block,
+    layers_in_cuda_resnet_block,
+)
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer
 from tagi_ddp.engine.pointers import LayoutError, address_of, verify_layout
 from tagi_ddp.replica.cuda_memory import Memory
@@ -35,7 +44,7 @@ class InnerLayer:
     kind: str
     #: The object of the outermost block, which keeps the layer's memory alive.
     block: Any
-    memory: _backend.EngineLayer
+    memory: EngineLayer
 
     def get_layer_info(self) -> str:
         """Return a description in the style of the engine's."""
@@ -57,9 +66,9 @@ class Found:
     address: int
 
     @property
-    def memory(self) -> _backend.EngineLayer:
+    def memory(self) -> EngineLayer:
         """The fields that all layers have."""
-        return _backend.engine_layer(self.address)
+        return engine_layer(self.address)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -82,9 +91,9 @@ class Found:
     @property
     def addresses(self) -> list[int]:
         """Where on the device the arrays of `counts` lie, in that order."""
-        addresses = _backend.cuda_layer_pointers(self.address)
+        addresses = cuda_layer_pointers(self.address)
         if self.is_batch_norm:
-            addresses += _backend.cuda_batch_norm_statistics(self.address)[3:]
+            addresses += cuda_batch_norm_statistics(self.address)[3:]
         return addresses
 
     @property
@@ -97,14 +106,14 @@ class Found:
         """Views of the running statistics on the host, by `STATISTICS`."""
         if not self.is_batch_norm:
             return {}
-        mean, variance, *_ = _backend.cuda_batch_norm_statistics(self.address)
+        mean, variance, *_ = cuda_batch_norm_statistics(self.address)
         return {"mu_ra": mean, "var_ra": variance}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return views of what the host has: means, variances, running statistics, their flag."""
         arrays: dict[str, NDArray[Any]] = {n: self.memory.vector(n) for n in PARAMETERS}
         if self.is_batch_norm:
-            flag = _backend.cuda_batch_norm_statistics(self.address)[2]
+            flag = cuda_batch_norm_statistics(self.address)[2]
             arrays |= self.statistics | {"first_batch": flag}
         return arrays
 
@@ -120,15 +129,15 @@ def walk_cuda(model: Any) -> Iterator[Found]:
 
 def _walk(handle: Any, address: int, path: str, suffix: str) -> Iterator[Found]:
     """Yield the layers at ``address``; ``handle`` is Python's object of it, or of its block."""
-    classes = _backend.classes_at(address)
+    classes = classes_at(address)
     if "BaseLayer" not in classes:
         raise LayoutError(f"layer {path}: there is no layer of the engine where it should be")
     kind = classes[0]
     if kind == "LayerBlock":
-        for index, inner in enumerate(_backend.layers_in_block(address)):
+        for index, inner in enumerate(layers_in_block(address)):
             yield from _walk(handle, inner, f"{path}.{index}", f"{suffix}.{index}")
     elif kind == "ResNetBlockCuda":
-        main_block, shortcut = _backend.layers_in_cuda_resnet_block(address)
+        main_block, shortcut = layers_in_cuda_resnet_block(address)
         yield from _walk(handle, main_block, f"{path}.main_block", f"main.{suffix}")
         if shortcut:
             yield from _walk(handle, shortcut, f"{path}.shortcut", f"shortcut.{suffix}")
@@ -139,7 +148,7 @@ def _walk(handle: Any, address: int, path: str, suffix: str) -> Iterator[Found]:
         )
     else:
         if "." in path:
-            handle = InnerLayer(kind, handle, _backend.engine_layer(address))
+            handle = InnerLayer(kind, handle, engine_layer(address))
         layer = Layer(f"{path} ({handle.get_layer_info()})", kind, handle)
         yield Found(layer, path, f"{kind}.{suffix}", address)
 
@@ -179,7 +188,7 @@ class CudaLayers:
         self.views: list[dict[str, Tensor]] = []
         self._addresses: list[list[int]] = []
         self._place()
-        self.parameters = _backend.Parameters()
+        self.parameters = Parameters()
         for found in self._found:
             self.parameters.add_engine_layer(found.layer.name, found.address)
         with self.memory.ordered():

@@ -15,18 +15,21 @@ from torch import Tensor
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.compute import FloatArray
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.replica.device_agreement import WORDS, DeviceAgreement, Outcomes, words_of
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
-from tagi_ddp.replica.host import Replica, share_on_host
+from tagi_ddp.replica.host import share_on_host
+from tagi_ddp.replica.protocol import Replica
 
 _STATISTICS = ("mu_ra", "var_ra")
 
 
 class DeviceReplica:
     """What `Replica` promises, on a device."""
+
+    in_place = False
 
     def __init__(self, host: Replica, device: torch.device) -> None:
         """Copy the state of ``host``."""

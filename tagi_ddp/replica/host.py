@@ -9,65 +9,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp import _backend
+from tagi_ddp._backend import Parameters, RunningStatistics, batch_norm_statistics, engine_layer
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
-
-FloatArray = NDArray[np.float32]
-
-
-class Replica(Protocol):
-    """The state of one Sequential on the host."""
-
-    layers: list[Layer]
-    parameters: _backend.Parameters
-    statistics: _backend.RunningStatistics
-    #: Changes when arrays that `arrays` has returned are no longer the right ones.
-    version: int
-
-    def pull(self) -> None:
-        """Make ``parameters`` show the engine's present state; call before each use."""
-        ...
-
-    def push(self) -> None:
-        """Make changes of the arrays of `state` known to all."""
-        ...
-
-    def updated(self) -> None:
-        """Make a change of ``parameters`` and ``statistics`` known to all."""
-        ...
-
-    def export(self) -> None:
-        """Make the engine's memory, and `state`, show the present state, wherever that is kept."""
-        ...
-
-    def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's means, variances and running statistics."""
-        ...
-
-    def zeros(self) -> Any:
-        """Return zeros to sum deltas in, [means | variances], float32."""
-        ...
-
-    def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return views of all that must be equal on all replicas, with the layers' names.
-
-        Means and variances, running statistics and their flags; valid until the next `pull`.
-        """
-        ...
-
-    def arrays(self) -> list[dict[str, NDArray[Any]]]:
-        """Return views of means and variances by `PARAMETERS`, for each layer.
-
-        And, for BatchNorm2d, of its running averages "mu_ra" and "var_ra", and of "first_batch".
-        """
-        ...
+from tagi_ddp.replica.protocol import Replica
 
 
 def attach(model: Any) -> Replica:
@@ -110,18 +62,20 @@ def share_on_host(replica: Replica, communicator: Communicator) -> None:
 class InPlace:
     """The engine's own memory, verified layer by layer."""
 
+    in_place = True
+
     def __init__(self, model: Any) -> None:
         """Verify every layer; raise LayoutError if one is not as expected."""
         verify_layout()
         self.layers: list[Layer] = []
-        self.parameters = _backend.Parameters()
-        self.statistics = _backend.RunningStatistics()
+        self.parameters = Parameters()
+        self.statistics = RunningStatistics()
         self.version = 0
         self._addresses: list[int] = []
         for layer in walk(model):
             address = address_of(layer.handle)
             check_layer(layer.handle, address)
-            if not _backend.engine_layer(address).vector("mu_w").size:
+            if not engine_layer(address).vector("mu_w").size:
                 continue
             self.layers.append(layer)
             self._addresses.append(address)
@@ -150,10 +104,10 @@ class InPlace:
         """Return views of the engine's vectors."""
         views: list[tuple[str, NDArray[Any]]] = []
         for layer, address in zip(self.layers, self._addresses, strict=True):
-            memory = _backend.engine_layer(address)
+            memory = engine_layer(address)
             views += [(layer.name, memory.vector(name)) for name in PARAMETERS]
             if layer.kind == "BatchNorm2d":
-                mean, var, _, _, first = _backend.batch_norm_statistics(address)
+                mean, var, _, _, first = batch_norm_statistics(address)
                 views += [(layer.name, array) for array in (mean, var, first)]
         return views
 
@@ -161,10 +115,10 @@ class InPlace:
         """Return views of the engine's vectors."""
         all_arrays: list[dict[str, NDArray[Any]]] = []
         for layer, address in zip(self.layers, self._addresses, strict=True):
-            memory = _backend.engine_layer(address)
+            memory = engine_layer(address)
             arrays = {name: memory.vector(name) for name in PARAMETERS}
             if layer.kind == "BatchNorm2d":
-                mean, var, _, _, first = _backend.batch_norm_statistics(address)
+                mean, var, _, _, first = batch_norm_statistics(address)
                 arrays |= {"mu_ra": mean, "var_ra": var, "first_batch": first}
             all_arrays.append(arrays)
         return all_arrays
@@ -173,11 +127,13 @@ class InPlace:
 class Copied:
     """Copies of the engine's vectors, read and written through its public interface."""
 
+    in_place = False
+
     def __init__(self, model: Any) -> None:
         """Copy once; raise RuntimeError for what the public interface cannot write."""
         self.layers: list[Layer] = []
-        self.parameters = _backend.Parameters()
-        self.statistics = _backend.RunningStatistics()
+        self.parameters = Parameters()
+        self.statistics = RunningStatistics()
         self.version = 0
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []

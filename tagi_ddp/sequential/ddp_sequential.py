@@ -13,8 +13,10 @@ from numpy.typing import ArrayLike
 from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
-from tagi_ddp.compute import Choice, FloatArray, Precision, choose, make_compute
+from tagi_ddp.compute import Choice, Precision, choose, make_compute
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.optim.schedule import SyncSchedule
+from tagi_ddp.replica.bucket import make_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import (
     ReplicaMismatch,
@@ -146,9 +148,10 @@ class DDPSequential(SequentialInterface, MergeInterface):
         options = {"reduction": self.reduction, "compute": chosen, "precision": precision}
         options |= {"sync_every": scheme, "sharded": sharded}
         check_structure(self.communicator, replica, options)
-        self.compute = make_compute(
-            chosen, self.model, replica, self.communicator, device, precision
-        )
+        bucket = None
+        if (chosen, device) == ("torch", "cpu"):
+            bucket = make_bucket(self.communicator, replica.parameters)
+        self.compute = make_compute(chosen, self.model, replica, bucket, device, precision)
         self._replica = self.compute.replica
         self._micro_batches = MicroBatches(self._replica)
         self._set_threads()
@@ -159,7 +162,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
             )
         else:
             make = make_sharded_exchange if sharded else make_exchange
-            self._exchange = make(self.communicator, self._replica, self.compute.bucket)
+            self._exchange = make(self.communicator, self._replica, bucket)
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""

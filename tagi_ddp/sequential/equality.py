@@ -9,7 +9,7 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.environment import detect
-from tagi_ddp.replica.host import Replica
+from tagi_ddp.replica.protocol import Replica
 
 
 class ReplicaMismatch(RuntimeError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tagi_ddp.compute import Compute, FloatArray, LSTMStates
-from tagi_ddp.replica.host import Replica
+from tagi_ddp.compute import Compute, LSTMStates
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica.protocol import Replica
 
 
 class SequentialInterface:

@@ -8,7 +8,8 @@ from typing import Any
 from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.compute import Choice
 from tagi_ddp.environment import detect
-from tagi_ddp.replica.host import Replica, attach
+from tagi_ddp.replica.host import attach
+from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.config import DDPConfig
 
 

@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, all_gather_object
-
-FloatArray = npt.NDArray[np.float32]
+from tagi_ddp.engine.buffers import FloatArray
 
 
 def mixture(

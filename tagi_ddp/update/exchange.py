@@ -18,6 +18,7 @@ from tagi_ddp._backend import (
 )
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import Work
+from tagi_ddp.replica.bucket import make_bucket
 
 # Over shared memory, for deltas in the engine's layers, every rank reads every other's; with more
 # ranks than this it is less work to let each reduce its share of a bucket for all.
@@ -102,19 +103,6 @@ class Exchange(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Close communicators of its own."""
-
-
-def make_bucket(communicator: Communicator, parameters: Parameters) -> np.ndarray:
-    """Return memory for all deltas, [means | variances], zeros; the communicator's own if it can.
-
-    There, a reduction needs no staging.
-    """
-    size = 2 * parameters.size
-    if isinstance(communicator, ShmCommunicator):
-        bucket = communicator.empty(size)
-        bucket.fill(0)
-        return bucket
-    return np.zeros(size, np.float32)
 
 
 def make_exchange(

@@ -15,7 +15,8 @@ from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.hierarchy import Levels
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim.schedule import SyncSchedule
-from tagi_ddp.update.exchange import Exchange, agree, make_bucket
+from tagi_ddp.replica.bucket import make_bucket
+from tagi_ddp.update.exchange import Exchange, agree
 
 Reduction = Literal["mean", "sum", "precision"]
 _REDUCTIONS = ("mean", "sum", "precision")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tagi_ddp.replica.host import Replica
+from tagi_ddp.replica.protocol import Replica
 
 
 class MicroBatches:

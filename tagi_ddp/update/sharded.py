@@ -19,12 +19,12 @@ from tagi_ddp._backend import (
     update_sharded,
 )
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.replica.bucket import make_bucket
 from tagi_ddp.update.exchange import (
     MOST_FUSED_RANKS,
     Exchange,
     OnDevice,
     agree,
-    make_bucket,
     make_exchange,
 )
 

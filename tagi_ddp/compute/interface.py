@@ -1,0 +1,78 @@
+"""What computes a replica's forward and backward, to whatever uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica.protocol import Replica
+
+# By the index of the layer: means and variances of outputs, then of cells.
+LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
+Choice = Literal["auto", "engine", "torch"]
+Precision = Literal["float32", "tf32", "bfloat16"]
+
+
+class Compute(Protocol):
+    """The part of Sequential's interface that depends on who computes."""
+
+    #: "engine" or "torch"
+    name: Literal["engine", "torch"]
+    #: the state, wherever it is kept
+    replica: Replica
+    #: where the buffers are that output updaters work on: "cpu:0", "cuda:0"
+    updater_device: str
+    output_z_buffer: Any
+    input_delta_z_buffer: Any
+
+    def forward(
+        self, mean: FloatArray, variance: FloatArray | None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return means and variances of the outputs, flat, of inputs, flat; None: exact ones."""
+        ...
+
+    def backward(self, done: Callable[[int], None] | None = None) -> None:
+        """Write the parameters' deltas, from the innovation of the last outputs.
+
+        Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
+        """
+        ...
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the last forward pass."""
+        ...
+
+    @property
+    def output_size(self) -> int:
+        """The number of outputs of a sample, as of the last forward pass."""
+        ...
+
+    def get_outputs(self) -> tuple[FloatArray, FloatArray]:
+        """Return what the last forward pass returned."""
+        ...
+
+    def get_input_states(self) -> tuple[FloatArray, FloatArray]:
+        """Return the innovation of the last inputs, flat."""
+        ...
+
+    def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
+        """Set the innovation of the last outputs, flat."""
+        ...
+
+    def set_threads(self, count: int) -> None:
+        """Use this many threads."""
+        ...
+
+    def reset_lstm_states(self) -> None:
+        """Forget what LSTM layers remember."""
+        ...
+
+    def get_lstm_states(self) -> LSTMStates:
+        """Return what LSTM layers remember."""
+        ...
+
+    def set_lstm_states(self, states: LSTMStates) -> None:
+        """Let LSTM layers remember this."""
+        ...

@@ -1,0 +1,41 @@
+"""The order in which rooms of the package may import each other, which keeps it walkable."""
+
+from support.imports import LAYERS, PACKAGE, circles, file_graph, modules, room_graph, upward
+
+LOOSE = {"__init__", "__main__", "checks", "data", "environment"}
+LONGEST = 400  # lines of a file
+
+
+def test_only_five_files_lie_beside_the_folders():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == LOOSE
+
+
+def test_every_room_has_a_layer():
+    assert set(room_graph(file_graph())) == {room for layer in LAYERS for room in layer}
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circles(file_graph()) == []
+
+
+def test_no_rooms_import_each_other_in_a_circle():
+    assert circles(room_graph(file_graph())) == []
+
+
+def test_no_import_runs_upward():
+    assert upward(file_graph()) == []
+
+
+def test_a_file_can_be_held_in_the_head():
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_circles_and_upward_imports_are_found():
+    graph = {
+        "replica.host": {"update.exchange"},
+        "update.exchange": {"replica.host"},
+        "checks": set(),
+    }
+    assert len(circles(graph)) == 2
+    assert upward(graph) == ["replica.host > update.exchange"]
