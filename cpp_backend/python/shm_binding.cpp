@@ -278,7 +278,8 @@ void bind_shm(nb::module_& module) {
 
     nb::class_<PyShmCommunicator>(
         module, "ShmCommunicator",
-        "Ranks of one host, over shared memory; see tagi_ddp.communicators.Communicator.")
+        "Ranks of one host, over shared memory; see tagi_ddp.communicators.Communicator.",
+        nb::is_weak_referenceable())
         .def(
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import socket
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tagi_ddp.checks import integer
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, meeting_point
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
-
-
-class Place(NamedTuple):
-    """What a rank knows of its node."""
-
-    host: str
-    local_rank: int
-    local_world_size: int  # 0: no launcher has told
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -84,8 +74,8 @@ def _meet(backend: str, rank: int, size: int) -> None:
 def _store_by_communicator() -> dist.TCPStore:
     """Return a store at rank 0, whose address the ranks learn by a communicator of the package."""
     with init("auto", timeout=LIMIT.total_seconds()) as comm:
-        hosts = all_gather_object(comm, socket.gethostname())
-        host = hosts[0] if len(set(hosts)) > 1 else "127.0.0.1"
+        topology = topology_of(comm)
+        host = "127.0.0.1" if topology.one_host else topology.locations[0].host
         store, address = None, None
         if comm.rank == 0:
             store = dist.TCPStore(host, 0, None, True, LIMIT, wait_for_workers=False)
@@ -124,8 +114,7 @@ def node_groups(node_size: int | None) -> Pair | None:
     """Return the group of this rank's node and that of its peers on all nodes; collective.
 
     Args:
-        node_size: how many consecutive ranks make a node; None: the launcher's local world size,
-            or the ranks of a host.
+        node_size: how many consecutive ranks make a node; None: see `Topology.nodes`.
 
     Returns:
         None where every rank is a node.
@@ -142,46 +131,14 @@ def node_groups(node_size: int | None) -> Pair | None:
 
 def _nodes(node_size: int | None) -> list[list[int]]:
     size = dist.get_world_size()
-    if node_size is not None:
-        return consecutive(size, node_size)
-    environment = detect()
-    told = environment.launcher != "none" and environment.world_size == size
-    place = Place(
-        socket.gethostname(), environment.local_rank, environment.local_world_size if told else 0
-    )
-    places: list[Place] = [place] * size
-    dist.all_gather_object(places, place)
-    return find_nodes(places)
-
-
-def consecutive(size: int, node_size: int) -> list[list[int]]:
-    """Return the nodes' ranks when so many consecutive ones make a node."""
-    if size % integer("node_size", node_size, 1):
-        raise ValueError(f"node_size must divide the number of ranks, {size}, got {node_size}")
-    return [list(range(start, start + node_size)) for start in range(0, size, node_size)]
-
-
-def find_nodes(places: Sequence[Place]) -> list[list[int]]:
-    """Return the nodes' ranks: what a launcher has told, if its ranks are consecutive, else hosts.
-
-    Several nodes of a launcher may be on one host.
-    """
-    local = places[0].local_world_size
-    if local and all(
-        place.local_world_size == local and place.local_rank == rank % local
-        for rank, place in enumerate(places)
-    ):
-        return consecutive(len(places), local)
-    hosts: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        hosts.setdefault(place.host, []).append(rank)
-    if len({len(ranks) for ranks in hosts.values()}) > 1:
-        counts = ", ".join(f"{host}: {len(ranks)}" for host, ranks in hosts.items())
+    locations = [Location.of_this_process(size)] * size
+    dist.all_gather_object(locations, locations[0])
+    try:
+        return Topology(tuple(locations)).nodes(node_size)
+    except ValueError as error:
         raise ValueError(
-            f"hybrid sharding needs equally many ranks on all nodes, got {counts}; set "
-            "sharding_strategy to FULL_SHARD, which knows no nodes"
-        )
-    return list(hosts.values())
+            f"{error}; or set sharding_strategy to FULL_SHARD, which knows no nodes"
+        ) from None
 
 
 def _make_pair(nodes: Sequence[Sequence[int]]) -> Pair | None:

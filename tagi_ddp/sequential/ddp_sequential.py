@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
+from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.optim.schedule import SyncSchedule
@@ -22,7 +23,6 @@ from tagi_ddp.sequential.equality import (
     ReplicaMismatch,
     check_state,
     check_structure,
-    share_of_cores,
 )
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.merge_interface import MergeInterface
@@ -168,7 +168,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         """Give the engine this rank's share of the cores, unless the user has set its threads."""
         engine = self.model._cpp_backend
         layers = {layer.handle.num_threads for layer in self._replica.layers}
-        share = share_of_cores(self.communicator)
+        share = topology_of(self.communicator).share_of_cores(self.communicator.rank)
         if (engine.num_threads, layers) == (_ENGINE_DEFAULT_THREADS, {_LAYER_DEFAULT_THREADS}):
             self.set_threads(share)
         elif self.compute.name == "torch":

@@ -1,14 +1,11 @@
-"""Replicas of one model: whether they are equal, making them so, and their share of the cores."""
+"""Whether the replicas of one model are equal."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.environment import detect
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -34,22 +31,6 @@ def check_state(communicator: Communicator, replica: Replica) -> str:
     own = {name: digest.hexdigest() for name, digest in layers.items()}
     _require_equal(communicator, own)
     return hashlib.sha256("".join(own.values()).encode()).hexdigest()
-
-
-def share_of_cores(communicator: Communicator) -> int:
-    """Return how many threads this rank may run: its part of the cores that it may use, at least 1.
-
-    A core that several ranks of this host may use counts for each of them in part, so ranks that
-    the launcher has bound to cores get those, and unbound ones cores / ranks, the launcher's ranks
-    that are in other groups included.
-    """
-    host, cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    everyone = all_gather_object(communicator, (host, cores))
-    here = [others for name, others in everyone if name == host]
-    share = sum(1 / sum(core in others for others in here) for core in cores)
-    if len(cores) == os.cpu_count():  # not bound
-        share *= len(here) / max(len(here), detect().local_world_size)
-    return max(1, int(share + 1e-9))
 
 
 def _require_equal(communicator: Communicator, own: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from tagi_ddp._backend import (
 )
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import Work
+from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.replica.bucket import make_bucket
 
 # Over shared memory, for deltas in the engine's layers, every rank reads every other's; with more
@@ -121,7 +121,7 @@ def make_exchange(
         return _Alone(communicator, statistics)
     if bucket is not None:
         large = bucket.nbytes >= 2 * _PART_BYTES
-        if large and len(set(all_gather_object(communicator, socket.gethostname()))) > 1:
+        if large and not topology_of(communicator).one_host:
             return _Overlapped(communicator, statistics, parameters, bucket)
         return _Bucket(communicator, statistics, bucket)
     fits = isinstance(communicator, ShmCommunicator) and communicator.size <= MOST_FUSED_RANKS

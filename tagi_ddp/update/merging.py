@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tagi_ddp._backend import Agreement, Contribution, Parameters
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.hierarchy import Levels
+from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.bucket import make_bucket
@@ -77,11 +77,11 @@ class Merging(Exchange):
         self._on_host = isinstance(replica.parameters, Parameters)
         self._every = every
         self._alone = SingleCommunicator()
-        self._levels = Levels(communicator, node_size)
+        self._levels = Hierarchy(communicator, node_size)
         self._now = replica.zeros()
         self._node = Consensus(self._levels.node, replica)
         if self._levels.nodes > 1:
-            self._common = Consensus(self._levels.across, replica)
+            self._common = Consensus(self._levels.inter_node, replica)
             self._sent = replica.zeros()  # this node's change that is under way
         self._sum: Sum | None = None  # of all nodes' changes, on the ranks that send them
         self._sender: int | None = None  # their place on the node; None: nothing is under way
@@ -187,7 +187,7 @@ class Merging(Exchange):
         self._sender = sender
         if self._levels.node.rank == sender:
             common.change[:] = self._sent
-            self._sum = Sum(self._levels.across, common.change)
+            self._sum = Sum(self._levels.inter_node, common.change)
 
     def _receive(self) -> None:
         """Wait for the changes of all nodes, and take them into both posteriors."""

@@ -393,6 +393,6 @@ def test_readiness(broken: tuple[str, ...], ready: list[bool]) -> None:
 
 
 def test_the_command_line_loads_the_doctor_only_for_itself() -> None:
-    code = "import sys, tagi_ddp.cli; print('tagi_ddp.commands.doctor' in sys.modules)"
+    code = "import sys, tagi_ddp.commands.main; print('tagi_ddp.commands.doctor' in sys.modules)"
     output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=40)
     assert output == "False\n"

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from support.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -22,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel.support import assert_equal_on_all, torch_group
 from tagi_ddp.parallel import ParallelConfig, Task, TaskModel, ddp, dp, fsdp, full_state_dict
-from tagi_ddp.parallel.groups import Place, consecutive, find_nodes, node_groups
+from tagi_ddp.parallel.groups import node_groups
 from tagi_ddp.parallel.wrappers import refuse_lost_gradients
 
 STEPS, SAMPLES = 3, 8
@@ -236,31 +234,6 @@ def lost(comm: Any, path: str) -> None:
 
 def test_gradients_that_offloading_would_lose(shm: RankPool, tmp_path: Path) -> None:
     shm.run(lost, str(tmp_path / "f"), size=2)
-
-
-# --- nodes -----------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 5), st.integers(1, 5), st.booleans(), st.randoms())
-def test_nodes_are_found(nodes: int, local: int, told: bool, random: Any) -> None:
-    places = [Place(f"h{n}", i, local if told else 0) for n in range(nodes) for i in range(local)]
-    blocks = consecutive(len(places), local)
-    assert find_nodes(places) == blocks
-    if told:  # several nodes of a launcher on one host
-        assert find_nodes([place._replace(host="h") for place in places]) == blocks
-    random.shuffle(places)  # as a launcher does that goes round the nodes
-    found = find_nodes(places)
-    assert sorted(rank for ranks in found for rank in ranks) == list(range(len(places)))
-    if sorted(map(tuple, found)) != sorted(map(tuple, blocks)):
-        for ranks in found:
-            assert len({places[rank].host for rank in ranks}) == 1
-    assert {len(ranks) for ranks in found} == {local}
-
-
-def test_uneven_nodes_are_refused() -> None:
-    places = [Place(host, 0, 0) for host in ("a", "a", "b")]
-    with pytest.raises(ValueError, match="equally many ranks on all nodes, got a: 2, b: 1"):
-        find_nodes(places)
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp])

@@ -46,16 +46,17 @@ def test_public_interface_cannot_write_statistics(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_layout_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tagi_ddp.engine import adapter, pointers
+    from tagi_ddp.engine import pointers
+    from tagi_ddp.replica import host
 
     def unknown() -> None:
         raise pointers.LayoutError("mu_w is elsewhere")
 
-    monkeypatch.setattr(adapter, "verify_layout", unknown)
+    monkeypatch.setattr(host, "verify_layout", unknown)
     with pytest.warns(RuntimeWarning, match="mu_w is elsewhere") as record:
         model = DDPSequential(fresh("mlp"), DDPConfig([], "auto"), compute="engine")
     assert len(record) == 1
-    assert isinstance(model._replica, adapter.Copied)
+    assert isinstance(model._replica, host.Copied)
     monkeypatch.setenv("TAGI_DDP_ENGINE_ACCESS", "memory")
     with pytest.raises(pointers.LayoutError), warnings.catch_warnings():
         DDPSequential(fresh("mlp"), DDPConfig([], "auto"))

@@ -26,7 +26,8 @@ import cloudpickle
 
 TESTS = Path(__file__).parents[1]
 WORKER = TESTS / "support" / "rank_worker.py"
-# Modules that a rank has itself.
+# Modules that travel to the ranks, and those that a rank has itself.
+_BY_VALUE = (str(TESTS), str(TESTS.with_name("examples")))
 _BY_NAME = ("support.rank_pool", "support.rank_worker")
 
 START_LIMIT = 60.0
@@ -298,10 +299,10 @@ def worker_environment(more: dict[str, str]) -> dict[str, str]:
 
 
 def dump(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle the call; what is defined in the tests travels by value."""
+    """Pickle the call; what is defined in the tests and examples travels by value."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(str(TESTS)) and module.__name__ not in _BY_NAME:
+        if file.startswith(_BY_VALUE) and module.__name__ not in _BY_NAME:
             cloudpickle.register_pickle_by_value(module)
     return cloudpickle.dumps((function, args))
 

@@ -19,7 +19,7 @@ WAYS = {"engine": ("_Fused", "_Bucket"), "torch": ("_Fused", "_Bucket", "_Overla
 def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, Any]:
     model = wrap(comm, "batch_norm", average=average, compute=compute)
     own = model._replica.parameters
-    bucket = model.compute.bucket
+    bucket = getattr(model.compute, "bucket", None)
     kind, part_bytes = getattr(exchange, way), exchange._PART_BYTES
     exchange._PART_BYTES = 256
     if kind is exchange._Overlapped:

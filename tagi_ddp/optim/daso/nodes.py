@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.communicators.hierarchy import Levels
+from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Lost, nothing_lost
 from tagi_ddp.optim.daso.vectors import NotFinite, all_finite, vectors_of
@@ -56,7 +56,7 @@ class Nodes:
 
     def __init__(
         self,
-        levels: Levels,
+        levels: Hierarchy,
         floats: Iterable[Tensor],
         integers: list[Tensor],
         cast: torch.dtype,
@@ -72,7 +72,7 @@ class Nodes:
         self._base = [vector.read() for vector in self._vectors]
         self._casts = [base.dtype if base.dtype == torch.float64 else cast for base in self._base]
         self._lost = [
-            None if sent == base.dtype else nothing_lost(base, levels.across, limit)
+            None if sent == base.dtype else nothing_lost(base, levels.inter_node, limit)
             for base, sent in zip(self._base, self._casts, strict=True)
         ]
         self._flight: Flight | None = None
@@ -87,7 +87,7 @@ class Nodes:
         ):
             now = vector.read()
             change = torch.where(now == base, 0.0, now - base)  # masks may hold infinities
-            mean = CompressedMean(change, lost, self._levels.across, cast, self._limit)
+            mean = CompressedMean(change, lost, self._levels.inter_node, cast, self._limit)
             self._flight.means.append(mean)
 
     @property
@@ -122,7 +122,7 @@ class Nodes:
         for vector, base in zip(self._vectors, self._take(0.0), strict=True):
             vector.write(base)
         if self._levels.node.rank == 0:
-            broadcast_in_place(self._integers, self._levels.across, 0, self._limit)
+            broadcast_in_place(self._integers, self._levels.inter_node, 0, self._limit)
         broadcast_in_place(self._integers, self._levels.node, 0, self._limit)
 
     def _take(self, part: float) -> list[Tensor]:
@@ -196,7 +196,7 @@ class Nodes:
             _loaded(lost, device) for lost, device in zip(state["lost"], devices, strict=True)
         ]
         if (flight := state["flight"]) is not None:
-            wire = torch.device(self._levels.across.device)
+            wire = torch.device(self._levels.inter_node.device)
             arrived = [
                 Arrived(mean.to(wire, copy=True), _loaded(lost, device))
                 for (mean, lost), device in zip(flight["means"], devices, strict=False)

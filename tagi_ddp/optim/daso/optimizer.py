@@ -70,7 +70,7 @@ class DASO(Attributes):
         local_skip_factor: how many times a node's ranks synchronize for an exchange between nodes,
             at first.
         verbose: whether rank 0 prints what `print0` is given.
-        node_size: how many consecutive ranks make a node; None: see `Levels`.
+        node_size: how many consecutive ranks make a node; None: see `Hierarchy`.
         local_weight: when nodes' copies arrive S batches after they were sent, the local one counts
             as ``local_weight * S`` of them; 2 in the paper that `SyncSchedule` names.
 

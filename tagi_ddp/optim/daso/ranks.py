@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
-from tagi_ddp.communicators.hierarchy import Levels
+from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.communicators.init import is_made_for
 
 
@@ -20,14 +20,14 @@ class Ranks:
 
     Args:
         world: what `adopt` returned, in ``made``; None: `init()`.
-        node_size: see `Levels`.
+        node_size: see `Hierarchy`.
         made: what `close` closes.
     """
 
     def __init__(self, world: Communicator | None, node_size: int | None, made: ExitStack) -> None:
         """Split the ranks; a collective call."""
         self.world = world or made.enter_context(init())
-        self.levels = Levels(self.world, node_size)
+        self.levels = Hierarchy(self.world, node_size)
         made.callback(self.levels.close)
         self._made = made.pop_all()
         self._closed = False
