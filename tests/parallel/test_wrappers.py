@@ -180,7 +180,7 @@ def nested(comm: Any, path: str) -> None:
         assert dist.get_process_group_ranks(shard) == [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]
         assert dist.get_process_group_ranks(replicate) == [comm.rank % 2, comm.rank % 2 + 2]
         assert node_groups(1) is None
-        with pytest.raises(ValueError, match="node_size must divide the number of ranks, 4, got 3"):
+        with pytest.raises(ValueError, match="node_size is 3, but 4 ranks do not make equal"):
             node_groups(3)
 
 

@@ -10,6 +10,7 @@ from support.rank_pool import RankPool
 from support.reports import wrap
 from support.tasks import train
 
+from tagi_ddp.communicators import topology
 from tagi_ddp.update import exchange
 
 SHARES = (30, 41)
@@ -66,13 +67,14 @@ def test_choice(shm: RankPool) -> None:
 
 
 def chosen_between_hosts(comm: Any) -> list[str]:
-    kinds, own_name, own_size = [], exchange.socket.gethostname, exchange._PART_BYTES
+    kinds, own_name, own_size = [], topology.socket.gethostname, exchange._PART_BYTES
     for size in (1 << 10, own_size):
         exchange._PART_BYTES = size
         for name in ("one host", f"host {comm.rank}"):
-            exchange.socket.gethostname = lambda name=name: name
-            kinds.append(type(wrap(comm)._exchange).__name__)
-    exchange.socket.gethostname, exchange._PART_BYTES = own_name, own_size
+            topology.socket.gethostname = lambda name=name: name
+            with comm.split(0) as part:  # one that has not asked where its ranks are
+                kinds.append(type(wrap(part)._exchange).__name__)
+    topology.socket.gethostname, exchange._PART_BYTES = own_name, own_size
     return kinds
 
 
