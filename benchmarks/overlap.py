@@ -10,7 +10,7 @@ from benchmarks.peers import open_gloo, open_mpi
 from benchmarks.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, init
 from tagi_ddp.communicators import as_communicator
-from tagi_ddp.update.exchange import _Bucket, _Overlapped
+from tagi_ddp.update.exchange import Bucket, Overlapped, Setting
 
 BATCH = 256  # per rank
 
@@ -37,9 +37,12 @@ def _compare(communicator: Communicator, hidden: int, batch: int, rounds: int) -
         DDPSequential(mlp(hidden), average=False, communicator=communicator, compute="torch")
         for _ in range(2)
     )
-    replica, bucket = overlapped._replica, overlapped.compute.bucket
-    overlapped._exchange = _Overlapped(communicator, replica.statistics, replica.parameters, bucket)
-    plain._exchange = _Bucket(communicator, plain._replica.statistics, plain.compute.bucket)
+    for model, kind, more in (
+        (overlapped, Overlapped, (overlapped.compute.bucket,)),
+        (plain, Bucket, ()),
+    ):
+        setting = Setting(communicator, model._replica, False, model.compute.bucket)
+        model._exchange = kind(setting, *more)
     contenders = [
         Contender(name, trainer(model, samples[part], labels[part]))
         for name, model in (("ours", overlapped), ("plain", plain))

@@ -25,7 +25,7 @@ def choose(
     if precision not in ("float32", "tf32", "bfloat16"):
         raise ValueError(f'precision is {precision!r}; use "float32", "tf32" or "bfloat16"')
     if str(model.device) != "cpu":
-        return _engine_on_device(replica, choice, device, precision)
+        return _engine_on_device(replica.device, choice, device, precision)
     if choice == "engine":
         if (device, precision) != ("cpu", "float32"):
             raise ValueError(
@@ -50,10 +50,9 @@ def choose(
 
 
 def _engine_on_device(
-    replica: Any, choice: Choice, device: str, precision: Precision
+    where: str, choice: Choice, device: str, precision: Precision
 ) -> Literal["engine"]:
     """Return "engine", which alone computes a model that is on a GPU."""
-    where = str(replica.parameters.mu.device)
     if choice == "torch" or precision != "float32" or device not in ("cpu", where):
         raise ValueError(
             f"model is on {where}, where the engine computes it in float32; for "

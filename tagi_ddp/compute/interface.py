@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
+
+from numpy.typing import ArrayLike
 
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import Replica
@@ -12,6 +14,7 @@ from tagi_ddp.replica.protocol import Replica
 LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
 Choice = Literal["auto", "engine", "torch"]
 Precision = Literal["float32", "tf32", "bfloat16"]
+UpdateMethod = Literal["update", "update_using_indices", "update_heteros"]  # of OutputUpdater
 
 
 class Compute(Protocol):
@@ -36,6 +39,13 @@ class Compute(Protocol):
         """Write the parameters' deltas, from the innovation of the last outputs.
 
         Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
+        """
+        ...
+
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+        """Compute the innovation of the last outputs, as that method of pytagi's OutputUpdater.
+
+        ``observations`` are its arguments by their names; their sizes have been checked.
         """
         ...
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from tagi_ddp.compute.interface import LSTMStates
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica.protocol import Replica
 
 
 class EngineCompute:
@@ -14,13 +18,12 @@ class EngineCompute:
 
     name: Literal["engine"] = "engine"
 
-    def __init__(self, model: Any, replica: Any) -> None:
+    def __init__(self, model: Any, replica: Replica) -> None:
         """Compute ``model``, whose state is ``replica``."""
         self.replica = replica
         self._model = model
-        self.updater_device = "cpu:0"
-        if str(model.device) != "cpu":
-            self.updater_device = str(replica.parameters.mu.device)
+        self.updater_device = "cpu:0" if replica.device == "cpu" else replica.device
+        self._updater: Any = None  # pytagi's OutputUpdater
         self._room = 0  # input elements for which the engine has buffers
 
     @property
@@ -47,6 +50,17 @@ class EngineCompute:
         self._model.backward()
         if done is not None:
             done(0)
+
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+        """Call that method of pytagi's OutputUpdater."""
+        if self._updater is None:
+            from pytagi.nn import OutputUpdater
+
+            self._updater = OutputUpdater(self.updater_device)
+        arrays = {name: np.asarray(value).reshape(-1) for name, value in observations.items()}
+        getattr(self._updater, method)(
+            output_states=self.output_z_buffer, delta_states=self.input_delta_z_buffer, **arrays
+        )
 
     @property
     def output_z_buffer(self) -> Any:

@@ -6,18 +6,30 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
-from tagi_ddp.compute.interface import LSTMStates, Precision
+from tagi_ddp.compute.innovation import (
+    heteroscedastic_innovation,
+    innovation,
+    selected_innovation,
+)
+from tagi_ddp.compute.interface import LSTMStates, Precision, UpdateMethod
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.buffers import FloatArray, OutputBuffers
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.protocol import Replica
 
+_FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
+    "update": innovation,
+    "update_using_indices": selected_innovation,
+    "update_heteros": heteroscedastic_innovation,
+}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 T = TypeVar("T", FloatArray, torch.Tensor)
 
@@ -162,6 +174,13 @@ class TorchCompute:
         if to_input:
             self._input_innovation = below
 
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+        """Compute the innovation on the device, and leave it there."""
+        if self.states is None:
+            raise RuntimeError("there are no outputs before a forward()")
+        arrays = [_tensor(value, self.states.mean) for value in observations.values()]
+        self.innovation = _FORMULAS[method](self.states, *arrays)
+
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last outputs, flat."""
         if self.states is None:
@@ -235,6 +254,12 @@ def keep_freed_memory() -> None:
     if mallopt is not None and not any(name in os.environ for name in names):
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _tensor(value: ArrayLike, like: torch.Tensor) -> torch.Tensor:
+    tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+    dtype = tensor.dtype if tensor.dtype in (torch.int32, torch.int64) else like.dtype
+    return tensor.to(like.device, dtype, non_blocking=True)
 
 
 def _flat(tensor: torch.Tensor) -> FloatArray:

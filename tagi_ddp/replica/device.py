@@ -6,34 +6,60 @@ and an exchange of other ranks' deltas by way of the hosts.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tagi_ddp._backend import Contribution
+from tagi_ddp._backend import Contribution, Parameters
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.engine.layers import PARAMETERS, Layer
 from tagi_ddp.replica.device_agreement import WORDS, DeviceAgreement, Outcomes, words_of
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
-from tagi_ddp.replica.host import share_on_host
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.staging import Sum
 
 _STATISTICS = ("mu_ra", "var_ra")
+
+
+class HostState(Protocol):
+    """The engine's own copy of a replica on a device."""
+
+    layers: list[Layer]
+    parameters: Parameters
+
+    def pull(self) -> None:
+        """Make `arrays` show the engine's present memory."""
+        ...
+
+    def push(self) -> None:
+        """Make changes of the arrays known to the engine."""
+        ...
+
+    def state(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return views of all that must be equal on all replicas, with the layers' names."""
+        ...
+
+    def arrays(self) -> list[dict[str, NDArray[Any]]]:
+        """Return views of means, variances and running statistics, for each layer."""
+        ...
 
 
 class DeviceReplica:
     """What `Replica` promises, on a device."""
 
     in_place = False
+    memory = None
 
-    def __init__(self, host: Replica, device: torch.device) -> None:
+    def __init__(self, host: HostState, device: torch.device) -> None:
         """Copy the state of ``host``."""
+        self.device = str(device)
         self._host = host
+        self._alone = SingleCommunicator()
         self.layers = host.layers
         self.version = 0
         self.parameters = DeviceParameters(host.parameters, device)
@@ -94,8 +120,36 @@ class DeviceReplica:
         return self._tensors
 
     def zeros(self) -> Tensor:
-        """Return zeros for sums of deltas, [means | variances]."""
+        """Return zeros for deltas, Gaussians or a change of them."""
         return torch.zeros_like(self.parameters.deltas)
+
+    def bucket(self, communicator: Communicator) -> Tensor:
+        """Return the same: no communicator has memory on a device."""
+        return self.zeros()
+
+    def step_alone(self, samples: int) -> str:
+        """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""
+        if samples:
+            self.agree(self._alone, Contribution(samples), average=False)
+        return ""
+
+    def queue(
+        self, communicator: Communicator, average: bool, sharded: bool
+    ) -> Callable[[Contribution], DeviceAgreement] | None:
+        """Return `agree` for the ranks of ``communicator``; None where deltas go over the host."""
+        if communicator.size > 1 and communicator.device == "cpu":
+            return None
+        shards: DeviceShards | None = None
+        if sharded and communicator.size > 1:
+            shards = DeviceShards(self.parameters, communicator)
+        return lambda contribution: self.agree(communicator, contribution, average, shards)
+
+    def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
+        """Average running statistics over the ranks, weighted by their samples."""
+        if communicator.size > 1 and self.statistics.size:
+            values = self.statistics.packed(samples)
+            Sum(communicator, values).wait()
+            self.statistics.unpack(values, total)
 
     def take_refused(self, everything: bool) -> list[int]:
         """Return the ranks that made an earlier step be refused, once; the host learns it late."""
@@ -143,7 +197,11 @@ class DeviceReplica:
     def share(self, communicator: Communicator) -> None:
         """Give every rank rank 0's means, variances and running statistics."""
         if communicator.device == "cpu":
-            share_on_host(self, communicator)
+            self.pull()
+            for _, array in self.state():
+                if array.size:
+                    communicator.broadcast(array)
+            self.push()
             return
         self.push()
         tensors = [self.parameters.mu, self.parameters.var, *self.statistics.tensors]
@@ -174,13 +232,9 @@ class DeviceStatistics:
         self.flags = first
         self.size = sum(tensor.numel() for tensor in tensors)
 
-    def pack(self, out: FloatArray, weight: float) -> None:
-        """Write them to ``out``, times ``weight``."""
-        torch.from_numpy(out).copy_(self.packed(weight))
-
-    def unpack(self, values: FloatArray | Tensor, total: float) -> None:
+    def unpack(self, values: Tensor, total: float) -> None:
         """Replace them by ``values`` / ``total``."""
-        self._replace(torch.as_tensor(values).div(total))
+        self._replace(values / total)
 
     def packed(self, weight: float) -> Tensor:
         """Return them, flat, on the device, times ``weight``."""

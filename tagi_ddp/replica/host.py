@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp._backend import Parameters, RunningStatistics, batch_norm_statistics, engine_layer
+from tagi_ddp._backend import (
+    Parameters,
+    RunningStatistics,
+    batch_norm_statistics,
+    cap_factor,
+    engine_layer,
+)
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.staging import host_bucket
 
 
-def attach(model: Any) -> Replica:
+def attach(model: Any) -> HostReplica:
     """Return the state of ``model``, a pytagi Sequential on the CPU.
 
     Falls back to the public interface, with one warning, when the engine's memory is not laid out
@@ -50,16 +57,92 @@ def attach(model: Any) -> Replica:
         return Copied(model)
 
 
-def share_on_host(replica: Replica, communicator: Communicator) -> None:
-    """Give every rank rank 0's state, by way of the engine's memory."""
-    replica.pull()
-    for _, array in replica.state():
-        if array.size:
-            communicator.broadcast(array)
-    replica.push()
+class HostReplica(ABC):
+    """A state in the host's memory."""
+
+    device = "cpu"
+    in_place: bool
+
+    def __init__(self) -> None:
+        """Begin without layers."""
+        self.layers: list[Layer] = []
+        self.parameters = Parameters()
+        self.statistics = RunningStatistics()
+        self.version = 0
+
+    @property
+    def memory(self) -> Parameters:
+        """The parameters, for C++ to work on."""
+        return self.parameters
+
+    @abstractmethod
+    def pull(self) -> None:
+        """Make ``parameters`` show the engine's present state; call before each use."""
+
+    @abstractmethod
+    def push(self) -> None:
+        """Make changes of the arrays of `state` known to all."""
+
+    @abstractmethod
+    def arrays(self) -> list[dict[str, NDArray[Any]]]:
+        """Return views of means, variances and running statistics, for each layer."""
+
+    def updated(self) -> None:
+        """Make a change of ``parameters`` or ``statistics`` known to all."""
+        self.push()
+
+    def export(self) -> None:  # noqa: B027
+        """Do nothing: the engine has the present state already."""
+
+    def state(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return the views of `arrays` with the layers' names."""
+        return [
+            (layer.name, array)
+            for layer, arrays in zip(self.layers, self.arrays(), strict=True)
+            for array in arrays.values()
+        ]
+
+    def share(self, communicator: Communicator) -> None:
+        """Give every rank rank 0's state."""
+        self.pull()
+        for _, array in self.state():
+            if array.size:
+                communicator.broadcast(array)
+        self.push()
+
+    def zeros(self) -> FloatArray:
+        """Return zeros for deltas, Gaussians or a change of them."""
+        return np.zeros(2 * self.parameters.size, np.float32)
+
+    def bucket(self, communicator: Communicator) -> FloatArray:
+        """Return the same in the communicator's own memory, if it has any."""
+        return host_bucket(communicator, self.parameters.size)
+
+    def step_alone(self, samples: int) -> str:
+        """Apply the own deltas, capped for ``samples``; return a layer that forbids it, or ""."""
+        culprit = self.parameters.first_not_finite() if samples else ""
+        if samples and not culprit:
+            self.parameters.apply_own(cap_factor(samples))
+            self.updated()
+        return culprit
+
+    def queue(self, communicator: Communicator, average: bool, sharded: bool) -> None:  # noqa: B027
+        """Return None: the host carries out a step itself."""
+
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return nothing: a refused step is told at once."""
+        return []
+
+    def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
+        """Average running statistics over the ranks, weighted by their samples."""
+        if communicator.size > 1 and self.statistics.size:
+            values = np.empty(self.statistics.size, np.float32)
+            self.statistics.pack(values, samples)
+            communicator.all_reduce(values)
+            self.statistics.unpack(values, total)
 
 
-class InPlace:
+class InPlace(HostReplica):
     """The engine's own memory, verified layer by layer."""
 
     in_place = True
@@ -67,10 +150,7 @@ class InPlace:
     def __init__(self, model: Any) -> None:
         """Verify every layer; raise LayoutError if one is not as expected."""
         verify_layout()
-        self.layers: list[Layer] = []
-        self.parameters = Parameters()
-        self.statistics = RunningStatistics()
-        self.version = 0
+        super().__init__()
         self._addresses: list[int] = []
         for layer in walk(model):
             address = address_of(layer.handle)
@@ -90,27 +170,6 @@ class InPlace:
     def push(self) -> None:
         """Do nothing: the engine's memory is what has been changed."""
 
-    updated = export = push
-
-    def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's state."""
-        share_on_host(self, communicator)
-
-    def zeros(self) -> FloatArray:
-        """Return zeros to sum deltas in."""
-        return np.zeros(2 * self.parameters.size, np.float32)
-
-    def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return views of the engine's vectors."""
-        views: list[tuple[str, NDArray[Any]]] = []
-        for layer, address in zip(self.layers, self._addresses, strict=True):
-            memory = engine_layer(address)
-            views += [(layer.name, memory.vector(name)) for name in PARAMETERS]
-            if layer.kind == "BatchNorm2d":
-                mean, var, _, _, first = batch_norm_statistics(address)
-                views += [(layer.name, array) for array in (mean, var, first)]
-        return views
-
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return views of the engine's vectors."""
         all_arrays: list[dict[str, NDArray[Any]]] = []
@@ -124,17 +183,14 @@ class InPlace:
         return all_arrays
 
 
-class Copied:
+class Copied(HostReplica):
     """Copies of the engine's vectors, read and written through its public interface."""
 
     in_place = False
 
     def __init__(self, model: Any) -> None:
         """Copy once; raise RuntimeError for what the public interface cannot write."""
-        self.layers: list[Layer] = []
-        self.parameters = Parameters()
-        self.statistics = RunningStatistics()
-        self.version = 0
+        super().__init__()
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []
         for layer in walk(model):
@@ -171,27 +227,6 @@ class Copied:
             for name in PARAMETERS:
                 setattr(layer.handle, name, arrays[name].tolist())
 
-    updated = push
-
-    def export(self) -> None:
-        """Do nothing: `updated` has."""
-
-    def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's state."""
-        share_on_host(self, communicator)
-
-    def zeros(self) -> FloatArray:
-        """Return zeros to sum deltas in."""
-        return np.zeros(2 * self.parameters.size, np.float32)
-
-    def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return the copies."""
-        return [
-            (layer.name, arrays[name])
-            for layer, arrays in zip(self.layers, self._arrays, strict=True)
-            for name in PARAMETERS
-        ]
-
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return the copies."""
-        return self._arrays
+        return [{name: arrays[name] for name in PARAMETERS} for arrays in self._arrays]

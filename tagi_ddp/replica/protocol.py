@@ -1,26 +1,127 @@
-"""What the rest of the package sees of one network's state, wherever that lives."""
+"""What the rest of the package sees of one network's state, wherever that lives.
+
+Flat buffers are float32, numpy arrays on the host and tensors on a device; Gaussians are [means |
+variances], deltas too, 2 * size elements.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from tagi_ddp._backend import Parameters, RunningStatistics
-from tagi_ddp.communicators import Communicator
+from tagi_ddp._backend import Contribution
+from tagi_ddp._backend import Parameters as HostParameters
+from tagi_ddp.communicators import Buffer, Communicator
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import Layer
 
 
-class Replica(Protocol):
-    """The state of one Sequential on the host."""
+class Parameters(Protocol):
+    """The means, variances and deltas of all layers, in order, as one flat sequence."""
 
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        ...
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """(begin, count) of each layer's weights, and of its biases, in turn."""
+        ...
+
+    @property
+    def negative_variances(self) -> list[int]:
+        """How many variances of each layer's weights the last step found not positive."""
+        ...
+
+    def first_not_finite(self) -> str:
+        """Return the name of the first layer with a delta that is NaN or infinite, or ""."""
+        ...
+
+    def pack(self, bucket: FloatArray) -> None:
+        """Copy the deltas to a bucket on the host."""
+        ...
+
+    def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
+        """Divide, cap and apply the deltas of a bucket on the host."""
+        ...
+
+    def pack_shard(self, bucket: FloatArray, begin: int) -> None:
+        """Copy the deltas of the range that begins there, [means | variances]."""
+        ...
+
+    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: float) -> None:
+        """Divide, cap and apply the range's deltas, and replace them by the posterior."""
+        ...
+
+    def take_shard(self, gaussians: FloatArray, begin: int) -> None:
+        """Take the posterior that another rank's `apply_shard` has reached."""
+        ...
+
+    def read_posterior(self, gaussians: Buffer) -> None:
+        """Copy means and variances to ``gaussians``."""
+        ...
+
+    def write_posterior(self, gaussians: Buffer) -> None:
+        """Replace means and variances by ``gaussians``."""
+        ...
+
+    def change_since(self, now: Buffer, before: Buffer, change: Buffer) -> None:
+        """Write how Gaussians came from others: [precisions | weighted means]."""
+        ...
+
+    def add_change(
+        self, gaussians: Buffer, reference: Buffer, change: Buffer, own: Buffer | None = None
+    ) -> list[int]:
+        """Multiply Gaussians by ``change`` less ``own``, relative to the means of ``reference``.
+
+        Returns how many parameters of each layer took only a part of it.
+        """
+        ...
+
+    def add_deltas_to(self, sums: Buffer, layers: list[bool]) -> None:
+        """Add the deltas of the layers that are flagged to ``sums``."""
+        ...
+
+    def add_to_deltas(self, sums: Buffer, layers: list[bool]) -> None:
+        """Add ``sums`` to the deltas of the layers that are flagged."""
+        ...
+
+
+class QueuedAgreement(Protocol):
+    """What the ranks agree on for a step that a device carries out later."""
+
+    def all_joined(self) -> bool:
+        """Tell whether all ranks only follow the others; waits for the device."""
+        ...
+
+
+class Replica(Protocol):
+    """The state of one Sequential."""
+
+    #: Those with parameters, in order, the layers inside of blocks in place of the blocks.
     layers: list[Layer]
-    parameters: Parameters
-    statistics: RunningStatistics
-    #: Whether ``parameters`` are the engine's own memory.
-    in_place: bool
+    #: Where the parameters live: "cpu", "cuda:0".
+    device: str
     #: Changes when arrays that `arrays` has returned are no longer the right ones.
     version: int
+
+    @property
+    def parameters(self) -> Parameters:
+        """Means, variances and deltas."""
+        ...
+
+    @property
+    def memory(self) -> HostParameters | None:
+        """The same, where C++ can work on them: in the host's memory; else None."""
+        ...
+
+    @property
+    def in_place(self) -> bool:
+        """Whether these are the engine's own memory on the host."""
+        ...
 
     def pull(self) -> None:
         """Make ``parameters`` show the engine's present state; call before each use."""
@@ -31,7 +132,7 @@ class Replica(Protocol):
         ...
 
     def updated(self) -> None:
-        """Make a change of ``parameters`` and ``statistics`` known to all."""
+        """Make a change of ``parameters`` or of the running statistics known to all."""
         ...
 
     def export(self) -> None:
@@ -42,8 +143,12 @@ class Replica(Protocol):
         """Give every rank rank 0's means, variances and running statistics."""
         ...
 
-    def zeros(self) -> Any:
-        """Return zeros to sum deltas in, [means | variances], float32."""
+    def zeros(self) -> Buffer:
+        """Return zeros for deltas, Gaussians or a change of them."""
+        ...
+
+    def bucket(self, communicator: Communicator) -> Buffer:
+        """Return the same, if there is such, in memory where ``communicator`` reduces fastest."""
         ...
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
@@ -53,9 +158,37 @@ class Replica(Protocol):
         """
         ...
 
-    def arrays(self) -> list[dict[str, NDArray[Any]]]:
+    def arrays(self) -> list[dict[str, Any]]:
         """Return views of means and variances by `PARAMETERS`, for each layer.
 
         And, for BatchNorm2d, of its running averages "mu_ra" and "var_ra", and of "first_batch".
+        """
+        ...
+
+    def step_alone(self, samples: int) -> str:
+        """Apply the own deltas, of ``samples`` samples, capped for these.
+
+        Nothing is applied if some are NaN or infinite: returns the first layer with such, or "".
+        Where a device carries it out later, `take_refused` tells.
+        """
+        ...
+
+    def queue(
+        self, communicator: Communicator, average: bool, sharded: bool
+    ) -> Callable[[Contribution], QueuedAgreement] | None:
+        """Return what puts a whole step of all ranks into the device's queue, if it can."""
+        ...
+
+    def take_refused(self, everything: bool) -> list[int]:
+        """Return the ranks that made an earlier step be refused, if nobody has been told yet.
+
+        ``everything``: wait for the outcome of all steps so far. None where it is told at once.
+        """
+        ...
+
+    def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
+        """Average running statistics over the ranks, weighted by their samples, ``total`` of all.
+
+        A collective call.
         """
         ...

@@ -6,49 +6,38 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from numpy.typing import ArrayLike
 
-from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
+from tagi_ddp.communicators.guard import CanAbort, Closing, abort, or_abort
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.optim.schedule import SyncSchedule
-from tagi_ddp.replica.bucket import make_bucket
+from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import (
     ReplicaMismatch,
     check_state,
     check_structure,
 )
-from tagi_ddp.sequential.interface import SequentialInterface
-from tagi_ddp.sequential.merge_interface import MergeInterface
+from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.sequential.placement import adopt, connect, place
-from tagi_ddp.update.exchange import Exchange, make_exchange
+from tagi_ddp.update.choose import make_exchange
+from tagi_ddp.update.exchange import Exchange, Setting
 from tagi_ddp.update.merging import Reduction, check_reduction, make_merging
-from tagi_ddp.update.micro_batches import MicroBatches
-from tagi_ddp.update.sharded import make_sharded_exchange
+from tagi_ddp.update.micro_batches import Accumulation
+from tagi_ddp.update.not_finite import refusal
 
 # What a Sequential and its layers have before anybody calls set_threads.
 _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 
 
-class NotFiniteError(FloatingPointError):
-    """A step was refused: deltas of some rank are NaN or infinite; raised on all ranks.
-
-    It has changed no parameter. ``ranks`` are those at fault.
-    """
-
-    def __init__(self, message: str, ranks: list[int]) -> None:
-        """Keep the ranks beside the text."""
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
-
-class DDPSequential(SequentialInterface, MergeInterface):
+class DDPSequential(SequentialInterface, MergeInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -121,10 +110,6 @@ class DDPSequential(SequentialInterface, MergeInterface):
         )
         self.reduction = check_reduction(reduction, bool(average), sync_every, node_size, sharded)
         self.average = self.reduction == "mean"
-        self._forward_samples: int | None = None  # of the forward pass that backward would follow
-        self._delta_samples: int | None = None  # behind the engine's deltas that step would apply
-        self._accumulating = False  # until the next step
-        self._in_no_sync = False
         self._closed = False
         try:
             with self._or_abort():
@@ -150,19 +135,18 @@ class DDPSequential(SequentialInterface, MergeInterface):
         check_structure(self.communicator, replica, options)
         bucket = None
         if (chosen, device) == ("torch", "cpu"):
-            bucket = make_bucket(self.communicator, replica.parameters)
+            bucket = host_bucket(self.communicator, replica.parameters.size)
         self.compute = make_compute(chosen, self.model, replica, bucket, device, precision)
         self._replica = self.compute.replica
-        self._micro_batches = MicroBatches(self._replica)
+        self._accumulation = Accumulation(self._replica)
         self._set_threads()
         self._replica.share(self.communicator)
-        if self.reduction == "precision":
-            self._exchange: Exchange = make_merging(
-                self.communicator, self._replica, sync_every, node_size
-            )
-        else:
-            make = make_sharded_exchange if sharded else make_exchange
-            self._exchange = make(self.communicator, self._replica, bucket)
+        setting = Setting(self.communicator, self._replica, self.average, bucket, sharded)
+        self._exchange: Exchange = (
+            make_merging(setting, sync_every, node_size)
+            if self.reduction == "precision"
+            else make_exchange(setting)
+        )
 
     def _set_threads(self) -> None:
         """Give the engine this rank's share of the cores, unless the user has set its threads."""
@@ -207,7 +191,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
                     "each mean"
                 )
             if len(mean) == 0:
-                self._forward_samples = 0
+                self._accumulation.forwarded = 0
                 return mean, mean + 0
             self._check_input_size(len(mean))
             try:
@@ -216,7 +200,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
                 raise ValueError(
                     f"the network refused mu_x with {len(mean)} elements: {error}"
                 ) from error
-            self._forward_samples = self.compute.samples
+            self._accumulation.forwarded = self.compute.samples
             return outputs
 
     def backward(self) -> None:
@@ -226,20 +210,13 @@ class DDPSequential(SequentialInterface, MergeInterface):
         call replaces them.
         """
         with self._or_abort():
-            if self._forward_samples is None:
-                raise RuntimeError("backward() needs a forward() before it")
-            if self._forward_samples and self._accumulating and self._delta_samples:
-                self._micro_batches.save(self._delta_samples)
-            if self._forward_samples:
-                self._exchange.discard()
-                self.compute.backward(None if self._accumulating else self._started)
-                self._delta_samples = self._forward_samples
-            elif not self._accumulating:
-                self._exchange.start_nothing()
-                self._delta_samples = 0
-            elif not self._delta_samples:
-                self._delta_samples = 0
-            self._forward_samples = None
+            accumulation, exchange = self._accumulation, self._exchange
+            if accumulation.before_backward():
+                exchange.discard()
+                self.compute.backward(None if accumulation.adds else exchange.start)
+            elif not accumulation.adds:
+                exchange.start_nothing()
+            accumulation.after_backward()
 
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
@@ -249,16 +226,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         nobody waits to learn that: it is raised eight steps later, or by `check_replicas`.
         """
         with self._or_abort():
-            if self._in_no_sync:
-                raise RuntimeError(
-                    "step() inside no_sync() would let replicas differ; end the block"
-                )
-            if self._delta_samples is None:
-                raise RuntimeError("step() needs a backward() before it")
-            self._replica.pull()
-            samples = self._delta_samples + self._micro_batches.take()
-        self._delta_samples, self._accumulating = None, False
-        self._update(samples)
+            self._exchange(self._accumulation.take())
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -305,19 +273,14 @@ class DDPSequential(SequentialInterface, MergeInterface):
     @property
     def has_empty_share(self) -> bool:
         """Whether the last `forward` was given no samples."""
-        return self._forward_samples == 0
+        return self._accumulation.forwarded == 0
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let the deltas of several micro-batches add up before one `step` exchanges their sum.
 
         ``with model.no_sync():`` forward and backward of every micro-batch; then `step`, outside.
         """
-        self._in_no_sync = self._accumulating = True
-        try:
-            yield
-        finally:
-            self._in_no_sync = False
+        return self._accumulation.no_sync()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -330,8 +293,9 @@ class DDPSequential(SequentialInterface, MergeInterface):
         yield
         all_joined = False
         while not all_joined:
-            self._replica.pull()
-            all_joined = self._update(0, joined=True)
+            with self._or_abort():
+                self._replica.pull()
+                all_joined = self._exchange(0, joined=True)
 
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.
@@ -340,8 +304,8 @@ class DDPSequential(SequentialInterface, MergeInterface):
         bit, naming the first layer that differs; and NotFiniteError, on all ranks, when a step on
         the device was refused of which nobody has been told yet.
         """
-        self._tell_refused(everything=True)
         with self._or_abort():
+            self._exchange.raise_refused(everything=True)
             self._replica.pull()
             self._replica.export()
             try:
@@ -368,58 +332,7 @@ class DDPSequential(SequentialInterface, MergeInterface):
         if self._own_communicator:
             self.communicator.close()
         if exchange is not None and (ranks := exchange.take_refused(everything=True)):
-            warnings.warn(
-                f"a step before close() was refused: deltas of ranks {ranks} were NaN or infinite. "
-                "It has changed no parameter.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def __enter__(self) -> DDPSequential:
-        """Return the model itself."""
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close; when the block ended in an error the other ranks learn it."""
-        if error is not None:
-            self._abort(error)
-        self.close()
-
-    def _started(self, begin: int) -> None:
-        self._exchange.start(self._replica.parameters, begin)
-
-    # --- stepping -----------------------------------------------------------------------------
-
-    def _update(self, samples: int, joined: bool = False) -> bool:
-        """Take part in one update of all ranks; return whether all have joined. Pull before."""
-        self._tell_refused(everything=False)
-        with self._or_abort():
-            parameters = self._replica.parameters
-            culprit = self._exchange.first_not_finite(parameters) if samples else ""
-            agreement = self._exchange(
-                parameters, Contribution(samples, not culprit, joined), self.average
-            )
-            if not isinstance(agreement, Agreement):  # all ranks learn of a refusal together, later
-                return joined and agreement.all_joined()
-            if agreement.applies:
-                self._exchange.average_statistics(samples, agreement.batch)
-                self._replica.updated()
-        self._raise_if_refused(agreement, culprit)
-        return agreement.all_joined
-
-    def _raise_if_refused(self, agreement: Agreement, culprit: str) -> None:
-        if ranks := agreement.not_finite:
-            raise NotFiniteError(self._exchange.refusal(ranks, culprit), ranks)
-
-    def _tell_refused(self, everything: bool) -> None:
-        """Raise if a step on the device was refused of which nobody has been told."""
-        if ranks := self._exchange.take_refused(everything):
-            raise NotFiniteError(
-                f"an earlier step was refused on all ranks: deltas of ranks {ranks} were NaN or "
-                "infinite. It has changed no parameter. Look at the inputs, the targets and the "
-                "observation variance of those ranks.",
-                ranks,
-            )
+            warnings.warn(refusal("a step before close() was", ranks), RuntimeWarning, stacklevel=2)
 
     def _check_input_size(self, size: int) -> None:
         first = self.model._cpp_backend.layers[0]
@@ -435,17 +348,13 @@ class DDPSequential(SequentialInterface, MergeInterface):
         """Let the other ranks know when this one fails, so that none waits for it."""
         if self._closed:
             raise CommunicatorError("the model is closed; wrap it again to go on")
-        try:
+        with or_abort(self._groups()):
             yield
-        except ReplicaMismatch:
-            raise
-        except BaseException as error:
-            self._abort(error)
-            raise
 
-    def _abort(self, error: BaseException) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        if not isinstance(error, CommunicatorError):
-            self.communicator.abort(reason)
+    def _give_up(self, error: BaseException) -> None:
+        abort(self._groups(), error)
+
+    def _groups(self) -> Iterator[CanAbort]:
+        yield self.communicator
         if (exchange := getattr(self, "_exchange", None)) is not None:
-            exchange.abort(reason)
+            yield exchange

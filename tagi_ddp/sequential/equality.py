@@ -6,10 +6,11 @@ import hashlib
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.replica.protocol import Replica
 
 
-class ReplicaMismatch(RuntimeError):
+class ReplicaMismatch(AllRanksRaise, RuntimeError):
     """Replicas that should be equal are not; the text names the first layer that differs."""
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
+from numpy.typing import ArrayLike
 
+from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.sequential.interface import SequentialInterface
-
-if TYPE_CHECKING:
-    import torch
-    from numpy.typing import ArrayLike
 
 
 class OutputUpdater:
@@ -29,7 +25,6 @@ class OutputUpdater:
                 f"{type(model).__name__}; pytagi's own OutputUpdater is for its own Sequential"
             )
         self._model = model
-        self._engine: Any = None
 
     def update(self, mu_obs: ArrayLike, var_obs: ArrayLike) -> None:
         """Take observations of all outputs, [batch, outputs] or flat; NaN is no observation.
@@ -55,7 +50,7 @@ class OutputUpdater:
         """
         self._update("update_heteros", {"mu_obs": mu_obs})
 
-    def _update(self, method: str, observations: dict[str, ArrayLike]) -> None:
+    def _update(self, method: UpdateMethod, observations: dict[str, ArrayLike]) -> None:
         compute = self._model.compute
         if self._model.has_empty_share and not any(map(_size, observations.values())):
             return
@@ -75,45 +70,9 @@ class OutputUpdater:
                 f"{method}() got {counts} elements for {samples} samples of {outputs} outputs; "
                 "give one for each observed output, and in all arrays as many"
             )
-        if compute.name == "torch":
-            self._update_on_torch(method, observations)
-        else:
-            self._update_on_engine(method, observations)
-
-    def _update_on_torch(self, method: str, observations: dict[str, ArrayLike]) -> None:
-        from tagi_ddp.compute import innovation as formulas
-
-        compute: Any = self._model.compute
-        states = compute.states
-        arrays = [_tensor(value, states.mean) for value in observations.values()]
-        formula = {
-            "update": formulas.innovation,
-            "update_using_indices": formulas.selected_innovation,
-            "update_heteros": formulas.heteroscedastic_innovation,
-        }[method]
-        compute.innovation = formula(states, *arrays)
-
-    def _update_on_engine(self, method: str, observations: dict[str, ArrayLike]) -> None:
-        from pytagi.nn import OutputUpdater as EngineUpdater
-
-        if self._engine is None:
-            self._engine = EngineUpdater(self._model.get_device_with_index())
-        arrays = {name: np.asarray(value).reshape(-1) for name, value in observations.items()}
-        getattr(self._engine, method)(
-            output_states=self._model.output_z_buffer,
-            delta_states=self._model.input_delta_z_buffer,
-            **arrays,
-        )
+        compute.update_outputs(method, observations)
 
 
 def _size(value: ArrayLike) -> int:
     numel = getattr(value, "numel", None)
     return int(np.size(value) if numel is None else numel())
-
-
-def _tensor(value: ArrayLike, like: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
-    dtype = tensor.dtype if tensor.dtype in (torch.int32, torch.int64) else like.dtype
-    return tensor.to(like.device, dtype, non_blocking=True)

@@ -1,36 +1,71 @@
-"""Deltas of several micro-batches, which one step applies together."""
+"""Which deltas the next step applies: those of one batch, or the sums of several micro-batches."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from tagi_ddp.communicators import Buffer
 from tagi_ddp.replica.protocol import Replica
 
 
-class MicroBatches:
-    """The sum of a replica's deltas of earlier micro-batches."""
+class Accumulation:
+    """What lies between two steps: forward and backward once, or often under `no_sync`.
+
+    ``forwarded`` is the number of samples of the forward pass that a backward would follow, and
+    None if there is none; ``samples`` those behind the replica's present deltas, None without any.
+    ``adds`` tells whether deltas add up until the next step.
+    """
 
     def __init__(self, replica: Replica) -> None:
-        """Begin with none."""
+        """Begin without deltas."""
+        self.forwarded: int | None = None
+        self.samples: int | None = None
+        self.adds = False
+        self._blocked = False  # inside of no_sync
         self._replica = replica
         # Backward replaces most layers' deltas; in the others they add up by themselves.
         self._layers = [not layer.accumulates for layer in replica.layers]
-        self._sums: Any = None
-        self._samples = 0
+        self._sums: Buffer | None = None  # of earlier micro-batches, of _summed samples
+        self._summed = 0
 
-    def save(self, samples: int) -> None:
-        """Add the present deltas, of ``samples`` samples, before backward replaces them."""
-        self._replica.pull()
-        if self._sums is None:
-            self._sums = self._replica.zeros()
-        self._replica.parameters.add_deltas_to(self._sums, self._layers)
-        self._samples += samples
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let deltas add up until the step after the block."""
+        self._blocked = self.adds = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    def before_backward(self) -> int:
+        """Return the samples of the backward that begins, and save what it would replace."""
+        if self.forwarded is None:
+            raise RuntimeError("backward() needs a forward() before it")
+        if self.adds and self.forwarded and self.samples:
+            self._replica.pull()
+            if self._sums is None:
+                self._sums = self._replica.zeros()
+            self._replica.parameters.add_deltas_to(self._sums, self._layers)
+            self._summed += self.samples
+        return self.forwarded
+
+    def after_backward(self) -> None:
+        """Take note of the new deltas; those of an empty share replace none that add up."""
+        if self.forwarded or not (self.adds and self.samples):
+            self.samples = self.forwarded
+        self.forwarded = None
 
     def take(self) -> int:
-        """Add the sums to the present deltas, and forget them; return their samples."""
-        samples, self._samples = self._samples, 0
-        if samples:
-            self._replica.pull()
+        """Let the replica's deltas be all that have added up; return their samples."""
+        if self._blocked:
+            raise RuntimeError("step() inside no_sync() would let replicas differ; end the block")
+        if self.samples is None:
+            raise RuntimeError("step() needs a backward() before it")
+        self._replica.pull()
+        if self._sums is not None:
             self._replica.parameters.add_to_deltas(self._sums, self._layers)
-            self._sums = None
+        samples = self.samples + self._summed
+        self._sums, self._summed = None, 0
+        self.samples, self.adds = None, False
         return samples

@@ -132,7 +132,7 @@ def test_negative_variances_are_counted() -> None:
     parameters: Any = model._replica.parameters
     parameters.var[:7] = 1e-8
     parameters.deltas.chunk(2)[1][:7] = -1e9
-    model._delta_samples = 1  # a cap factor of 0.1 lets the variance fall below 0
+    model._accumulation.samples = 1  # a cap factor of 0.1 lets the variance fall below 0
     model.step()
     assert list(model.get_neg_var_w_counter().values()) == [7, 0, 0]
 

@@ -118,8 +118,7 @@ def test_running_statistics(network: Network) -> None:
     replica.pull()
     statistics = replica.statistics
     values = np.concatenate([n.on_device[s] for n in network.norms for s in ("mu_ra", "var_ra")])
-    packed = np.empty(statistics.size, np.float32)
-    statistics.pack(packed, 3)
+    packed = statistics.packed(3)
     np.testing.assert_array_equal(packed, 3 * values)
     statistics.unpack(packed, 2)
     replica.updated()

@@ -107,7 +107,7 @@ def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, d
             set_delta_variances(
                 model, layer.handle, [-1e9] * (weights // 2) + [0.0] * -(-weights // 2)
             )
-        model._delta_samples = 1 if comm.rank == 0 else 0  # a small cap factor: large steps
+        model._accumulation.samples = 1 if comm.rank == 0 else 0  # a small cap factor: large steps
         model.step()
         found.append((model.check_replicas(), model.get_neg_var_w_counter()))
     return found

@@ -14,20 +14,20 @@ from tagi_ddp.communicators import topology
 from tagi_ddp.update import exchange
 
 SHARES = (30, 41)
-WAYS = {"engine": ("_Fused", "_Bucket"), "torch": ("_Fused", "_Bucket", "_Overlapped")}
+WAYS = {"engine": ("Fused", "Bucket"), "torch": ("Fused", "Bucket", "Overlapped")}
 
 
 def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, Any]:
     model = wrap(comm, "batch_norm", average=average, compute=compute)
-    own = model._replica.parameters
     bucket = getattr(model.compute, "bucket", None)
-    kind, part_bytes = getattr(exchange, way), exchange._PART_BYTES
-    exchange._PART_BYTES = 256
-    if kind is exchange._Overlapped:
-        assert len(exchange.split(own, exchange._PART_BYTES)) > 2
-    arguments = {"_Fused": (), "_Bucket": (bucket,), "_Overlapped": (own, bucket)}[way]
-    model._exchange = kind(comm, model._replica.statistics, *arguments)
-    exchange._PART_BYTES = part_bytes
+    kind, part_bytes = getattr(exchange, way), exchange.PART_BYTES
+    exchange.PART_BYTES = 256
+    if kind is exchange.Overlapped:
+        assert len(exchange.parts_of(model._replica.memory, exchange.PART_BYTES)) > 2
+    setting = exchange.Setting(comm, model._replica, average, bucket)
+    more = {"Fused": (comm,), "Bucket": (), "Overlapped": (bucket,)}[way]
+    model._exchange = kind(setting, *more)
+    exchange.PART_BYTES = part_bytes
     train(model, "batch_norm", SHARES)
     with model.join():
         for step in range(3 * comm.rank):
@@ -43,12 +43,12 @@ def test_all_ways_give_the_same_bits(shm: RankPool, average: bool, compute: str)
     assert len({digest for ranks in answers for digest, _ in ranks}) == 1
 
 
-@pytest.mark.parametrize(("compute", "way"), [("engine", "_Bucket"), ("torch", "_Overlapped")])
+@pytest.mark.parametrize(("compute", "way"), [("engine", "Bucket"), ("torch", "Overlapped")])
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_backends_give_the_same(
     shm: RankPool, backend: str, compute: str, way: str, request: pytest.FixtureRequest
 ) -> None:
-    expected = shm.run(exchange_by, compute, "_Fused", False, size=2)[0][1]
+    expected = shm.run(exchange_by, compute, "Fused", False, size=2)[0][1]
     answers = request.getfixturevalue(backend).run(
         exchange_by, compute, way, False, size=2, limit=60
     )
@@ -61,25 +61,25 @@ def chosen(comm: Any, compute: str) -> str:
 
 
 def test_choice(shm: RankPool) -> None:
-    assert set(shm.run(chosen, "engine", size=4)) == {"_Fused"}
-    assert set(shm.run(chosen, "torch", size=4)) == {"_Bucket"}
-    assert shm.run(chosen, "torch", size=1) == ["_Alone"]
+    assert set(shm.run(chosen, "engine", size=4)) == {"Fused"}
+    assert set(shm.run(chosen, "torch", size=4)) == {"Bucket"}
+    assert shm.run(chosen, "torch", size=1) == ["Alone"]
 
 
 def chosen_between_hosts(comm: Any) -> list[str]:
-    kinds, own_name, own_size = [], topology.socket.gethostname, exchange._PART_BYTES
+    kinds, own_name, own_size = [], topology.socket.gethostname, exchange.PART_BYTES
     for size in (1 << 10, own_size):
-        exchange._PART_BYTES = size
+        exchange.PART_BYTES = size
         for name in ("one host", f"host {comm.rank}"):
             topology.socket.gethostname = lambda name=name: name
             with comm.split(0) as part:  # one that has not asked where its ranks are
                 kinds.append(type(wrap(part)._exchange).__name__)
-    topology.socket.gethostname, exchange._PART_BYTES = own_name, own_size
+    topology.socket.gethostname, exchange.PART_BYTES = own_name, own_size
     return kinds
 
 
 def test_choice_between_hosts(gloo: RankPool) -> None:
-    expected = ["_Bucket", "_Overlapped", "_Bucket", "_Bucket"]
+    expected = ["Bucket", "Overlapped", "Bucket", "Bucket"]
     assert gloo.run(chosen_between_hosts, size=2, fresh=True) == [expected] * 2
 
 
@@ -94,4 +94,4 @@ def test_more_ranks_than_fused_suits() -> None:
     answers = pool.run(five_ranks, limit=60)
     pool.close()
     assert len(set(answers)) == 1
-    assert answers[0][0] == "_Bucket"
+    assert answers[0][0] == "Bucket"

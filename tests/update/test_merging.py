@@ -214,7 +214,7 @@ def test_all_ranks_learn_of_deltas_that_are_not_finite(shm: RankPool, options: O
         assert errors[:3] == [NO_ERROR] * 3
         kind, text, ranks = errors[3]
         assert (kind, ranks) == (NotFiniteError.__name__, (1,))
-        assert "in steps since the last merge" in text
+        assert "steps since the last merge were refused" in text
         assert ("(here: layer 2 (Linear(32,24)))" in text) == (
             rank == 1 and "device" not in options
         )

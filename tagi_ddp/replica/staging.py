@@ -1,0 +1,52 @@
+"""A replica's flat buffers on the way of a collective: memory for it, and copies on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tagi_ddp._backend import ShmCommunicator
+from tagi_ddp.communicators import Buffer, Communicator
+from tagi_ddp.engine.buffers import FloatArray
+
+
+def host_bucket(communicator: Communicator, size: int) -> FloatArray:
+    """Return zeros for the deltas of ``size`` parameters, [means | variances], on the host.
+
+    In the communicator's own memory, if it has any: there, a reduction stages nothing.
+    """
+    if not isinstance(communicator, ShmCommunicator):
+        return np.zeros(2 * size, np.float32)
+    bucket: FloatArray = communicator.empty(2 * size)
+    bucket.fill(0)
+    return bucket
+
+
+class Sum:
+    """A sum over the ranks of a group, in place, under way."""
+
+    def __init__(self, communicator: Communicator, buffer: Buffer) -> None:
+        """Begin."""
+        self._buffer = buffer
+        self._staged = _to_host(communicator, buffer)
+        self._work = communicator.all_reduce(self._staged, async_op=True)
+
+    def wait(self) -> None:
+        """Return when the sum is in the buffer."""
+        assert self._work is not None
+        self._work.wait()
+        if self._staged is not self._buffer:
+            self._buffer.copy_(self._staged)
+
+
+def broadcast(communicator: Communicator, buffer: Buffer, root: int) -> None:
+    """Copy the buffer of rank ``root`` to all."""
+    staged = _to_host(communicator, buffer)
+    communicator.broadcast(staged, root)
+    if staged is not buffer:
+        buffer.copy_(staged)
+
+
+def _to_host(communicator: Communicator, buffer: Buffer) -> Buffer:
+    """Return the buffer, or, if the communicator's buffers are on the host, a copy there."""
+    on_device = getattr(buffer, "is_cuda", False) and communicator.device == "cpu"
+    return buffer.cpu() if on_device else buffer

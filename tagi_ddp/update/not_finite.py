@@ -1,0 +1,27 @@
+"""The error of a step that deltas forbid, and its one text."""
+
+from __future__ import annotations
+
+from tagi_ddp.communicators.guard import AllRanksRaise
+
+
+class NotFiniteError(AllRanksRaise, FloatingPointError):
+    """A step was refused: deltas of some rank are NaN or infinite; raised on all ranks.
+
+    It has changed no parameter. ``ranks`` are those at fault.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        """Keep the ranks beside the text."""
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+def refusal(what: str, ranks: list[int], layer: str = "") -> str:
+    """Return what to say of ``what``, like "an earlier step"; ``layer`` is this rank's at fault."""
+    where = f" (here: layer {layer})" if layer else ""
+    return (
+        f"{what} refused on all ranks: deltas of ranks {ranks} were NaN or infinite{where}. No "
+        "parameter has changed by it. Look at the inputs, the targets and the observation variance "
+        "of those ranks."
+    )
