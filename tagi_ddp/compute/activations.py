@@ -56,8 +56,10 @@ def _where_positive(mean: Tensor, variance: Tensor | None, in_place: bool) -> Te
         return None
     threshold = torch.ops.aten.threshold_backward
     if in_place:
-        return threshold.grad_input(variance, mean, 0.0, grad_input=variance)
-    return threshold(variance, mean, 0.0)
+        threshold.grad_input(variance, mean, 0.0, grad_input=variance)
+        return variance
+    result: Tensor = threshold(variance, mean, 0.0)
+    return result
 
 
 @dataclass(slots=True)
@@ -105,20 +107,24 @@ class _Linearized(Activation):
 
 
 def _by_sigmoid(tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward.grad_input(tensor, output, grad_input=out)
+    torch.ops.aten.sigmoid_backward.grad_input(tensor, output, grad_input=out)
+    return out
 
 
 def _by_tanh(tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
-    return torch.ops.aten.tanh_backward.grad_input(tensor, output, grad_input=out)
+    torch.ops.aten.tanh_backward.grad_input(tensor, output, grad_input=out)
+    return out
 
 
 def _by_leaky(tensor: Tensor, output: Tensor, out: Tensor) -> Tensor:
     backward = torch.ops.aten.leaky_relu_backward.grad_input
-    return backward(tensor, output, _LEAKY_SLOPE, True, grad_input=out)
+    backward(tensor, output, _LEAKY_SLOPE, True, grad_input=out)
+    return out
 
 
 def _leaky(mean: Tensor, out: Tensor) -> Tensor:
-    return torch.ops.aten.leaky_relu.out(mean, _LEAKY_SLOPE, out=out)
+    torch.ops.aten.leaky_relu.out(mean, _LEAKY_SLOPE, out=out)
+    return out
 
 
 class Sigmoid(_Linearized):

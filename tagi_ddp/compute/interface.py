@@ -20,8 +20,11 @@ UpdateMethod = Literal["update", "update_using_indices", "update_heteros"]  # of
 class Compute(Protocol):
     """The part of Sequential's interface that depends on who computes."""
 
-    #: "engine" or "torch"
-    name: Literal["engine", "torch"]
+    @property
+    def name(self) -> Literal["engine", "torch"]:
+        """Who computes."""
+        ...
+
     #: the state, wherever it is kept
     replica: Replica
     #: where the buffers are that output updaters work on: "cpu:0", "cuda:0"

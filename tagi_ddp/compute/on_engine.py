@@ -41,7 +41,7 @@ class EngineCompute:
     ) -> tuple[FloatArray, FloatArray]:
         """Call the model's forward."""
         self._make_room(mean.size)
-        outputs = self._model.forward(mean, variance)
+        outputs: tuple[FloatArray, FloatArray] = self._model.forward(mean, variance)
         self._room = max(self._room, mean.size)
         return outputs
 
@@ -82,11 +82,13 @@ class EngineCompute:
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return the last outputs."""
-        return self._model.get_outputs()
+        outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs()
+        return outputs
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         """Return the innovation of the last inputs."""
-        return self._model.get_input_states()
+        innovation: tuple[FloatArray, FloatArray] = self._model.get_input_states()
+        return innovation
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         """Set the innovation of the last outputs."""
@@ -102,7 +104,8 @@ class EngineCompute:
 
     def get_lstm_states(self) -> LSTMStates:
         """Return what LSTM layers remember."""
-        return self._model.get_lstm_states()
+        states: LSTMStates = self._model.get_lstm_states()
+        return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
         """Let LSTM layers remember this."""

@@ -59,11 +59,12 @@ class TorchCompute:
         self.replica = replica
         self.bucket = bucket
         if bucket is not None:
-            replica.parameters.place_deltas(bucket)
+            assert replica.memory is not None, "a bucket is for replicas on the host"
+            replica.memory.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
-            self.replica = DeviceReplica(replica, self._device)
-            deltas = self.replica.parameters.deltas
+            on_device = DeviceReplica(replica, self._device)
+            self.replica, deltas = on_device, on_device.parameters.deltas
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self.network = Network(model, self.replica, deltas, dtype)
         self._tf32 = precision == "tf32"
@@ -117,7 +118,8 @@ class TorchCompute:
         if self._device.type != "cuda":
             yield
             return
-        switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+        cudnn: Any = torch.backends.cudnn  # whose parts have no types
+        switches = (torch.backends.cuda.matmul, cudnn.conv)
         before = [switch.fp32_precision for switch in switches]
         for switch in switches:
             switch.fp32_precision = "tf32" if self._tf32 else "ieee"
@@ -230,10 +232,11 @@ class TorchCompute:
 
     def get_lstm_states(self) -> LSTMStates:
         """Return what LSTM layers remember, by the layer's index."""
-        return {
-            index: tuple(_flat(part) for part in layer.get_states())
-            for index, layer in self.network.lstms.items()
-        }
+        states: LSTMStates = {}
+        for index, layer in self.network.lstms.items():
+            mu_h, var_h, mu_c, var_c = map(_flat, layer.get_states())
+            states[index] = (mu_h, var_h, mu_c, var_c)
+        return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
         """Let LSTM layers remember this."""

@@ -73,7 +73,7 @@ def launch(
         results = supervise(["call", str(payload)], nprocs, timeout, pass_fds=[payload])
     finally:
         os.close(payload)
-    return [pickle.loads(result) for result in results]
+    return [pickle.loads(result) for result in results if result is not None]
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -102,7 +102,7 @@ def _can_pickle(part: object) -> bool:
 def _dumps(value: object) -> bytes:
     import cloudpickle  # imported on use: `import tagi_ddp` is quick
 
-    class Pickler(cloudpickle.Pickler):
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, obj: Any) -> Any:
             # A function of a pybind11 module, as the engine's manual_seed, goes by its name.
             if isinstance(obj, BuiltinFunctionType) and type(obj.__self__).__name__ == "PyCapsule":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import linecache
 import mmap
 import os
@@ -45,6 +46,7 @@ def main() -> None:
         os._exit(1)
     os.close(gate)
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(line_buffering=True)
     if kind == "call":
         _call(report_fd, int(target))
@@ -82,7 +84,8 @@ def _pickled(result: Any) -> bytes:
     import cloudpickle
 
     try:
-        return cloudpickle.dumps(result)
+        pickled: bytes = cloudpickle.dumps(result)
+        return pickled
     except Exception as error:
         raise TypeError(
             f"the function's result, a {type(result).__name__}, cannot be sent back ({error}): "

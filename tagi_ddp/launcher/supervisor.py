@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import pickle
@@ -14,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from tagi_ddp.launcher.rank_output import RankStream, Screen
 from tagi_ddp.launcher.rank_process import Report
@@ -164,6 +164,7 @@ class _Team:
         self.ranks: list[_Rank] = []
         self._screen = Screen()
         self._selector = selectors.DefaultSelector()
+        self._pipes: dict[int, IO[bytes]] = {}  # that may still hold something, by descriptor
 
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
         """Start all ranks; none goes on when this is interrupted."""
@@ -193,7 +194,7 @@ class _Team:
             "from tagi_ddp.launcher.rank_process import main; main()"
         )
         reader, writer = os.pipe()
-        report = io.FileIO(reader)
+        report = open(reader, "rb", buffering=0)  # noqa: SIM115  (closed with the pipes)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", code, str(os.getpid()), str(gate), str(writer), *command],
@@ -209,11 +210,10 @@ class _Team:
             os.close(writer)
         rank = _Rank(number, process)
         self.ranks.append(rank)
-        register = self._selector.register
-        register(report, selectors.EVENT_READ, rank.receive)
+        self._read_from(report, rank.receive)
         for pipe, file in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None
-            register(pipe, selectors.EVENT_READ, RankStream(self._screen, number, file).feed)
+            self._read_from(pipe, RankStream(self._screen, number, file).feed)
 
     def watch(self, timeout: float | None, needs_result: bool) -> _Failure | None:
         """Wait until all ranks have ended well (None) or it is known which one failed first."""
@@ -266,8 +266,8 @@ class _Team:
                 self._pump(_TICK)
             self._screen.end_bar()
         finally:
-            for key in self._selector.get_map().values():
-                key.fileobj.close()
+            for pipe in self._pipes.values():
+                pipe.close()
             self._selector.close()
 
     def _pump(self, seconds: float) -> None:
@@ -276,8 +276,12 @@ class _Team:
             data = os.read(key.fd, 1 << 16)  # as much as a pipe holds
             key.data(data)
             if not data:
-                self._selector.unregister(key.fileobj)
-                key.fileobj.close()
+                self._selector.unregister(key.fd)
+                self._pipes.pop(key.fd).close()
+
+    def _read_from(self, pipe: IO[bytes], take: Callable[[bytes], None]) -> None:
+        self._pipes[pipe.fileno()] = pipe
+        self._selector.register(pipe.fileno(), selectors.EVENT_READ, take)
 
 
 def _environment(rank: int, nprocs: int, job: str, port: int) -> dict[str, str]:

@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tagi_ddp._backend import Contribution, Parameters
+from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.engine.layers import PARAMETERS, Layer
 from tagi_ddp.replica.device_agreement import WORDS, DeviceAgreement, Outcomes, words_of
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
+from tagi_ddp.replica.protocol import Parameters
 from tagi_ddp.replica.staging import Sum
 
 _STATISTICS = ("mu_ra", "var_ra")
@@ -30,7 +31,11 @@ class HostState(Protocol):
     """The engine's own copy of a replica on a device."""
 
     layers: list[Layer]
-    parameters: Parameters
+
+    @property
+    def parameters(self) -> Parameters:
+        """The engine's, of which only the blocks are used."""
+        ...
 
     def pull(self) -> None:
         """Make `arrays` show the engine's present memory."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,13 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.apply import LEAST_VARIANCE, move
 from tagi_ddp.replica.device_agreement import DeviceAgreement
 from tagi_ddp.replica.merge import add_change, change_since
+from tagi_ddp.replica.protocol import Parameters
 
 
 class DeviceParameters:
     """What `_backend.Parameters` does, on flat tensors."""
 
-    def __init__(self, host: Any, device: torch.device) -> None:
+    def __init__(self, host: Parameters, device: torch.device) -> None:
         """Make room for as many parameters as ``host`` has."""
         self.size: int = host.size
         self.blocks: list[tuple[int, int]] = host.blocks
@@ -57,7 +56,8 @@ class DeviceParameters:
         host = torch.from_numpy(gaussians).view(2, -1)
         deltas = host.to(self.deltas.device) / divisor
         shard = torch.stack((self.mu, self.var))[:, begin : begin + host.shape[1]].contiguous()
-        move(*shard, *deltas, cap, None, floor=-LEAST_VARIANCE)
+        (mean, var), (delta_mean, delta_var) = shard, deltas
+        move(mean, var, delta_mean, delta_var, cap, None, floor=-LEAST_VARIANCE)
         self._negative = None
         self._take(shard, begin)
         host.copy_(shard)

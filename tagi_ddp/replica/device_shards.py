@@ -41,7 +41,9 @@ class DeviceShards:
         parameters, rank = self._parameters, self._communicator.rank
         shard = self._by_rank(torch.cat((parameters.mu, parameters.var)))[rank]
         # The others count the variances that were not positive, too: those travel as negatives.
-        move(*shard, *deltas, agreement.cap, agreement.applies, floor=-LEAST_VARIANCE)
+        (mean, var), (delta_mean, delta_var) = shard, deltas
+        where = agreement.applies
+        move(mean, var, delta_mean, delta_var, agreement.cap, where, floor=-LEAST_VARIANCE)
         everyone = shard.new_empty(self._communicator.size, *shard.shape)
         work: Any = self._communicator.all_gather(
             shard.reshape(-1), everyone.view(-1), async_op=True

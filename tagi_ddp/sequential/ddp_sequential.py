@@ -130,8 +130,13 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         replica = place(self.model, compute, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
         scheme = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
-        options = {"reduction": self.reduction, "compute": chosen, "precision": precision}
-        options |= {"sync_every": scheme, "sharded": sharded}
+        options = {
+            "reduction": self.reduction,
+            "compute": chosen,
+            "precision": precision,
+            "sync_every": scheme,
+            "sharded": sharded,
+        }
         check_structure(self.communicator, replica, options)
         bucket = None
         if (chosen, device) == ("torch", "cpu"):
@@ -269,11 +274,6 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
             self._exchange.restart()
 
     # --- beyond the engine's interface --------------------------------------------------------
-
-    @property
-    def has_empty_share(self) -> bool:
-        """Whether the last `forward` was given no samples."""
-        return self._accumulation.forwarded == 0
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let the deltas of several micro-batches add up before one `step` exchanges their sum.

@@ -28,7 +28,7 @@ def check_state(communicator: Communicator, replica: Replica) -> str:
     """Return a hash of the whole state; raise ReplicaMismatch, on all ranks, where it differs."""
     layers: dict[str, hashlib._Hash] = {}
     for name, array in replica.state():
-        layers.setdefault(name, hashlib.sha256()).update(array)
+        layers.setdefault(name, hashlib.sha256()).update(array.data)
     own = {name: digest.hexdigest() for name, digest in layers.items()}
     _require_equal(communicator, own)
     return hashlib.sha256("".join(own.values()).encode()).hexdigest()

@@ -11,6 +11,7 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
 from tagi_ddp.update.merging import Merging, ScheduledMerging
+from tagi_ddp.update.micro_batches import Accumulation
 
 M = TypeVar("M", bound=Merging)
 
@@ -23,7 +24,7 @@ class SequentialInterface:
 
     model: Any
     compute: Compute
-    has_empty_share: bool
+    _accumulation: Accumulation
     _replica: Replica
 
     def __getattr__(self, name: str) -> Any:
@@ -32,6 +33,11 @@ class SequentialInterface:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._replica.export()
         return getattr(self.model, name)
+
+    @property
+    def has_empty_share(self) -> bool:
+        """Whether the last `forward` was given no samples."""
+        return self._accumulation.forwarded == 0
 
     def train(self) -> None:
         """Set the network to training mode."""
@@ -122,7 +128,8 @@ class SequentialInterface:
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters by layer: (mu_w, var_w, mu_b, var_b)."""
         self._replica.export()
-        return self.model.state_dict()
+        state: dict[str, Any] = self.model.state_dict()
+        return state
 
 
 class MergeInterface:
@@ -144,7 +151,7 @@ class MergeInterface:
         Raises NotFiniteError on all ranks if a step of any was refused since the merge before.
         """
         with self._or_abort():
-            self._merging("merge").merge()
+            self._merging("merge", Merging).merge()
 
     def begin_epoch(self, batches: int) -> None:
         """Tell the schedule how many steps an epoch has, the same number on all ranks."""
@@ -169,7 +176,7 @@ class MergeInterface:
 
         By the engine's description of the layer, as `get_neg_var_w_counter` does.
         """
-        return self._by_layer(self._merging("get_partial_merge_counter").guarded)
+        return self._by_layer(self._merging("get_partial_merge_counter", Merging).guarded)
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many variances of each layer's weights the last step found not positive.
@@ -179,7 +186,7 @@ class MergeInterface:
         """
         return self._by_layer(self._replica.parameters.negative_variances)
 
-    def _merging(self, method: str, kind: type[M] = Merging) -> M:
+    def _merging(self, method: str, kind: type[M]) -> M:
         if isinstance(self._exchange, kind):
             return self._exchange
         needs = 'reduction="precision"' + ", sync_every=SyncSchedule(...)" * (kind is not Merging)

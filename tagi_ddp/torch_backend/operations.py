@@ -104,7 +104,9 @@ class OperationWork(dist.Work):
         it is raised here.
         """
         self.wait()
-        devices = list({tensor.device for tensor in self._tensors if tensor.is_cuda})
+        devices: list[int | str | torch.device] = [
+            *{tensor.device for tensor in self._tensors if tensor.is_cuda}
+        ]
         future: Future[list[Tensor]] = Future(devices=devices)
         future.set_result(self._tensors)
         return future

@@ -21,9 +21,11 @@ class InSharedMemory(InMemory):
         super().__init__(setting)
         self._memory = communicator
         self._in_place = setting.bucket is not None
-        self._bucket = setting.bucket
-        if self._bucket is None:
-            self._bucket = host_bucket(communicator, self._parameters.size)
+        self._bucket = (
+            host_bucket(communicator, self._parameters.size)
+            if setting.bucket is None
+            else setting.bucket
+        )
 
     def _exchange(self, own: Contribution) -> Agreement:
         if own.batch and not self._in_place:
