@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
 
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
@@ -29,6 +30,13 @@ def rank_and_size() -> tuple[int, int]:
     return environment.rank, environment.world_size
 
 
+def world() -> dist.ProcessGroup:
+    """Return torch's default group, which is initialised."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def initialise() -> None:
     """Make torch's default group of the launcher's ranks, unless there is one; collective.
 
@@ -47,7 +55,7 @@ def initialise() -> None:
     rank, size = environment.rank, environment.world_size
     try:
         if size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
             _meet(backend, rank, size)
     except (ValueError, RuntimeError, CommunicatorError) as error:
@@ -56,7 +64,7 @@ def initialise() -> None:
             "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port on all ranks, or call "
             "torch.distributed.init_process_group before"
         ) from error
-    atexit.register(_leave, weakref.ref(dist.group.WORLD))
+    atexit.register(_leave, weakref.ref(world()))
 
 
 def _meet(backend: str, rank: int, size: int) -> None:
@@ -71,17 +79,17 @@ def _meet(backend: str, rank: int, size: int) -> None:
     dist.init_process_group(backend, url, rank=rank, world_size=size, timeout=LIMIT)
 
 
-def _store_by_communicator() -> dist.TCPStore:
+def _store_by_communicator() -> TCPStore:
     """Return a store at rank 0, whose address the ranks learn by a communicator of the package."""
     with init("auto", timeout=LIMIT.total_seconds()) as comm:
         topology = topology_of(comm)
         host = "127.0.0.1" if topology.one_host else topology.locations[0].host
         store, address = None, None
         if comm.rank == 0:
-            store = dist.TCPStore(host, 0, None, True, LIMIT, wait_for_workers=False)
+            store = TCPStore(host, 0, None, True, LIMIT, wait_for_workers=False)
             address = (host, store.port)
         host, port = all_gather_object(comm, address)[0]
-        return store or dist.TCPStore(host, port, None, False, LIMIT)
+        return store or TCPStore(host, port, None, False, LIMIT)
 
 
 def give_up(error: BaseException) -> None:
@@ -122,8 +130,7 @@ def node_groups(node_size: int | None) -> Pair | None:
     Raises:
         ValueError: nodes differ in their numbers of ranks, or ``node_size`` does not fit.
     """
-    world = dist.group.WORLD
-    known = _pairs.setdefault(world, {})
+    known = _pairs.setdefault(world(), {})
     if node_size not in known:
         known[node_size] = _make_pair(_nodes(node_size))
     return known[node_size]
@@ -153,5 +160,6 @@ def _make_pair(nodes: Sequence[Sequence[int]]) -> Pair | None:
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(list(ranks))
+        return world()
+    group: dist.ProcessGroup = dist.new_group(list(ranks))
+    return group

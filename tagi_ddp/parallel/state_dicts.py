@@ -41,7 +41,8 @@ def _can_offload(model: nn.Module) -> bool:
     """Tell whether torch can gather on the CPU: not what is there already, nor without shards."""
     units = [unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
     return bool(units) and all(
-        unit.compute_device.type != "cpu" and unit.sharding_strategy != ShardingStrategy.NO_SHARD
+        (unit.compute_device or torch.device("cpu")).type != "cpu"
+        and unit.sharding_strategy != ShardingStrategy.NO_SHARD
         for unit in units
     )
 
@@ -77,7 +78,7 @@ def _replica(model: Any) -> Replica:
 def _statistics(replica: Replica) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for layer, arrays in zip(replica.layers, replica.arrays(), strict=True):
-        own = {name: arrays[name] for name in ("mu_ra", "var_ra", "first_batch") if name in arrays}
-        if own:
-            found[layer.name] = own
+        names = ("mu_ra", "var_ra", "first_batch")
+        if all(name in arrays for name in names):
+            found[layer.name] = {name: arrays[name] for name in names}
     return found

@@ -64,7 +64,7 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
         task.on_after_forward_step(self.model, batch, output, state)
         if getattr(getattr(task, "config", None), "disable_autocast_for_loss", True):
             with torch.autocast(self._device_type(), enabled=False):
-                loss = task.compute_loss(self.model, batch, state, output)
+                loss: Loss = task.compute_loss(self.model, batch, state, output)
         else:
             loss = task.compute_loss(self.model, batch, state, output)
         task.on_after_compute_loss(self.model, batch, output, loss, state)

@@ -49,7 +49,10 @@ def dp(
     """
     if groups.rank_and_size()[1] == 1:
         return model
-    return fsdp(model, cfg, node_size=node_size) if cfg.use_fsdp else ddp(model, cfg)
+    wrapped: DistributedDataParallel | FullyShardedDataParallel = (
+        fsdp(model, cfg, node_size=node_size) if cfg.use_fsdp else ddp(model, cfg)
+    )
+    return wrapped
 
 
 def ddp(model: Any, cfg: ParallelConfig) -> Any:
@@ -200,6 +203,6 @@ def _wrap_sequential(model: Any, cfg: ParallelConfig, sharded: bool) -> DDPSeque
     if dist.is_available() and dist.is_initialized():
         from tagi_ddp.sharding.groups import communicator  # one for each group, kept with it
 
-        found = communicator(dist.group.WORLD, torch.device("cpu"))
+        found = communicator(groups.world(), torch.device("cpu"))
         return DDPSequential(model, average=False, communicator=found, sharded=sharded)
     return DDPSequential(model, DDPConfig.from_env(), average=False, sharded=sharded)

@@ -71,7 +71,7 @@ class OperationWork(dist.Work):
             while self._works:
                 work = self._works[0]
                 if isinstance(work, dist.Work):
-                    work.wait(timeout)
+                    work.wait(*(() if timeout is None else (timeout,)))
                 elif isinstance(work, NcclWork):
                     work.settle(self._stream())
                 else:

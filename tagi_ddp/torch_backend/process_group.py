@@ -128,13 +128,13 @@ class ProcessGroup(dist.ProcessGroup):
         """Copy every rank's tensor into the lists of all; sizes may differ between ranks."""
         works, flats = [], []
         for parts, tensor in zip(outputs, inputs, strict=True):
-            source, parts = Flat(tensor).data, [Flat(part, read=False) for part in parts]
-            counts = [part.data.numel() for part in parts]
+            source, arriving = Flat(tensor).data, [Flat(part, read=False) for part in parts]
+            counts = [flat.data.numel() for flat in arriving]
             whole = source.new_empty(sum(counts))
             works.append(self._for(source).all_gather(source, whole, counts, async_op=True))
-            for part, data in zip(parts, whole.split(counts), strict=True):
-                part.arrives(data)
-            flats += parts
+            for flat, data in zip(arriving, whole.split(counts), strict=True):
+                flat.arrives(data)
+            flats += arriving
         return self._under_way(works, [part for parts in outputs for part in parts], flats)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:

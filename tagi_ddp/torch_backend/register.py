@@ -8,6 +8,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from tagi_ddp.communicators import BackendUnavailable, Communicator, init
 from tagi_ddp.communicators.host import gloo
@@ -24,12 +25,12 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     """Return a group; its ranks have the store in common, and no others call this."""
     return ProcessGroup(_connect(store, rank, size, timeout.total_seconds()))
 
 
-def _connect(store: dist.Store, rank: int, size: int, timeout: float) -> Communicator:
+def _connect(store: Store, rank: int, size: int, timeout: float) -> Communicator:
     carrier = os.environ.get("TAGI_DDP_TORCH_CARRIER", "auto")
     if carrier not in _CARRIERS:
         raise ValueError(
