@@ -8,9 +8,9 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.harness import Row
-from benchmarks.launch import ROOT, measure_family
-from benchmarks.report import describe_machine, print_table, write_json
+from benchmarks.harness.launch import ROOT, measure_family
+from benchmarks.harness.measure import Row
+from benchmarks.harness.report import describe_machine, print_table, write_json
 from tagi_ddp import BackendUnavailable
 from tagi_ddp.communicators.nccl.libraries import open_cuda
 

@@ -90,7 +90,7 @@ def test_a_failing_family_loses_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import __main__ as program
-    from benchmarks.harness import Figure, Row
+    from benchmarks.harness.measure import Figure, Row
 
     def measure(family: str, ranks: int, quick: bool) -> list[Row]:
         if family == "training":
@@ -113,7 +113,7 @@ def test_a_failing_family_loses_no_other(
 
 
 def test_without_mpi_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import launch, report
+    from benchmarks.harness import launch, report
 
     (tmp_path / "torch.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -143,7 +143,7 @@ def test_rows_of_gpus(
     devices: int, stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On stand-ins, and nobody takes their figures for those of GPUs."""
-    from benchmarks import launch
+    from benchmarks.harness import launch
 
     faults = "ncclGetVersion:value=23001"
     for name, value in {**stand_in, "TAGI_DDP_STAND_IN_FAULT": faults}.items():
@@ -160,8 +160,8 @@ def test_rows_of_gpus(
 def test_ranks_that_cannot_share_a_gpu(
     stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import launch
-    from benchmarks.harness import Missing
+    from benchmarks.harness import launch
+    from benchmarks.harness.measure import Missing
 
     for name, value in {**stand_in, "TAGI_DDP_STAND_IN_DEVICES": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -174,17 +174,17 @@ def test_ranks_that_cannot_share_a_gpu(
 def test_failure_of_a_rank_is_told(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks import launch
+    from benchmarks.harness import launch
 
     monkeypatch.setenv("TMPDIR", str(scratch))
     with pytest.raises(SystemExit, match="benchmark nonsense on 2 ranks: failed with status"):
         launch.measure_family("nonsense", 2, quick=True)
-    assert "No module named 'benchmarks.nonsense'" in capfd.readouterr().err
+    assert "No module named 'benchmarks.families.nonsense'" in capfd.readouterr().err
     assert not list(scratch.iterdir())
 
 
 def test_samples_are_taken_in_turn() -> None:
-    from benchmarks.harness import Contender, measure
+    from benchmarks.harness.measure import Contender, measure
 
     calls: list[str] = []
     contenders = [
@@ -203,7 +203,7 @@ def test_only_rank_0_works_alone() -> None:
 
     def count() -> int:
         sys.path.insert(0, os.fspath(ROOT))
-        from benchmarks.harness import Contender, measure
+        from benchmarks.harness.measure import Contender, measure
 
         calls: list[int] = []
         with init("shm") as communicator:

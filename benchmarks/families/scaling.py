@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compute import CNN, MLP, TOYS, Case
-from benchmarks.harness import Contender, Row, measure
-from benchmarks.networks import require_equal
-from benchmarks.work import data, trainer
+from benchmarks.families.compute import CNN, MLP, TOYS, Case
+from benchmarks.harness.measure import Contender, Row, measure
+from benchmarks.harness.networks import require_equal
+from benchmarks.harness.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, accelerate
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Contender, Missing, Row, measure
-from benchmarks.peers import open_gloo, open_mpi
+from benchmarks.harness.measure import Contender, Missing, Row, measure
+from benchmarks.harness.peers import open_gloo, open_mpi
 from tagi_ddp import Communicator
 
 # Of one rank's buffer: floats, calls in a sample. 88 MB are both deltas of 11 million parameters.

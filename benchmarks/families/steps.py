@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from pytagi.nn import OutputUpdater, Sequential
 
-from benchmarks.harness import Contender, Missing, Row, measure
-from benchmarks.networks import INPUTS, OUTPUTS, mlp, require_equal
-from benchmarks.peers import open_mpi
+from benchmarks.harness.measure import Contender, Missing, Row, measure
+from benchmarks.harness.networks import INPUTS, OUTPUTS, mlp, require_equal
+from benchmarks.harness.peers import open_mpi
 from tagi_ddp import Communicator, DDPSequential
 
 BATCH = 16  # per rank; a step takes as long after any

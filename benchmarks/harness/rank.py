@@ -1,4 +1,4 @@
-"""What each rank runs: ``python -m benchmarks.rank FAMILY FOLDER [--quick]`` under a launcher.
+"""What each rank runs: ``python -m benchmarks.harness.rank FAMILY FOLDER [--quick]``.
 
 Rank 0 leaves the rows, pickled, in FOLDER/rows.
 """
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     with tagi_ddp.init("shm") as communicator:
-        family = importlib.import_module(f"benchmarks.{options.family}")
+        family = importlib.import_module(f"benchmarks.families.{options.family}")
         rows = family.rows(communicator, options.quick, options.folder)
         if communicator.rank == 0:
             (options.folder / "rows").write_bytes(pickle.dumps(rows))

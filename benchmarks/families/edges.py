@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Contender, Missing, Row, measure
-from benchmarks.peers import find_anemoi
+from benchmarks.harness.measure import Contender, Missing, Row, measure
+from benchmarks.harness.peers import find_anemoi
 from tagi_ddp import Communicator
 from tagi_ddp.sharding.khop_edges import sort_edges_1hop_chunks
 

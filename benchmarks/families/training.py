@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pytagi.nn import Sequential
 
-from benchmarks.harness import Contender, Row, measure
-from benchmarks.networks import INPUTS, mlp, require_equal
-from benchmarks.work import data, trainer
+from benchmarks.harness.measure import Contender, Row, measure
+from benchmarks.harness.networks import INPUTS, mlp, require_equal
+from benchmarks.harness.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, init
 
 HIDDEN = 128

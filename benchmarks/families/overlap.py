@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.harness import Contender, Missing, Row, measure
-from benchmarks.networks import INPUTS, mlp, require_equal
-from benchmarks.peers import open_gloo, open_mpi
-from benchmarks.work import data, trainer
+from benchmarks.harness.measure import Contender, Missing, Row, measure
+from benchmarks.harness.networks import INPUTS, mlp, require_equal
+from benchmarks.harness.peers import open_gloo, open_mpi
+from benchmarks.harness.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, init
 from tagi_ddp.communicators import as_communicator
 from tagi_ddp.update.exchange import Bucket, Overlapped, Setting

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Contender, Missing, Row, measure
-from benchmarks.peers import find_anemoi, open_gloo
+from benchmarks.harness.measure import Contender, Missing, Row, measure
+from benchmarks.harness.peers import find_anemoi, open_gloo
 from tagi_ddp import Communicator
 
 LENGTH, CHANNELS, HEADS = 16384, 1024, 16  # of the whole tensor, 64 MB

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import tagi_ddp.parallel  # noqa: F401  (registers the backend)
-from benchmarks.harness import Contender, Missing, Row, measure
-from benchmarks.peers import open_gloo
+from benchmarks.harness.measure import Contender, Missing, Row, measure
+from benchmarks.harness.peers import open_gloo
 from tagi_ddp import Communicator
 
 MEGABYTES = (1, 16, 88)

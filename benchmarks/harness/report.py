@@ -9,8 +9,8 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Figure, Missing, Row
-from benchmarks.launch import find_open_mpi, mpirun_version
+from benchmarks.harness.launch import find_open_mpi, mpirun_version
+from benchmarks.harness.measure import Figure, Missing, Row
 
 
 def describe_machine() -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import sgd
-from benchmarks.compute import CNN, RESNET18, TOYS, Case
-from benchmarks.harness import Figure, Row
-from benchmarks.launch import ROOT
-from benchmarks.work import data, trainer
+from benchmarks.families.compute import CNN, RESNET18, TOYS, Case
+from benchmarks.harness import sgd
+from benchmarks.harness.launch import ROOT
+from benchmarks.harness.measure import Figure, Row
+from benchmarks.harness.work import data, trainer
 from tagi_ddp import Communicator, accelerate
 
 OURS, SGD = "ours", "sgd"
@@ -34,7 +34,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     for case in (TOY_CASES if quick else CASES).values():
         figures = {}
         for who in (OURS, SGD):
-            command = [sys.executable, "-m", "benchmarks.memory", case.name, who]
+            command = [sys.executable, "-m", "benchmarks.families.memory", case.name, who]
             command += ["--quick"] * quick
             peaks = [
                 float(subprocess.check_output(command, cwd=ROOT, timeout=100))

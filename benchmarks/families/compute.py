@@ -10,9 +10,9 @@ import torch
 from pytagi.nn import Sequential
 from torch import nn
 
-from benchmarks import networks, sgd
-from benchmarks.harness import Contender, Row, measure
-from benchmarks.work import data, trainer
+from benchmarks.harness import networks, sgd
+from benchmarks.harness.measure import Contender, Row, measure
+from benchmarks.harness.work import data, trainer
 from tagi_ddp import Communicator, DDPSequential, accelerate
 
 THREADS = (1, 2)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Missing
+from benchmarks.harness.measure import Missing
 from tagi_ddp import Communicator
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import sgd
-from benchmarks.compute import RESNET18, SGD_TARGET, TOYS, Case
-from benchmarks.harness import Contender, Figure, Missing, Row, measure
-from benchmarks.networks import OUTPUTS
-from benchmarks.work import data
+from benchmarks.families.compute import RESNET18, SGD_TARGET, TOYS, Case
+from benchmarks.harness import sgd
+from benchmarks.harness.measure import Contender, Figure, Missing, Row, measure
+from benchmarks.harness.networks import OUTPUTS
+from benchmarks.harness.work import data
 from tagi_ddp import (
     BackendUnavailable,
     Communicator,
@@ -141,7 +141,7 @@ def _exchanges(model: DDPSequential, device: torch.device) -> Ways:
     def buffers() -> list[Tensor]:
         return [torch.empty(count, device=device) for count in counts]
 
-    add(OURS, [parameters.deltas], lambda: model._update(samples=1))
+    add(OURS, [parameters.deltas], lambda: model._exchange(1))
 
     each = buffers()
     add(BLOCKING, each, lambda: [nccl.all_reduce(part) for part in each])

@@ -16,8 +16,8 @@ import pytagi
 from pytagi import Utils
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
-from benchmarks.harness import Figure, Missing, Row
-from benchmarks.work import CLASSES, ImageTask
+from benchmarks.harness.measure import Figure, Missing, Row
+from benchmarks.harness.work import CLASSES, ImageTask
 from examples.images import ImageData, load_images
 from tagi_ddp import Communicator, DDPSequential, DistributedSampler
 from tagi_ddp.communicators.single import SingleCommunicator

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Contender, Row, measure
-from benchmarks.networks import INPUTS, mlp
-from benchmarks.steps import BATCH, backward_of
+from benchmarks.families.steps import BATCH, backward_of
+from benchmarks.harness.measure import Contender, Row, measure
+from benchmarks.harness.networks import INPUTS, mlp
 from tagi_ddp import Communicator, DDPSequential
 
 

@@ -11,9 +11,9 @@ import pytagi
 from pytagi import HRCSoftmaxMetric
 from pytagi.nn import Linear, ReLU, Sequential
 
-from benchmarks.emulated import MBIT, NotPossible, two_nodes
-from benchmarks.harness import Figure, Missing, Row
-from benchmarks.work import CLASSES, ImageTask
+from benchmarks.harness.emulated import MBIT, NotPossible, two_nodes
+from benchmarks.harness.measure import Figure, Missing, Row
+from benchmarks.harness.work import CLASSES, ImageTask
 from examples.images import ImageData, load_images
 from tagi_ddp import (
     Communicator,

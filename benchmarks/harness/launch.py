@@ -11,17 +11,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import Row
+from benchmarks.harness.measure import Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIMIT = 600.0  # seconds for a family
 
 
 def measure_family(family: str, ranks: int, quick: bool) -> list[Row]:
-    """Run ``benchmarks.<family>`` on ``ranks`` processes and return its rows."""
+    """Run ``benchmarks.families.<family>`` on ``ranks`` processes and return its rows."""
     place = os.environ.get("TMPDIR", "/dev/shm")
     with tempfile.TemporaryDirectory(prefix="tagi_ddp_bench.", dir=place) as folder:
-        module = ["-m", "benchmarks.rank", family, folder] + ["--quick"] * quick
+        module = ["-m", "benchmarks.harness.rank", family, folder] + ["--quick"] * quick
         mpirun = find_open_mpi()
         if mpirun:
             command = [*_mpirun(mpirun, ranks, folder), sys.executable, *module]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks import FEATURES, INPUTS, OUTPUTS
+from benchmarks.harness.networks import FEATURES, INPUTS, OUTPUTS
 
 
 def mlp(hidden: int) -> nn.Module:
