@@ -6,15 +6,16 @@ import argparse
 import importlib.util
 import os
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.harness.launch import ROOT, measure_family
+from benchmarks.harness.launch import ROOT, measure_families
 from benchmarks.harness.measure import Row
 from benchmarks.harness.report import describe_machine, print_table, write_json
 from tagi_ddp import BackendUnavailable
 from tagi_ddp.communicators.nccl.libraries import open_cuda
 
-# By name, the number of ranks.
+Family = tuple[str, int]  # its name, and the number of ranks
 FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
 TORCH_FAMILIES = (
     ("compute", 1),
@@ -50,16 +51,29 @@ def main() -> None:
             f"no family {', '.join(sorted(unknown))}; there are {', '.join(dict(families))}"
         )
     start = time.monotonic()
-    rows: list[Row] = []
+    chosen = [pair for pair in families if not options.only or pair[0] in options.only]
+    found: dict[Family, list[Row]] = {}
     try:
-        for family, ranks in families:
-            if not options.only or family in options.only:
-                rows += measure_family(family, ranks, options.quick)
+        for names, ranks in batches(chosen, together=options.quick):
+            measured = measure_families(names, ranks, options.quick)
+            found |= {(name, ranks): rows for name, rows in measured.items()}
     finally:  # what was measured before a family failed took minutes
+        rows = [row for pair in chosen for row in found.get(pair, ())]
         if rows:
             print_table(rows)
             write_json(rows, machine, options.output)
             print(f"{time.monotonic() - start:.0f} s; written to {options.output}")
+
+
+def batches(chosen: Sequence[Family], together: bool) -> Iterator[tuple[list[str], int]]:
+    """Yield the families that run in the same processes: each alone, but in a quick run."""
+    by_ranks: dict[int, list[str]] = {}
+    for name, ranks in chosen:
+        by_ranks.setdefault(ranks, []).append(name)
+    if together:
+        yield from ((names, ranks) for ranks, names in by_ranks.items())
+    else:
+        yield from (([name], ranks) for name, ranks in chosen)
 
 
 def count_gpus() -> int:

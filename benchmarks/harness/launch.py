@@ -17,18 +17,19 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 600.0  # seconds for a family
 
 
-def measure_family(family: str, ranks: int, quick: bool) -> list[Row]:
-    """Run ``benchmarks.families.<family>`` on ``ranks`` processes and return its rows."""
+def measure_families(families: Sequence[str], ranks: int, quick: bool) -> dict[str, list[Row]]:
+    """Run ``benchmarks.families.<family>``, one after the other, on ``ranks`` new processes."""
     place = os.environ.get("TMPDIR", "/dev/shm")
     with tempfile.TemporaryDirectory(prefix="tagi_ddp_bench.", dir=place) as folder:
-        module = ["-m", "benchmarks.harness.rank", family, folder] + ["--quick"] * quick
+        module = ["-m", "benchmarks.harness.rank", folder, *families] + ["--quick"] * quick
         mpirun = find_open_mpi()
         if mpirun:
             command = [*_mpirun(mpirun, ranks, folder), sys.executable, *module]
         else:
             command = [sys.executable, "-m", "tagi_ddp", "run", "-n", str(ranks), *module]
-        _run(command, folder, f"benchmark {family} on {ranks} ranks")
-        return pickle.loads((Path(folder) / "rows").read_bytes())
+        _run(command, folder, f"benchmark {', '.join(families)} on {ranks} ranks")
+        rows: dict[str, list[Row]] = pickle.loads((Path(folder) / "rows").read_bytes())
+        return rows
 
 
 def find_open_mpi() -> str | None:

@@ -1,6 +1,6 @@
-"""What each rank runs: ``python -m benchmarks.harness.rank FAMILY FOLDER [--quick]``.
+"""What each rank runs: ``python -m benchmarks.harness.rank FOLDER FAMILY ... [--quick]``.
 
-Rank 0 leaves the rows, pickled, in FOLDER/rows.
+Rank 0 leaves the rows by family, pickled, in FOLDER/rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import tagi_ddp
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("family")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("families", nargs="+")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     with tagi_ddp.init("shm") as communicator:
-        family = importlib.import_module(f"benchmarks.families.{options.family}")
-        rows = family.rows(communicator, options.quick, options.folder)
+        rows = {}
+        for name in options.families:
+            family = importlib.import_module(f"benchmarks.families.{name}")
+            rows[name] = family.rows(communicator, options.quick, options.folder)
         if communicator.rank == 0:
             (options.folder / "rows").write_bytes(pickle.dumps(rows))
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -92,12 +92,13 @@ def test_a_failing_family_loses_no_other(
     from benchmarks import __main__ as program
     from benchmarks.harness.measure import Figure, Row
 
-    def measure(family: str, ranks: int, quick: bool) -> list[Row]:
+    def measure(families: Sequence[str], ranks: int, quick: bool) -> dict[str, list[Row]]:
+        [family] = families
         if family == "training":
             raise SystemExit("failed")
-        return [Row(f"{family} {ranks}", Figure(1, 1, 1), Figure(2, 2, 2), "ms", None)]
+        return {family: [Row(f"{family} {ranks}", Figure(1, 1, 1), Figure(2, 2, 2), "ms", None)]}
 
-    monkeypatch.setattr(program, "measure_family", measure)
+    monkeypatch.setattr(program, "measure_families", measure)
     output = tmp_path / "bench.json"
     command = ["benchmarks", "training", "all_reduce", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
@@ -118,8 +119,8 @@ def test_without_mpi_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "torch.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(launch, "find_open_mpi", lambda: None)
-    rows = launch.measure_family("steps", 2, quick=True)
-    rows += launch.measure_family("all_reduce", 2, quick=True)
+    measured = launch.measure_families(["steps", "all_reduce"], 2, quick=True)
+    rows = [*measured["steps"], *measured["all_reduce"]]
     output = tmp_path / "bench.json"
     report.print_table(rows)
     report.write_json(rows, "a machine", output)
@@ -149,7 +150,7 @@ def test_rows_of_gpus(
     for name, value in {**stand_in, "TAGI_DDP_STAND_IN_FAULT": faults}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TAGI_DDP_STAND_IN_DEVICES", str(devices))
-    rows = launch.measure_family("gpu", 2, quick=True)
+    rows = launch.measure_families(["gpu"], 2, quick=True)["gpu"]
     assert [row.target for row in rows] == GPU_TARGETS
     for row in rows[:-1]:
         assert f"2 ranks on {devices} x stand-in" in row.name
@@ -165,7 +166,7 @@ def test_ranks_that_cannot_share_a_gpu(
 
     for name, value in {**stand_in, "TAGI_DDP_STAND_IN_DEVICES": "1"}.items():
         monkeypatch.setenv(name, value)
-    for row in launch.measure_family("gpu", 2, quick=True):
+    for row in launch.measure_families(["gpu"], 2, quick=True)["gpu"]:
         assert isinstance(row.ours, Missing)
         assert "2.30" in row.other.reason
         assert row.ratio is None
@@ -178,7 +179,7 @@ def test_failure_of_a_rank_is_told(
 
     monkeypatch.setenv("TMPDIR", str(scratch))
     with pytest.raises(SystemExit, match="benchmark nonsense on 2 ranks: failed with status"):
-        launch.measure_family("nonsense", 2, quick=True)
+        launch.measure_families(["nonsense"], 2, quick=True)
     assert "No module named 'benchmarks.families.nonsense'" in capfd.readouterr().err
     assert not list(scratch.iterdir())
 
