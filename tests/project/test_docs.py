@@ -31,6 +31,7 @@ from support.pages import (
 from support.script_nursery import ScriptNursery
 
 from tagi_ddp.commands.main import main
+from tagi_ddp.communicators.errors import died_text
 
 README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -296,6 +297,11 @@ def test_environment_variables_exist() -> None:
 def test_the_order_of_imports_is_the_one_that_is_held() -> None:
     (block,) = (block for block in blocks(ARCHITECTURE) if block.option == "layers")
     assert [tuple(line.split(", ")) for line in block.text.splitlines()] == list(LAYERS)
+
+
+def test_the_failure_has_the_text_of_a_lost_rank() -> None:
+    texts = [block.text for block in blocks(ARCHITECTURE)]
+    assert f"all_reduce #2 on rank 0 of 2 (gloo): {died_text([1])}\n" in texts
 
 
 @pytest.mark.parametrize("folder", ["tagi_ddp", "cpp_backend"])
