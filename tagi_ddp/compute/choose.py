@@ -41,7 +41,7 @@ def choose(
             f'torch cannot compute this network: {reason}; use compute="engine" on "cpu"'
         )
     warnings.warn(
-        f"the engine computes this network, 10 to 30 times slower than torch would: {reason}. "
+        f"the engine computes this network on its own kernels, not torch: {reason}. "
         'compute="engine" asks for it without this warning.',
         RuntimeWarning,
         stacklevel=2,

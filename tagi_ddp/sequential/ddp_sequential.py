@@ -66,9 +66,9 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
             take the results: the same bits with less work at each step. Not for "precision".
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
-        compute: who runs forward and backward: "torch", with the same results as "engine" and ten
-            to thirty times faster, but for small networks; "auto" takes torch where it can, and
-            warns where it cannot.
+        compute: who runs forward and backward: "torch", with the same results as "engine" and, but
+            for small networks, many times faster (docs/benchmarks.md); "auto" takes torch where it
+            can, and warns where it cannot.
         device: where it is computed, like "cuda:0"; by default the GPU of the local rank for NCCL,
             else the CPU. There the replica lives; the wrapped model is brought up to date when it
             is read through this object.
