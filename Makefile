@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo test lint format sanitize bench
+.PHONY: demo check test lint format sanitize bench
 
 # Two processes train on handwritten digits; compared with one process.
 demo: .venv/.installed-examples
@@ -19,10 +19,13 @@ test: lint
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 	    $(OTHERS) $(ALONE:%=--ignore=%)
 
+# The types of the C++ backend lie where it is installed; mypy looks for them in the package.
 lint: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
+	cp $$(dirname $$(.venv/bin/python -c 'from tagi_ddp import _backend; print(_backend.__file__)'))/_backend.pyi tagi_ddp
+	.venv/bin/mypy
 
 format: .venv/.installed-dev
 	.venv/bin/ruff check --fix
