@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "library.h"
+#include "nccl/library.h"
 
 namespace tagi_ddp {
 

@@ -1,4 +1,4 @@
-#include "nccl_rank.h"
+#include "nccl/nccl_rank.h"
 
 #include <sched.h>
 

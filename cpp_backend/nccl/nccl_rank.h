@@ -9,9 +9,9 @@
 #include <optional>
 #include <vector>
 
-#include "../communicator.h"
-#include "cuda.h"
-#include "nccl.h"
+#include "common/communicator.h"
+#include "nccl/cuda.h"
+#include "nccl/nccl.h"
 
 namespace tagi_ddp {
 

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "reduce.h"
-#include "shm_communicator.h"
+#include "shm/reduce.h"
+#include "shm/shm_communicator.h"
 
 namespace tagi_ddp {
 namespace {

@@ -1,4 +1,4 @@
-#include "rendezvous.h"
+#include "shm/rendezvous.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "../errors.h"
+#include "common/errors.h"
 
 namespace tagi_ddp {
 namespace {

@@ -1,4 +1,4 @@
-#include "segment.h"
+#include "shm/segment.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <new>
 
-#include "../errors.h"
+#include "common/errors.h"
 
 namespace tagi_ddp {
 namespace {

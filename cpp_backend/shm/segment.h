@@ -11,8 +11,8 @@
 #include <optional>
 #include <vector>
 
-#include "futex.h"
-#include "rendezvous.h"
+#include "shm/futex.h"
+#include "shm/rendezvous.h"
 
 namespace tagi_ddp {
 

@@ -1,4 +1,4 @@
-#include "shm_communicator.h"
+#include "shm/shm_communicator.h"
 
 #include <sched.h>
 #include <unistd.h>
@@ -10,8 +10,8 @@
 #include <thread>
 #include <utility>
 
-#include "reduce.h"
-#include "texts.h"
+#include "shm/reduce.h"
+#include "shm/texts.h"
 
 namespace tagi_ddp {
 namespace {

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "../communicator.h"
-#include "segment.h"
+#include "common/communicator.h"
+#include "shm/segment.h"
 
 namespace tagi_ddp {
 

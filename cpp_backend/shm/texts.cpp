@@ -1,8 +1,8 @@
-#include "texts.h"
+#include "shm/texts.h"
 
 #include <sstream>
 
-#include "../dtype.h"
+#include "common/dtype.h"
 
 namespace tagi_ddp {
 

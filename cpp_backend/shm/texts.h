@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "segment.h"
+#include "shm/segment.h"
 
 namespace tagi_ddp {
 

@@ -1,9 +1,9 @@
-#include "apply.h"
+#include "update/apply.h"
 
 #include <cmath>
 #include <cstring>
 
-#include "../simd.h"
+#include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "parameters.h"
+#include "update/parameters.h"
 
 namespace tagi_ddp {
 

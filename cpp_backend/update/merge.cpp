@@ -1,10 +1,10 @@
-#include "merge.h"
+#include "update/merge.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "../simd.h"
+#include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {

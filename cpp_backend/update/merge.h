@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "parameters.h"
+#include "update/parameters.h"
 
 namespace tagi_ddp {
 

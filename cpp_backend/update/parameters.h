@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../engine/layer_layout.h"
+#include "engine/layer_layout.h"
 
 namespace tagi_ddp {
 

@@ -1,6 +1,6 @@
-#include "sharded.h"
+#include "update/sharded.h"
 
-#include "apply.h"
+#include "update/apply.h"
 
 namespace tagi_ddp {
 

@@ -2,9 +2,9 @@
 // parameters, and all take the results. The same bits as the step of `update.h`.
 #pragma once
 
-#include "../shm/shm_communicator.h"
-#include "parameters.h"
-#include "update.h"
+#include "shm/shm_communicator.h"
+#include "update/parameters.h"
+#include "update/update.h"
 
 namespace tagi_ddp {
 

@@ -1,8 +1,8 @@
-#include "update.h"
+#include "update/update.h"
 
 #include <cstring>
 
-#include "apply.h"
+#include "update/apply.h"
 
 namespace tagi_ddp {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../shm/shm_communicator.h"
-#include "parameters.h"
+#include "shm/shm_communicator.h"
+#include "update/parameters.h"
 
 namespace tagi_ddp {
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "dtype.h"
-#include "errors.h"
+#include "common/dtype.h"
+#include "common/errors.h"
 
 namespace tagi_ddp {
 

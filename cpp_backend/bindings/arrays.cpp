@@ -1,4 +1,4 @@
-#include "arrays.h"
+#include "bindings/arrays.h"
 
 #include <nanobind/stl/string.h>
 

@@ -1,4 +1,4 @@
-#include "nccl_binding.h"
+#include "bindings/nccl_binding.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -9,8 +9,8 @@
 #include <cstring>
 #include <tuple>
 
-#include "../nccl/nccl_rank.h"
-#include "arrays.h"
+#include "bindings/arrays.h"
+#include "nccl/nccl_rank.h"
 
 namespace nb = nanobind;
 

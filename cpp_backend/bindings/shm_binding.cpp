@@ -1,4 +1,4 @@
-#include "shm_binding.h"
+#include "bindings/shm_binding.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -10,7 +10,7 @@
 #include <numeric>
 #include <vector>
 
-#include "../shm/texts.h"
+#include "shm/texts.h"
 
 namespace nb = nanobind;
 
