@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "common/communicator.h"
+#include "common/buffer.h"
 
 namespace tagi_ddp {
 

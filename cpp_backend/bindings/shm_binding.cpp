@@ -235,11 +235,10 @@ std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> c
                                ", but colors are not negative; None leaves this rank out")
                                   .c_str());
     }
-    std::unique_ptr<Communicator> part;
+    std::shared_ptr<ShmCommunicator> part;
     run_collective([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
     if (!part) return nullptr;
-    std::shared_ptr<ShmCommunicator> shm(static_cast<ShmCommunicator*>(part.release()));
-    return std::make_unique<PyShmCommunicator>(std::move(shm), timeout_);
+    return std::make_unique<PyShmCommunicator>(std::move(part), timeout_);
 }
 
 nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {

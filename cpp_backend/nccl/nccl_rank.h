@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/communicator.h"
+#include "common/buffer.h"
 #include "nccl/cuda.h"
 #include "nccl/nccl.h"
 

@@ -308,9 +308,9 @@ void ShmCommunicator::exchange(const Operation& operation, const Exchange& plan)
 
 // --- groups and the end -------------------------------------------------------------------------
 
-std::unique_ptr<Communicator> ShmCommunicator::split(int color, int key, double timeout) {
+std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, double timeout) {
     const Operation operation = begin_collective("split", timeout);
-    std::unique_ptr<Communicator> part;
+    std::unique_ptr<ShmCommunicator> part;
     guarded(operation, [&] {
         Signature signature{Kind::split};
         signature.words[0] = color;
@@ -330,7 +330,7 @@ std::unique_ptr<Communicator> ShmCommunicator::split(int color, int key, double 
         part = std::make_unique<ShmCommunicator>(static_cast<int>(self - members.begin()),
                                                  static_cast<int>(members.size()), job, timeout,
                                                  [&] { check_peers(operation, rank_); });
-        static_cast<ShmCommunicator&>(*part).on_wait_ = on_wait_;
+        part->on_wait_ = on_wait_;
     });
     return part;
 }

@@ -12,35 +12,42 @@
 #include <string>
 #include <vector>
 
-#include "common/communicator.h"
+#include "common/buffer.h"
+#include "common/errors.h"
 #include "shm/segment.h"
 
 namespace tagi_ddp {
 
-class ShmCommunicator final : public Communicator {
+// Every operation waits at most `timeout` seconds and then throws CommunicatorError; after an error
+// the communicator is broken and every later operation throws. Counts are in elements.
+class ShmCommunicator {
  public:
     // `on_wait` is called about every 50 ms while an operation waits, and may throw.
     ShmCommunicator(int rank, int size, const std::string& job, double timeout,
                     std::function<void()> on_wait);
-    ~ShmCommunicator() override;
+    ShmCommunicator(const ShmCommunicator&) = delete;
+    ShmCommunicator& operator=(const ShmCommunicator&) = delete;
+    ~ShmCommunicator();
 
-    int rank() const override { return rank_; }
-    int size() const override { return size_; }
+    int rank() const { return rank_; }
+    int size() const { return size_; }
 
-    void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout) override;
-    void broadcast(const Buffer& buffer, int root, double timeout) override;
+    void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout);
+    void broadcast(const Buffer& buffer, int root, double timeout);
     void all_gather(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
-                    double timeout) override;
+                    double timeout);
     void reduce_scatter(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
-                        ReduceOp op, double timeout) override;
+                        ReduceOp op, double timeout);
     void all_to_all(const Buffer& in, const Buffer& out, const std::vector<size_t>& send_counts,
-                    const std::vector<size_t>& recv_counts, double timeout) override;
-    void send(const Buffer& buffer, int dst, int tag, double timeout) override;
-    void recv(const Buffer& buffer, int src, int tag, double timeout) override;
-    void barrier(double timeout) override;
-    std::unique_ptr<Communicator> split(int color, int key, double timeout) override;
-    void abort(const std::string& reason) override;
-    void close() override;
+                    const std::vector<size_t>& recv_counts, double timeout);
+    void send(const Buffer& buffer, int dst, int tag, double timeout);
+    void recv(const Buffer& buffer, int src, int tag, double timeout);
+    void barrier(double timeout);
+    // Null where `color` is negative.
+    std::unique_ptr<ShmCommunicator> split(int color, int key, double timeout);
+    // Makes every rank's current or next operation fail with `reason`.
+    void abort(const std::string& reason);
+    void close();
 
     // A collective operation: `bytes` of this communicator's own memory for each rank, zero at
     // first. It lives as long as somebody holds it.
