@@ -5,9 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
-#include <chrono>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
 #include "shm/texts.h"
@@ -16,8 +14,6 @@ namespace nb = nanobind;
 
 namespace tagi_ddp {
 namespace {
-
-constexpr std::chrono::milliseconds look_around{50};
 
 // Python objects that an operation on the queue's thread needs; they go under the interpreter lock.
 struct Kept {
@@ -28,6 +24,15 @@ struct Kept {
     }
 };
 
+double checked_timeout(double seconds) {
+    if (!(seconds > 0) || !std::isfinite(seconds)) {
+        throw nb::value_error(
+            ("timeout must be a positive, finite number of seconds, got " + name_number(seconds))
+                .c_str());
+    }
+    return seconds;
+}
+
 void check_signals() {
     nb::gil_scoped_acquire lock;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -36,8 +41,7 @@ void check_signals() {
 // Waits for `work`, in slices so that Ctrl-C works. False when `limit` passed first.
 bool wait_for(Work& work, double limit) {
     nb::gil_scoped_release unlocked;
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                             std::chrono::duration<double>(std::min(limit, 3e9)));
+    const auto deadline = after(limit);
     while (!work.wait_for(look_around)) {
         check_signals();
         if (Clock::now() >= deadline) return false;
@@ -50,17 +54,13 @@ struct PyWork {
     std::string where;
 
     void wait(std::optional<double> timeout) const {
-        if (wait_for(*work, timeout.value_or(3e9))) return;
+        if (wait_for(*work, timeout.value_or(forever))) return;
         throw CommunicatorError(
             ErrorKind::timeout,
             where + "not done within " + name_number(*timeout) + " s, it goes on. Wait again.");
     }
     bool done() const { return work->done(); }
 };
-
-size_t total(const std::vector<size_t>& counts) {
-    return std::accumulate(counts.begin(), counts.end(), size_t{0});
-}
 
 }  // namespace
 
@@ -72,13 +72,7 @@ PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicat
 PyShmCommunicator::~PyShmCommunicator() { close(); }
 
 double PyShmCommunicator::seconds(std::optional<double> timeout) const {
-    const double value = timeout.value_or(timeout_);
-    if (!(value > 0) || !std::isfinite(value)) {
-        const std::string text = "timeout is " + name_number(value);
-        throw nb::value_error(
-            (text + ", but must be a positive, finite number of seconds").c_str());
-    }
-    return value;
+    return checked_timeout(timeout.value_or(timeout_));
 }
 
 void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
@@ -89,7 +83,7 @@ void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
 void PyShmCommunicator::run(const std::function<void()>& operation) {
     if (queue_ && queue_->busy()) {
         const auto work = queue_->submit(operation);
-        wait_for(*work, 3e9);  // the operation has its own timeout
+        wait_for(*work, forever);  // the operation has its own timeout
         return;
     }
     nb::gil_scoped_release unlocked;
@@ -109,8 +103,7 @@ nb::object PyShmCommunicator::start(const std::string& name, std::function<void(
         std::lock_guard<std::mutex> lock(mutex_);
         operation();
     });
-    return nb::cast(PyWork{std::move(work), name + " on rank " + std::to_string(rank()) + " of " +
-                                                std::to_string(size()) + " (shm): "});
+    return nb::cast(PyWork{std::move(work), where_text(name, rank(), size())});
 }
 
 nb::object PyShmCommunicator::start_collective(const char* name, std::function<void()> operation,
@@ -285,9 +278,7 @@ void bind_shm(nb::module_& module) {
                double timeout) {
                 if (size < 1) throw nb::value_error("size must be at least 1");
                 require_rank(rank, "rank", size);
-                if (!(timeout > 0) || !std::isfinite(timeout)) {
-                    throw nb::value_error("timeout must be a positive, finite number of seconds");
-                }
+                checked_timeout(timeout);
                 std::shared_ptr<ShmCommunicator> communicator;
                 {
                     nb::gil_scoped_release unlocked;

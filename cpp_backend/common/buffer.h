@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <numeric>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -15,5 +17,9 @@ struct Buffer {
     size_t bytes() const { return count * size_of(dtype); }
     std::byte* byte_data() const { return static_cast<std::byte*>(data); }
 };
+
+inline size_t total(const std::vector<size_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), size_t{0});
+}
 
 }  // namespace tagi_ddp

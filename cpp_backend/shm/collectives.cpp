@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "common/hash.h"
 #include "shm/reduce.h"
 #include "shm/shm_communicator.h"
 
@@ -11,16 +12,6 @@ namespace tagi_ddp {
 namespace {
 
 constexpr size_t small_bytes = 16 * 1024;
-
-uint64_t hash(const std::vector<size_t>& counts) {
-    uint64_t value = 1469598103934665603ull;
-    for (size_t count : counts) value = (value ^ count) * 1099511628211ull;
-    return value;
-}
-
-size_t total(const std::vector<size_t>& counts) {
-    return std::accumulate(counts.begin(), counts.end(), size_t{0});
-}
 
 uint32_t chunks_for(size_t bytes) {
     return static_cast<uint32_t>((bytes + slot_bytes - 1) / slot_bytes);
@@ -49,14 +40,14 @@ class Lanes {
     }
     size_t begin(uint32_t chunk) const { return chunk * piece_; }
     // Where in its slots rank `from` puts what is for rank `to`.
-    size_t place(size_t from, size_t to) const { return (to < from ? to : to - 1) * piece_; }
+    size_t offset(size_t from, size_t to) const { return (to < from ? to : to - 1) * piece_; }
 
     // Writes piece `chunk` of each other rank's part of `data`, which has the parts in rank order.
     void fill(uint32_t chunk, const std::byte* data, const std::vector<size_t>& parts,
               std::byte* slot) const {
         for (size_t r = 0; r < parts.size(); data += parts[r++]) {
             const size_t count = r == rank_ ? 0 : bytes(chunk, parts[r]);
-            if (count != 0) std::memcpy(slot + place(rank_, r), data + begin(chunk), count);
+            if (count != 0) std::memcpy(slot + offset(rank_, r), data + begin(chunk), count);
         }
     }
 
@@ -101,14 +92,14 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     Signature signature{Kind::all_reduce, static_cast<uint32_t>(in.dtype),
                         static_cast<uint32_t>(op)};
     signature.count = in.count;
-    const auto place =
+    const auto location =
         in.data == out.data && segment_ ? segment_->find(in.byte_data(), in.bytes()) : std::nullopt;
     // In place takes two waits, through the slots one; with too few cores a wait costs the most.
-    if (place && (has_cores_ || in.bytes() > small_bytes)) {
+    if (location && (has_cores_ || in.bytes() > small_bytes)) {
         all_reduce_in_place(in, signature, op, timeout);
         return;
     }
-    if (place) signature.detail = place->offset;
+    if (location) signature.detail = location->offset;
     const size_t element = size_of(in.dtype);
     Exchange plan{
         "all_reduce", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
@@ -177,7 +168,7 @@ void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
                                  const std::vector<size_t>& counts, double timeout) {
     Signature signature{Kind::all_gather, static_cast<uint32_t>(in.dtype)};
     signature.count = total(counts);
-    signature.detail = hash(counts);
+    signature.detail = hash_of(counts);
     const size_t element = size_of(in.dtype);
     std::vector<Range> ranges;
     std::vector<uint32_t> chunks;
@@ -208,7 +199,7 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     Signature signature{Kind::reduce_scatter, static_cast<uint32_t>(in.dtype),
                         static_cast<uint32_t>(op)};
     signature.count = in.count;
-    signature.detail = hash(counts);
+    signature.detail = hash_of(counts);
     const size_t element = size_of(in.dtype);
     std::vector<size_t> parts;
     for (size_t count : counts) parts.push_back(count * element);
@@ -229,7 +220,7 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
         if (bytes == 0) return;
         const size_t begin = lanes.begin(chunk);
         for (size_t r = 0; r < sources.size(); ++r) {
-            sources[r] = r == me ? own + begin : slots[r] + lanes.place(r, me);
+            sources[r] = r == me ? own + begin : slots[r] + lanes.offset(r, me);
         }
         reduce(in.dtype, op, sources.data(), size_, out.byte_data() + begin, bytes / element);
     };
@@ -304,7 +295,7 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
         for (size_t r = 0; r < n; to += received[r++]) {
             const size_t count = r == me ? 0 : lanes.bytes(chunk, received[r]);
             if (count == 0) continue;
-            std::memcpy(to + lanes.begin(chunk), slots[r] + lanes.place(r, me), count);
+            std::memcpy(to + lanes.begin(chunk), slots[r] + lanes.offset(r, me), count);
         }
     };
     exchange(operation, second);

@@ -97,7 +97,7 @@ class ShmCommunicator {
     void guarded(const Operation& operation, const std::function<void()>& body);
     std::vector<Signature> enter(const Operation& operation, const Signature& own);
     void wait(const Operation& operation, Counter& counter, uint32_t target, int peer);
-    void wait_finished(const Operation& operation, uint32_t round);
+    void wait_consumed(const Operation& operation, uint32_t round);
     void exchange(const Operation& operation, const Exchange& plan);
     void check_peers(const Operation& operation, int peer) const;
     [[noreturn]] void time_out(const Operation& operation, int peer) const;

@@ -49,6 +49,11 @@ std::string name_number(double value) {
     return text.str();
 }
 
+std::string where_text(const std::string& operation, int rank, int size) {
+    return operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
+           " (shm): ";
+}
+
 std::string timeout_text(const std::vector<int>& ranks, double seconds) {
     const bool one = ranks.size() == 1;
     return name_ranks(ranks) + " did not come within " + name_number(seconds) + " s. Look at " +
