@@ -76,6 +76,13 @@ std::string name_message(DType dtype, size_t bytes, int tag) {
            "] with tag " + std::to_string(tag);
 }
 
+// The `agree` of an exchange to which every rank brings as many chunks, whatever it says.
+auto all_bring(int ranks, uint32_t chunks) {
+    return [ranks, chunks](const std::vector<Signature>&) {
+        return std::vector<uint32_t>(static_cast<size_t>(ranks), chunks);
+    };
+}
+
 // Publishes [data, data + bytes) chunk by chunk.
 std::function<void(uint32_t, std::byte*)> stream(const std::byte* data, size_t bytes) {
     return [data, bytes](uint32_t chunk, std::byte* slot) {
@@ -101,12 +108,9 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     }
     if (location) signature.detail = location->offset;
     const size_t element = size_of(in.dtype);
-    Exchange plan{
-        "all_reduce", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
-        nullptr,      nullptr};
-    plan.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(static_cast<size_t>(size_), plan.own_chunks);
-    };
+    PipelinedExchange plan{"all_reduce", signature, chunks_for(in.bytes()),
+                           stream(in.byte_data(), in.bytes())};
+    plan.agree = all_bring(size_, plan.own_chunks);
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t begin = static_cast<size_t>(chunk) * slot_bytes;
         reduce(in.dtype, op, slots, size_, out.byte_data() + begin,
@@ -146,12 +150,8 @@ void ShmCommunicator::broadcast(const Buffer& buffer, int root, double timeout) 
                         static_cast<uint32_t>(root)};
     signature.count = buffer.count;
     const uint32_t chunks = chunks_for(buffer.bytes());
-    Exchange plan{"broadcast",
-                  signature,
-                  rank_ == root ? chunks : 0,
-                  stream(buffer.byte_data(), buffer.bytes()),
-                  nullptr,
-                  nullptr};
+    PipelinedExchange plan{"broadcast", signature, rank_ == root ? chunks : 0,
+                           stream(buffer.byte_data(), buffer.bytes())};
     plan.agree = [&](const std::vector<Signature>&) {
         std::vector<uint32_t> all(static_cast<size_t>(size_));
         all[static_cast<size_t>(root)] = chunks;
@@ -178,12 +178,8 @@ void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
         chunks.push_back(chunks_for(count * element));
         offset += count * element;
     }
-    Exchange plan{"all_gather",
-                  signature,
-                  chunks[static_cast<size_t>(rank_)],
-                  stream(in.byte_data(), in.bytes()),
-                  nullptr,
-                  nullptr};
+    PipelinedExchange plan{"all_gather", signature, chunks[static_cast<size_t>(rank_)],
+                           stream(in.byte_data(), in.bytes())};
     plan.agree = [&](const std::vector<Signature>&) { return chunks; };
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         for (size_t r = 0; r < ranges.size(); ++r) {
@@ -210,10 +206,8 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
         lanes.fill(chunk, in.byte_data(), parts, slot);
     };
-    Exchange plan{"reduce_scatter", signature, chunks, fill, nullptr, nullptr};
-    plan.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(static_cast<size_t>(size_), chunks);
-    };
+    PipelinedExchange plan{"reduce_scatter", signature, chunks, fill};
+    plan.agree = all_bring(size_, chunks);
     std::vector<const std::byte*> sources(static_cast<size_t>(size_));
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t bytes = lanes.bytes(chunk, parts[me]);
@@ -240,15 +234,9 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     own.insert(own.end(), recv_counts.begin(), recv_counts.end());
     const size_t own_bytes = own.size() * sizeof(uint64_t);
     std::vector<std::vector<uint64_t>> counts(n, own);
-    Exchange first{"all_to_all",
-                   signature,
-                   chunks_for(own_bytes),
-                   stream(reinterpret_cast<const std::byte*>(own.data()), own_bytes),
-                   nullptr,
-                   nullptr};
-    first.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(n, first.own_chunks);
-    };
+    PipelinedExchange first{"all_to_all", signature, chunks_for(own_bytes),
+                            stream(reinterpret_cast<const std::byte*>(own.data()), own_bytes)};
+    first.agree = all_bring(size_, first.own_chunks);
     first.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         for (size_t r = 0; r < n; ++r) {
             Range{0, own_bytes, reinterpret_cast<std::byte*>(counts[r].data())}.take(chunk,
@@ -288,8 +276,8 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
         lanes.fill(chunk, in.byte_data(), sent, slot);
     };
-    Exchange second{"all_to_all", signature, chunks, fill, nullptr, nullptr};
-    second.agree = [&](const std::vector<Signature>&) { return std::vector<uint32_t>(n, chunks); };
+    PipelinedExchange second{"all_to_all", signature, chunks, fill};
+    second.agree = all_bring(size_, chunks);
     second.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         std::byte* to = out.byte_data();
         for (size_t r = 0; r < n; to += received[r++]) {

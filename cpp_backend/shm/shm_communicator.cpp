@@ -10,7 +10,6 @@
 #include <thread>
 #include <utility>
 
-#include "shm/reduce.h"
 #include "shm/texts.h"
 
 namespace tagi_ddp {
@@ -205,17 +204,11 @@ std::vector<Signature> ShmCommunicator::enter(const Operation& operation, const 
 
 // --- chunks -------------------------------------------------------------------------------------
 
-void ShmCommunicator::wait_consumed(const Operation& operation, uint32_t round) {
-    for (int r = 0; r < size_; ++r) {
-        if (r != rank_) wait(operation, segment_->rank(r).consumed, round, r);
-    }
-}
-
-void ShmCommunicator::exchange(const Exchange& plan, double timeout) {
+void ShmCommunicator::exchange(const PipelinedExchange& plan, double timeout) {
     exchange(begin_collective(plan.name, timeout), plan);
 }
 
-void ShmCommunicator::exchange(const InPlace& plan, double timeout) {
+void ShmCommunicator::exchange(const InPlaceExchange& plan, double timeout) {
     const Operation operation = begin_collective(plan.name, timeout);
     guarded(operation, [&] {
         const auto location = segment_->find(plan.own.byte_data(), plan.own.bytes());
@@ -236,65 +229,22 @@ void ShmCommunicator::exchange(const InPlace& plan, double timeout) {
             ++round_;
             segment_->rank(rank_).published.advance(round_);
             segment_->rank(rank_).consumed.advance(round_);
-            wait_consumed(operation, round_);
+            for (int r = 0; r < size_; ++r) {
+                if (r != rank_) wait(operation, segment_->rank(r).consumed, round_, r);
+            }
         }
     });
 }
 
-void ShmCommunicator::exchange(const Operation& operation, const Exchange& plan) {
+void ShmCommunicator::exchange(const Operation& operation, const PipelinedExchange& plan) {
     guarded(operation, [&] {
-        RankState& self = segment_->rank(rank_);
-        uint32_t published = 0;
-        const auto publish = [&] {
-            plan.fill(published, segment_->slot(rank_, round_ + published));
-            self.published.advance(round_ + ++published);
-        };
-        // A slot is free once all have read the chunk before last in it.
-        const auto slot_is_free = [&] {
-            for (int r = 0; r < size_; ++r) {
-                if (!segment_->rank(r).consumed.reached(round_ + published + 1 - num_slots)) {
-                    return false;
-                }
-            }
-            return true;
-        };
-        // The first chunk goes with the signature: a small exchange waits once.
-        if (plan.own_chunks > 0) {
-            wait_consumed(operation, round_ + 1 - num_slots);
-            publish();
-        }
-        const std::vector<Signature> all = enter(operation, plan.signature);
-        const std::vector<uint32_t> chunks = plan.agree(all);
-        if (chunks.empty()) {
-            // Chunks published already count as one round that nobody reads.
-            ++round_;
-            self.published.advance(round_);
-            self.consumed.advance(round_);
-            return;
-        }
-        const uint32_t rounds = *std::max_element(chunks.begin(), chunks.end());
-        std::vector<const std::byte*> slots(static_cast<size_t>(size_));
-        for (uint32_t chunk = 0; chunk < rounds; ++chunk) {
-            while (published < plan.own_chunks && published < chunk + num_slots) {
-                if (!slot_is_free()) {
-                    if (published > chunk) break;
-                    wait_consumed(operation, round_ + published + 1 - num_slots);
-                }
-                publish();
-            }
-            for (int r = 0; r < size_; ++r) {
-                const bool has_chunk = chunk < chunks[static_cast<size_t>(r)];
-                if (has_chunk && r != rank_) {
-                    wait(operation, segment_->rank(r).published, round_ + chunk + 1, r);
-                }
-                slots[static_cast<size_t>(r)] =
-                    has_chunk ? segment_->slot(r, round_ + chunk) : nullptr;
-            }
-            plan.consume(chunk, slots.data());
-            self.consumed.advance(round_ + chunk + 1);
-        }
-        round_ += rounds;
-        self.published.advance(round_);
+        Pipeline pipeline(*segment_, rank_, size_, round_, plan,
+                          [&](Counter& counter, uint32_t target, int peer) {
+                              wait(operation, counter, target, peer);
+                          });
+        pipeline.publish_first();  // it goes with the signature: a small exchange waits once
+        const std::vector<uint32_t> chunks = plan.agree(enter(operation, plan.signature));
+        round_ = chunks.empty() ? pipeline.skip() : pipeline.run(chunks);
     });
 }
 

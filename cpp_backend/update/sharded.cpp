@@ -36,7 +36,7 @@ Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parame
 
     Agreement agreement{{}};
     std::vector<Contribution> contributions;
-    ShmCommunicator::InPlace plan{"step", signature, {bucket, 2 * size, DType::f32}, nullptr, {}};
+    InPlaceExchange plan{"step", signature, {bucket, 2 * size, DType::f32}};
     plan.agree = [&](const std::vector<Signature>& all) {
         contributions = read_words(all);
         agreement = Agreement(contributions);

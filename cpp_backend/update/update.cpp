@@ -81,8 +81,7 @@ Agreement update(ShmCommunicator& communicator, const Parameters& parameters,
     const bool contributes = contribution.batch > 0 && contribution.finite;
 
     Agreement agreement{{}};
-    ShmCommunicator::Exchange plan{"step",  signature, contributes ? rounds : 0,
-                                   nullptr, nullptr,   nullptr};
+    PipelinedExchange plan{"step", signature, contributes ? rounds : 0};
     plan.fill = [&](uint32_t chunk, std::byte* slot) {
         float* floats = reinterpret_cast<float*>(slot);
         parameters.visit(static_cast<size_t>(chunk) * chunk_floats, length(chunk),
