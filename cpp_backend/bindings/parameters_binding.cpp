@@ -126,7 +126,7 @@ void bind_parameters(nb::module_& module) {
             [](const Parameters& self, Floats bucket) {
                 float* data = checked(self, bucket);
                 nb::gil_scoped_release unlocked;
-                pack(self, data);
+                pack(self, 0, self.size(), data, self.size());
             },
             "bucket"_a, "Write the deltas to bucket: [means | variances].")
         .def(
@@ -142,7 +142,7 @@ void bind_parameters(nb::module_& module) {
             [](const Parameters& self, Floats bucket, size_t begin) {
                 const Shard shard = checked_shard(self, bucket, begin);
                 nb::gil_scoped_release unlocked;
-                pack(self, shard.begin, shard.count, bucket.data());
+                pack(self, shard.begin, shard.count, bucket.data(), shard.count);
             },
             "bucket"_a, "begin"_a,
             "Write the deltas of the flat range that begins there to bucket: [means | variances].")

@@ -22,19 +22,19 @@ void bind_update(nb::module_& module) {
     nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
         .def(
             "__init__",
-            [](Contribution* self, int64_t batch, bool finite, bool joined) {
-                new (self) Contribution{batch, finite, joined};
+            [](Contribution* self, int64_t batch, bool finite, bool finished) {
+                new (self) Contribution{batch, finite, finished};
             },
-            "batch"_a, "finite"_a = true, "joined"_a = false)
+            "batch"_a, "finite"_a = true, "finished"_a = false)
         .def_ro("batch", &Contribution::batch)
         .def_ro("finite", &Contribution::finite)
-        .def_ro("joined", &Contribution::joined);
+        .def_ro("finished", &Contribution::finished);
     nb::class_<Agreement>(module, "Agreement", "What all ranks agreed on for a step.")
         .def(nb::init<const std::vector<Contribution>&>(), "ranks"_a)
         .def_ro("batch", &Agreement::batch)
         .def_ro("active", &Agreement::active)
         .def_ro("not_finite", &Agreement::not_finite)
-        .def_ro("all_joined", &Agreement::all_joined)
+        .def_ro("all_finished", &Agreement::all_finished)
         .def_prop_ro("applies", &Agreement::applies)
         .def("divisor", &Agreement::divisor, "average"_a)
         .def("cap", &Agreement::cap, "average"_a);
@@ -73,7 +73,7 @@ void bind_update(nb::module_& module) {
         [](size_t size, int ranks) {
             std::vector<std::pair<size_t, size_t>> result;
             for (int r = 0; r < ranks; ++r) {
-                const Shard shard = shard_of(size, r, ranks);
+                const Shard shard = shard_of(size, sizeof(float), r, ranks);
                 result.emplace_back(shard.begin, shard.count);
             }
             return result;

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "common/hash.h"
+#include "common/shard.h"
 #include "shm/reduce.h"
 #include "shm/shm_communicator.h"
 
@@ -122,17 +123,14 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
 void ShmCommunicator::all_reduce_in_place(const Buffer& buffer, const Signature& signature,
                                           ReduceOp op, double timeout) {
     const auto reduce_share = [&](const std::vector<std::byte*>& parts) {
-        // Shares begin on cache lines, so that no two ranks write to one.
         const size_t element = size_of(buffer.dtype);
-        const size_t unit = 64 / element;
         const size_t n = static_cast<size_t>(size_);
-        const size_t units = (buffer.count + unit - 1) / unit;
         const size_t me = static_cast<size_t>(rank_);
-        const size_t begin = std::min(buffer.count, units * me / n * unit);
-        const size_t end = std::min(buffer.count, units * (me + 1) / n * unit);
+        const Shard own = shard_of(buffer.count, element, rank_, size_);
+        const size_t end = own.begin + own.count;
         const size_t block = 32 * 1024 / element;
         std::vector<const std::byte*> sources(n);
-        for (size_t at = begin; at < end; at += block) {
+        for (size_t at = own.begin; at < end; at += block) {
             const size_t count = std::min(block, end - at);
             const size_t offset = at * element;
             for (size_t i = 0; i < n; ++i) sources[i] = parts[i] + offset;

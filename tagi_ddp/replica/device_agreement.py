@@ -13,7 +13,7 @@ from tagi_ddp._backend import Contribution
 # A refused step is told this many steps later, when its outcome has long arrived: the same number
 # on all ranks, which so stop together.
 LAG = 8
-_SAMPLES, _JOINED, _FINITE, _WRITTEN = range(4)  # a rank's words
+_SAMPLES, _FINISHED, _FINITE, _WRITTEN = range(4)  # a rank's words
 WORDS = 4
 
 
@@ -21,7 +21,7 @@ def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
     """Return what a rank tells the others, [WORDS] int64, on the device of its ``deltas``."""
     words = torch.ones(WORDS, dtype=torch.int64, device=deltas.device)
     words[_SAMPLES].fill_(contribution.batch)
-    words[_JOINED].fill_(int(contribution.joined))
+    words[_FINISHED].fill_(int(contribution.finished))
     if contribution.batch:
         words[_FINITE].copy_(torch.isfinite(deltas).all())
     return words
@@ -48,9 +48,9 @@ class DeviceAgreement:
         # The engine's own choice by batch size.
         self.cap = 0.1 + 1.9 * (batch > 1) + 1.0 * (batch >= 256)
 
-    def all_joined(self) -> bool:
+    def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
-        return bool(self.table[:, _JOINED].all())
+        return bool(self.table[:, _FINISHED].all())
 
 
 class Outcomes:

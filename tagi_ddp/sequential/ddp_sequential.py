@@ -328,10 +328,10 @@ class DDPSequential(SequentialInterface, MergeInterface):
         collective operation belongs into the block.
         """
         yield
-        all_joined = False
-        while not all_joined:
+        all_finished = False
+        while not all_finished:
             self._replica.pull()
-            all_joined = self._update(0, joined=True)
+            all_finished = self._update(0, finished=True)
 
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.
@@ -390,22 +390,22 @@ class DDPSequential(SequentialInterface, MergeInterface):
 
     # --- stepping -----------------------------------------------------------------------------
 
-    def _update(self, samples: int, joined: bool = False) -> bool:
-        """Take part in one update of all ranks; return whether all have joined. Pull before."""
+    def _update(self, samples: int, finished: bool = False) -> bool:
+        """Take part in one update of all ranks; return whether all have finished. Pull before."""
         self._tell_refused(everything=False)
         with self._or_abort():
             parameters = self._replica.parameters
             culprit = self._exchange.first_not_finite(parameters) if samples else ""
             agreement = self._exchange(
-                parameters, Contribution(samples, not culprit, joined), self.average
+                parameters, Contribution(samples, not culprit, finished), self.average
             )
             if not isinstance(agreement, Agreement):  # all ranks learn of a refusal together, later
-                return joined and agreement.all_joined()
+                return finished and agreement.all_finished()
             if agreement.applies:
                 self._exchange.average_statistics(samples, agreement.batch)
                 self._replica.updated()
         self._raise_if_refused(agreement, culprit)
-        return agreement.all_joined
+        return agreement.all_finished
 
     def _raise_if_refused(self, agreement: Agreement, culprit: str) -> None:
         if ranks := agreement.not_finite:

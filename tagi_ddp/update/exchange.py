@@ -32,7 +32,7 @@ _PART_BYTES = 4 << 20
 class LateAgreement(Protocol):
     """What the ranks agreed on where the device applies it; `Exchange.take_refused` tells more."""
 
-    def all_joined(self) -> bool:
+    def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
         ...
 
@@ -284,12 +284,15 @@ def split(parameters: Parameters, size: int) -> list[tuple[int, int]]:
 
 def agree(communicator: Communicator, contribution: Contribution) -> Agreement:
     """Return what follows from the contributions of all ranks; a collective call."""
-    words = [contribution.batch, int(contribution.finite), int(contribution.joined)]
+    words = [contribution.batch, int(contribution.finite), int(contribution.finished)]
     if communicator.device == "cpu":
         everyone = np.empty((communicator.size, len(words)), np.int64)
         communicator.all_gather(np.array(words, np.int64), everyone)
     else:
         everyone = np.array(all_gather_object(communicator, words))
     return Agreement(
-        [Contribution(int(batch), bool(finite), bool(joined)) for batch, finite, joined in everyone]
+        [
+            Contribution(int(batch), bool(finite), bool(finished))
+            for batch, finite, finished in everyone
+        ]
     )

@@ -111,13 +111,13 @@ class Merging(Exchange):
     def __call__(self, parameters: Any, contribution: Contribution, average: bool) -> Agreement:
         """Step alone, and merge if it is time to."""
         self._step(parameters, contribution)
-        if contribution.joined or self.steps == self._every:
-            return self.merge(contribution.joined)
+        if contribution.finished or self.steps == self._every:
+            return self.merge(contribution.finished)
         return _GO_ON
 
-    def merge(self, joined: bool = False) -> Agreement:
+    def merge(self, finished: bool = False) -> Agreement:
         """Merge what all ranks have learned, and what is under way; a collective call."""
-        agreement = self._agree(joined)
+        agreement = self._agree(finished)
         self._merge_node()
         if self._sender is not None:
             self._receive()
@@ -159,7 +159,7 @@ class Merging(Exchange):
 
     def _step(self, parameters: Any, contribution: Contribution) -> None:
         """Apply this rank's own deltas, capped by its own batch; not if they are not finite."""
-        self.steps += not contribution.joined
+        self.steps += not contribution.finished
         own = Agreement([contribution])
         if not own.applies:
             return
@@ -169,11 +169,11 @@ class Merging(Exchange):
             self._replica.agree(self._alone, contribution, False)
         self._samples += contribution.batch
 
-    def _agree(self, joined: bool) -> Agreement:
+    def _agree(self, finished: bool) -> Agreement:
         refused = bool(self._culprit)
         if not self._on_host:
             refused = bool(self._replica.take_refused(everything=True))
-        return agree(self._communicator, Contribution(self._samples, not refused, joined))
+        return agree(self._communicator, Contribution(self._samples, not refused, finished))
 
     def _merge_node(self) -> None:
         self._replica.pull()
@@ -251,7 +251,7 @@ class ScheduledMerging(Merging):
 
     def __call__(self, parameters: Any, contribution: Contribution, average: bool) -> Agreement:
         """Step alone, and do what the schedule says."""
-        if contribution.joined:
+        if contribution.finished:
             raise RuntimeError(
                 "join() is not for a schedule, by which all ranks make equally many steps: give a "
                 "rank without data empty shares"
