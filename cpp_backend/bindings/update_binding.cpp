@@ -10,6 +10,9 @@
 
 #include "bindings/parameters_binding.h"
 #include "bindings/shm_binding.h"
+#include "update/agreement.h"
+#include "update/apply.h"
+#include "update/merge.h"
 #include "update/sharded.h"
 #include "update/update.h"
 
@@ -19,6 +22,15 @@ using nb::literals::operator""_a;
 namespace tagi_ddp {
 
 void bind_update(nb::module_& module) {
+    module.attr("LEAST_VARIANCE") = least_variance;
+    module.attr("LEAST_PRECISION_KEPT") = least_precision_kept;
+    nb::list factors;
+    for (const CapFactor& entry : cap_factors) {
+        factors.append(nb::make_tuple(entry.smallest_batch, entry.factor));
+    }
+    module.attr("CAP_FACTORS") = nb::tuple(factors);
+    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
+
     nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
         .def(
             "__init__",
@@ -38,7 +50,6 @@ void bind_update(nb::module_& module) {
         .def_prop_ro("applies", &Agreement::applies)
         .def("divisor", &Agreement::divisor, "average"_a)
         .def("cap", &Agreement::cap, "average"_a);
-    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
     module.def(
         "update",
         [](PyShmCommunicator& communicator, const Parameters& parameters,

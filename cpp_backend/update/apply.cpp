@@ -8,8 +8,6 @@
 namespace tagi_ddp {
 namespace {
 
-constexpr float least_variance = 1e-5f;
-
 // The sum over ranks, in rank order, of `count` floats at `offset` of each slot, divided.
 TAGI_DDP_WIDE
 void reduce_floats(const float* const* slots, int ranks, size_t offset, size_t count, float divisor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import Contribution
+from tagi_ddp._backend import CAP_FACTORS, Contribution
 
 # A refused step is told this many steps later, when its outcome has long arrived: the same number
 # on all ranks, which so stop together.
@@ -45,8 +45,10 @@ class DeviceAgreement:
         if average:
             self.divisor = active.clamp(min=1)
             batch = (batch + self.divisor - 1) // self.divisor
-        # The engine's own choice by batch size.
-        self.cap = 0.1 + 1.9 * (batch > 1) + 1.0 * (batch >= 256)
+        (_, smallest_cap), *larger = CAP_FACTORS
+        self.cap = torch.full_like(batch, smallest_cap, dtype=torch.float32)
+        for smallest_batch, cap in larger:
+            self.cap.masked_fill_(batch >= smallest_batch, cap)
 
     def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tagi_ddp._backend import LEAST_VARIANCE
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.apply import LEAST_VARIANCE, move
+from tagi_ddp.replica.apply import move
 from tagi_ddp.replica.device_agreement import DeviceAgreement
 from tagi_ddp.replica.merge import add_change, change_since
 
