@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,7 +36,7 @@ std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
     for (const auto& [known, field] : fields) {
         if (name == known) return layer.*field;
     }
-    throw nb::value_error(("a layer has no vector " + name).c_str());
+    throw std::invalid_argument("a layer has no vector " + name);
 }
 
 // The engine's memory in place; valid until the engine replaces it.

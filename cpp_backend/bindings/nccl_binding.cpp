@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <stdexcept>
 #include <tuple>
 
 #include "bindings/arrays.h"
@@ -27,12 +28,12 @@ Buffer as_buffer(const Memory& memory) {
         const auto dtype = static_cast<DType>(i);
         if (name == name_of(dtype)) return {reinterpret_cast<void*>(address), count, dtype};
     }
-    throw nb::value_error(("there is no dtype " + name).c_str());
+    throw std::invalid_argument("there is no dtype " + name);
 }
 
 NcclId as_id(const nb::bytes& bytes) {
     NcclId id{};
-    if (bytes.size() != id.bytes.size()) throw nb::value_error("id must have 128 bytes");
+    if (bytes.size() != id.bytes.size()) throw std::invalid_argument("id must have 128 bytes");
     std::memcpy(id.bytes.data(), bytes.c_str(), id.bytes.size());
     return id;
 }

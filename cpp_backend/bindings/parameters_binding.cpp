@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,7 @@ namespace {
 Block as_block(const Floats& mu, const Floats& var, const Floats& delta_mu,
                const Floats& delta_var) {
     if (var.size() != mu.size() || delta_mu.size() != mu.size() || delta_var.size() != mu.size()) {
-        throw nb::value_error("means, variances and deltas must have equal sizes");
+        throw std::invalid_argument("means, variances and deltas must have equal sizes");
     }
     return {mu.data(), var.data(), delta_mu.data(), delta_var.data(), mu.size(), nullptr};
 }
@@ -32,7 +33,7 @@ Shard checked_shard(const Parameters& parameters, const Floats& gaussians, size_
     const Shard shard{begin, gaussians.size() / 2};
     if (gaussians.size() % 2 != 0 || begin > parameters.size() ||
         shard.count > parameters.size() - begin) {
-        throw nb::value_error("no such range of parameters");
+        throw std::invalid_argument("no such range of parameters");
     }
     return shard;
 }
@@ -41,9 +42,8 @@ Shard checked_shard(const Parameters& parameters, const Floats& gaussians, size_
 
 float* checked(const Parameters& parameters, const Floats& bucket) {
     if (bucket.size() != 2 * parameters.size()) {
-        throw nb::value_error(("bucket has " + std::to_string(bucket.size()) +
-                               " floats, expected " + std::to_string(2 * parameters.size()))
-                                  .c_str());
+        throw std::invalid_argument("bucket has " + std::to_string(bucket.size()) +
+                                    " floats, expected " + std::to_string(2 * parameters.size()));
     }
     return bucket.data();
 }
@@ -64,7 +64,7 @@ void bind_parameters(nb::module_& module) {
             [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
                const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter) {
                 if (weights.size() != 4 || biases.size() != 4) {
-                    throw nb::value_error("expected mu, var, delta_mu and delta_var");
+                    throw std::invalid_argument("expected mu, var, delta_mu and delta_var");
                 }
                 Block w = as_block(weights[0], weights[1], weights[2], weights[3]);
                 w.neg_var_counter = counter.data();
@@ -96,7 +96,7 @@ void bind_parameters(nb::module_& module) {
             [](const Parameters& self, size_t begin, std::optional<size_t> end) {
                 const size_t last = end.value_or(self.size());
                 if (begin > last || last > self.size())
-                    throw nb::value_error("no such range of parameters");
+                    throw std::invalid_argument("no such range of parameters");
                 nb::gil_scoped_release unlocked;
                 return self.first_not_finite(begin, last - begin);
             },
@@ -223,7 +223,8 @@ void bind_parameters(nb::module_& module) {
         .def(
             "pack",
             [](const RunningStatistics& self, Floats out, float weight) {
-                if (out.size() != self.size()) throw nb::value_error("out has the wrong size");
+                if (out.size() != self.size())
+                    throw std::invalid_argument("out has the wrong size");
                 self.pack(out.data(), weight);
             },
             "out"_a, "weight"_a)
@@ -231,7 +232,7 @@ void bind_parameters(nb::module_& module) {
             "unpack",
             [](const RunningStatistics& self, Floats values, float total) {
                 if (values.size() != self.size())
-                    throw nb::value_error("values has the wrong size");
+                    throw std::invalid_argument("values has the wrong size");
                 self.unpack(values.data(), total);
             },
             "values"_a, "total"_a);

@@ -6,6 +6,7 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cmath>
+#include <stdexcept>
 #include <vector>
 
 #include "shm/texts.h"
@@ -26,9 +27,8 @@ struct Kept {
 
 double checked_timeout(double seconds) {
     if (!(seconds > 0) || !std::isfinite(seconds)) {
-        throw nb::value_error(
-            ("timeout must be a positive, finite number of seconds, got " + name_number(seconds))
-                .c_str());
+        throw std::invalid_argument("timeout must be a positive, finite number of seconds, got " +
+                                    name_number(seconds));
     }
     return seconds;
 }
@@ -196,7 +196,7 @@ nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::
 nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool async_op,
                                    std::optional<double> timeout) {
     require_rank(dst, "dst", size());
-    if (dst == rank()) throw nb::value_error("dst is this rank itself; send to another rank");
+    if (dst == rank()) throw std::invalid_argument("dst is this rank itself; send to another rank");
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
     return start(
@@ -208,7 +208,8 @@ nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool asy
 nb::object PyShmCommunicator::recv(nb::handle buffer, int src, int tag, bool async_op,
                                    std::optional<double> timeout) {
     require_rank(src, "src", size());
-    if (src == rank()) throw nb::value_error("src is this rank itself; receive from another rank");
+    if (src == rank())
+        throw std::invalid_argument("src is this rank itself; receive from another rank");
     const Array array = as_array(buffer, "buffer", true);
     const double limit = seconds(timeout);
     return start(
@@ -224,9 +225,8 @@ void PyShmCommunicator::barrier(std::optional<double> timeout) {
 
 std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> color, int key) {
     if (color && *color < 0) {
-        throw nb::value_error(("color is " + std::to_string(*color) +
-                               ", but colors are not negative; None leaves this rank out")
-                                  .c_str());
+        throw std::invalid_argument("color is " + std::to_string(*color) +
+                                    ", but colors are not negative; None leaves this rank out");
     }
     std::shared_ptr<ShmCommunicator> part;
     run_collective([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
@@ -276,7 +276,7 @@ void bind_shm(nb::module_& module) {
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
                double timeout) {
-                if (size < 1) throw nb::value_error("size must be at least 1");
+                if (size < 1) throw std::invalid_argument("size must be at least 1");
                 require_rank(rank, "rank", size);
                 checked_timeout(timeout);
                 std::shared_ptr<ShmCommunicator> communicator;

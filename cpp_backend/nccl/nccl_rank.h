@@ -1,5 +1,6 @@
 // One rank of an NCCL communicator. Nothing here waits for the device or for other ranks longer
-// than it is told to: operations are put into a stream, and who wants to know asks.
+// than it is told to: operations are put into a stream, and the caller asks what has become of
+// them.
 #pragma once
 
 #include <cstdint>

@@ -179,7 +179,7 @@ void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDesc
         }
         FileDescriptor peer(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         Hello hello{};
-        // Connecting and saying hello are one step for a rank; who does not is none of ours.
+        // A rank says hello as it connects; others that connect are none of ours.
         if (!peer || !same_user(peer.get())) continue;
         if (!wait_for(rendezvous, peer.get(), POLLIN)) continue;
         if (recv(peer.get(), &hello, sizeof hello, 0) != sizeof hello) continue;

@@ -1,4 +1,4 @@
-// The memory that the ranks of one host share, and who of them is alive.
+// The memory that the ranks of one host share, and which of them are alive.
 //
 // A nameless file (memfd): nothing to remove, whatever happens to the ranks. It is sparse: a page
 // costs memory once it is written. Each rank holds a lock on one byte of it, which the kernel drops

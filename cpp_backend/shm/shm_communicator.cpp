@@ -5,9 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "shm/texts.h"
@@ -65,7 +63,7 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
                                     broken_->what() + "). Make a new one.",
                                 broken_->ranks());
     }
-    // Who comes late learns that the others have given up, even if all they wrote is still there.
+    // A late rank learns that the others have given up, even if all they wrote is still there.
     if (segment_->failure().state.load(std::memory_order_acquire) == 2) {
         guarded(operation, [&] { throw_failure(operation); });
     }
@@ -114,7 +112,7 @@ void ShmCommunicator::throw_failure(const Operation& operation) const {
     std::vector<int> culprits(failure.culprits, failure.culprits + failure.num_culprits);
     const auto kind = static_cast<ErrorKind>(failure.kind);
     const std::string reporter = "rank " + std::to_string(failure.reporter);
-    // Who was waited for in vain is told who gave up.
+    // A rank that was waited for in vain is told which one gave up.
     if (kind == ErrorKind::timeout &&
         std::find(culprits.begin(), culprits.end(), rank_) != culprits.end()) {
         throw CommunicatorError(ErrorKind::peer_lost,
@@ -141,8 +139,8 @@ void ShmCommunicator::check_peers(const Operation& operation, int peer) const {
 }
 
 void ShmCommunicator::time_out(const Operation& operation, int peer) const {
-    // Missing is who has not begun, or else who holds up the chunks of all: who has read the
-    // fewest.
+    // Missing are the ranks that have not begun, or else those that hold up the chunks of all: that
+    // have consumed the fewest.
     const uint32_t own = segment_->rank(rank_).consumed.value;
     std::vector<int> missing;
     int32_t fewest = 0;
