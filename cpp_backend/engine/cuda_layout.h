@@ -20,7 +20,7 @@
 #include <typeinfo>
 #include <vector>
 
-#include "layer_layout.h"
+#include "engine/layer_layout.h"
 
 namespace tagi_ddp {
 

@@ -1,4 +1,4 @@
-#include "cuda.h"
+#include "nccl/cuda.h"
 
 #include <stdexcept>
 

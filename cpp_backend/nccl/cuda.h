@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "library.h"
+#include "nccl/library.h"
 
 namespace tagi_ddp {
 
@@ -103,7 +103,7 @@ class Event {
     void* handle_ = nullptr;
 };
 
-// A stream of high priority: who communicates is waited for.
+// A stream of high priority: other ranks wait for what is in it.
 class Stream {
  public:
     explicit Stream(std::shared_ptr<const Device> device);

@@ -1,4 +1,4 @@
-#include "library.h"
+#include "nccl/library.h"
 
 #include <dlfcn.h>
 

@@ -1,4 +1,4 @@
-#include "nccl.h"
+#include "nccl/nccl.h"
 
 #include <stdexcept>
 

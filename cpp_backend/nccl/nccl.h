@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include "../dtype.h"
-#include "library.h"
+#include "common/dtype.h"
+#include "nccl/library.h"
 
 namespace tagi_ddp {
 

@@ -1,4 +1,4 @@
-#include "nccl_rank.h"
+#include "nccl/nccl_rank.h"
 
 #include <sched.h>
 
@@ -8,10 +8,10 @@
 #include <thread>
 #include <utility>
 
+#include "common/clock.h"
+
 namespace tagi_ddp {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr int bytes_number = 1;  // NCCL's unsigned bytes, for what is only copied
 constexpr std::chrono::microseconds spinning{200}, pause{50};
@@ -20,8 +20,7 @@ constexpr std::chrono::microseconds spinning{200}, pause{50};
 template <typename Condition>
 bool poll(double limit, Condition&& condition) {
     const auto start = Clock::now();
-    const auto end = start + std::chrono::duration_cast<Clock::duration>(
-                                 std::chrono::duration<double>(std::max(0.0, limit)));
+    const auto end = after(std::max(0.0, limit));
     while (!condition()) {
         const auto now = Clock::now();
         if (now >= end) return false;

@@ -1,5 +1,6 @@
 // One rank of an NCCL communicator. Nothing here waits for the device or for other ranks longer
-// than it is told to: operations are put into a stream, and who wants to know asks.
+// than it is told to: operations are put into a stream, and the caller asks what has become of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "../communicator.h"
-#include "cuda.h"
-#include "nccl.h"
+#include "common/buffer.h"
+#include "nccl/cuda.h"
+#include "nccl/nccl.h"
 
 namespace tagi_ddp {
 

@@ -4,23 +4,15 @@
 #include <cstring>
 #include <numeric>
 
-#include "reduce.h"
-#include "shm_communicator.h"
+#include "common/hash.h"
+#include "common/shard.h"
+#include "shm/reduce.h"
+#include "shm/shm_communicator.h"
 
 namespace tagi_ddp {
 namespace {
 
 constexpr size_t small_bytes = 16 * 1024;
-
-uint64_t hash(const std::vector<size_t>& counts) {
-    uint64_t value = 1469598103934665603ull;
-    for (size_t count : counts) value = (value ^ count) * 1099511628211ull;
-    return value;
-}
-
-size_t total(const std::vector<size_t>& counts) {
-    return std::accumulate(counts.begin(), counts.end(), size_t{0});
-}
 
 uint32_t chunks_for(size_t bytes) {
     return static_cast<uint32_t>((bytes + slot_bytes - 1) / slot_bytes);
@@ -49,14 +41,14 @@ class Lanes {
     }
     size_t begin(uint32_t chunk) const { return chunk * piece_; }
     // Where in its slots rank `from` puts what is for rank `to`.
-    size_t place(size_t from, size_t to) const { return (to < from ? to : to - 1) * piece_; }
+    size_t offset(size_t from, size_t to) const { return (to < from ? to : to - 1) * piece_; }
 
     // Writes piece `chunk` of each other rank's part of `data`, which has the parts in rank order.
     void fill(uint32_t chunk, const std::byte* data, const std::vector<size_t>& parts,
               std::byte* slot) const {
         for (size_t r = 0; r < parts.size(); data += parts[r++]) {
             const size_t count = r == rank_ ? 0 : bytes(chunk, parts[r]);
-            if (count != 0) std::memcpy(slot + place(rank_, r), data + begin(chunk), count);
+            if (count != 0) std::memcpy(slot + offset(rank_, r), data + begin(chunk), count);
         }
     }
 
@@ -85,6 +77,13 @@ std::string name_message(DType dtype, size_t bytes, int tag) {
            "] with tag " + std::to_string(tag);
 }
 
+// The `agree` of an exchange to which every rank brings as many chunks, whatever it says.
+auto all_bring(int ranks, uint32_t chunks) {
+    return [ranks, chunks](const std::vector<Signature>&) {
+        return std::vector<uint32_t>(static_cast<size_t>(ranks), chunks);
+    };
+}
+
 // Publishes [data, data + bytes) chunk by chunk.
 std::function<void(uint32_t, std::byte*)> stream(const std::byte* data, size_t bytes) {
     return [data, bytes](uint32_t chunk, std::byte* slot) {
@@ -101,21 +100,18 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     Signature signature{Kind::all_reduce, static_cast<uint32_t>(in.dtype),
                         static_cast<uint32_t>(op)};
     signature.count = in.count;
-    const auto place =
+    const auto location =
         in.data == out.data && segment_ ? segment_->find(in.byte_data(), in.bytes()) : std::nullopt;
     // In place takes two waits, through the slots one; with too few cores a wait costs the most.
-    if (place && (has_cores_ || in.bytes() > small_bytes)) {
+    if (location && (has_cores_ || in.bytes() > small_bytes)) {
         all_reduce_in_place(in, signature, op, timeout);
         return;
     }
-    if (place) signature.detail = place->offset;
+    if (location) signature.detail = location->offset;
     const size_t element = size_of(in.dtype);
-    Exchange plan{
-        "all_reduce", signature, chunks_for(in.bytes()), stream(in.byte_data(), in.bytes()),
-        nullptr,      nullptr};
-    plan.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(static_cast<size_t>(size_), plan.own_chunks);
-    };
+    PipelinedExchange plan{"all_reduce", signature, chunks_for(in.bytes()),
+                           stream(in.byte_data(), in.bytes())};
+    plan.agree = all_bring(size_, plan.own_chunks);
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t begin = static_cast<size_t>(chunk) * slot_bytes;
         reduce(in.dtype, op, slots, size_, out.byte_data() + begin,
@@ -127,17 +123,14 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
 void ShmCommunicator::all_reduce_in_place(const Buffer& buffer, const Signature& signature,
                                           ReduceOp op, double timeout) {
     const auto reduce_share = [&](const std::vector<std::byte*>& parts) {
-        // Shares begin on cache lines, so that no two ranks write to one.
         const size_t element = size_of(buffer.dtype);
-        const size_t unit = 64 / element;
         const size_t n = static_cast<size_t>(size_);
-        const size_t units = (buffer.count + unit - 1) / unit;
         const size_t me = static_cast<size_t>(rank_);
-        const size_t begin = std::min(buffer.count, units * me / n * unit);
-        const size_t end = std::min(buffer.count, units * (me + 1) / n * unit);
+        const Shard own = shard_of(buffer.count, element, rank_, size_);
+        const size_t end = own.begin + own.count;
         const size_t block = 32 * 1024 / element;
         std::vector<const std::byte*> sources(n);
-        for (size_t at = begin; at < end; at += block) {
+        for (size_t at = own.begin; at < end; at += block) {
             const size_t count = std::min(block, end - at);
             const size_t offset = at * element;
             for (size_t i = 0; i < n; ++i) sources[i] = parts[i] + offset;
@@ -155,12 +148,8 @@ void ShmCommunicator::broadcast(const Buffer& buffer, int root, double timeout) 
                         static_cast<uint32_t>(root)};
     signature.count = buffer.count;
     const uint32_t chunks = chunks_for(buffer.bytes());
-    Exchange plan{"broadcast",
-                  signature,
-                  rank_ == root ? chunks : 0,
-                  stream(buffer.byte_data(), buffer.bytes()),
-                  nullptr,
-                  nullptr};
+    PipelinedExchange plan{"broadcast", signature, rank_ == root ? chunks : 0,
+                           stream(buffer.byte_data(), buffer.bytes())};
     plan.agree = [&](const std::vector<Signature>&) {
         std::vector<uint32_t> all(static_cast<size_t>(size_));
         all[static_cast<size_t>(root)] = chunks;
@@ -177,7 +166,7 @@ void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
                                  const std::vector<size_t>& counts, double timeout) {
     Signature signature{Kind::all_gather, static_cast<uint32_t>(in.dtype)};
     signature.count = total(counts);
-    signature.detail = hash(counts);
+    signature.detail = hash_of(counts);
     const size_t element = size_of(in.dtype);
     std::vector<Range> ranges;
     std::vector<uint32_t> chunks;
@@ -187,12 +176,8 @@ void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
         chunks.push_back(chunks_for(count * element));
         offset += count * element;
     }
-    Exchange plan{"all_gather",
-                  signature,
-                  chunks[static_cast<size_t>(rank_)],
-                  stream(in.byte_data(), in.bytes()),
-                  nullptr,
-                  nullptr};
+    PipelinedExchange plan{"all_gather", signature, chunks[static_cast<size_t>(rank_)],
+                           stream(in.byte_data(), in.bytes())};
     plan.agree = [&](const std::vector<Signature>&) { return chunks; };
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         for (size_t r = 0; r < ranges.size(); ++r) {
@@ -208,7 +193,7 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     Signature signature{Kind::reduce_scatter, static_cast<uint32_t>(in.dtype),
                         static_cast<uint32_t>(op)};
     signature.count = in.count;
-    signature.detail = hash(counts);
+    signature.detail = hash_of(counts);
     const size_t element = size_of(in.dtype);
     std::vector<size_t> parts;
     for (size_t count : counts) parts.push_back(count * element);
@@ -219,17 +204,15 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
         lanes.fill(chunk, in.byte_data(), parts, slot);
     };
-    Exchange plan{"reduce_scatter", signature, chunks, fill, nullptr, nullptr};
-    plan.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(static_cast<size_t>(size_), chunks);
-    };
+    PipelinedExchange plan{"reduce_scatter", signature, chunks, fill};
+    plan.agree = all_bring(size_, chunks);
     std::vector<const std::byte*> sources(static_cast<size_t>(size_));
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t bytes = lanes.bytes(chunk, parts[me]);
         if (bytes == 0) return;
         const size_t begin = lanes.begin(chunk);
         for (size_t r = 0; r < sources.size(); ++r) {
-            sources[r] = r == me ? own + begin : slots[r] + lanes.place(r, me);
+            sources[r] = r == me ? own + begin : slots[r] + lanes.offset(r, me);
         }
         reduce(in.dtype, op, sources.data(), size_, out.byte_data() + begin, bytes / element);
     };
@@ -249,15 +232,9 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     own.insert(own.end(), recv_counts.begin(), recv_counts.end());
     const size_t own_bytes = own.size() * sizeof(uint64_t);
     std::vector<std::vector<uint64_t>> counts(n, own);
-    Exchange first{"all_to_all",
-                   signature,
-                   chunks_for(own_bytes),
-                   stream(reinterpret_cast<const std::byte*>(own.data()), own_bytes),
-                   nullptr,
-                   nullptr};
-    first.agree = [&](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(n, first.own_chunks);
-    };
+    PipelinedExchange first{"all_to_all", signature, chunks_for(own_bytes),
+                            stream(reinterpret_cast<const std::byte*>(own.data()), own_bytes)};
+    first.agree = all_bring(size_, first.own_chunks);
     first.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         for (size_t r = 0; r < n; ++r) {
             Range{0, own_bytes, reinterpret_cast<std::byte*>(counts[r].data())}.take(chunk,
@@ -297,14 +274,14 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
         lanes.fill(chunk, in.byte_data(), sent, slot);
     };
-    Exchange second{"all_to_all", signature, chunks, fill, nullptr, nullptr};
-    second.agree = [&](const std::vector<Signature>&) { return std::vector<uint32_t>(n, chunks); };
+    PipelinedExchange second{"all_to_all", signature, chunks, fill};
+    second.agree = all_bring(size_, chunks);
     second.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         std::byte* to = out.byte_data();
         for (size_t r = 0; r < n; to += received[r++]) {
             const size_t count = r == me ? 0 : lanes.bytes(chunk, received[r]);
             if (count == 0) continue;
-            std::memcpy(to + lanes.begin(chunk), slots[r] + lanes.place(r, me), count);
+            std::memcpy(to + lanes.begin(chunk), slots[r] + lanes.offset(r, me), count);
         }
     };
     exchange(operation, second);

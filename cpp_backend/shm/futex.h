@@ -13,8 +13,6 @@
 
 namespace tagi_ddp {
 
-using Clock = std::chrono::steady_clock;
-
 // Only grows (modulo 2^32), written by one rank. A line of its own: no false sharing.
 struct alignas(64) Counter {
     std::atomic<uint32_t> value{0};

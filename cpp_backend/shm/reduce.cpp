@@ -1,11 +1,11 @@
-#include "reduce.h"
+#include "shm/reduce.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "../simd.h"
+#include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {

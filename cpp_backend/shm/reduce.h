@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "../dtype.h"
+#include "common/dtype.h"
 
 namespace tagi_ddp {
 

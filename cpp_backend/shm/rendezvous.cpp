@@ -1,4 +1,4 @@
-#include "rendezvous.h"
+#include "shm/rendezvous.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -17,15 +17,16 @@
 #include <utility>
 #include <vector>
 
-#include "../errors.h"
+#include "common/clock.h"
+#include "common/errors.h"
+#include "common/hash.h"
+#include "shm/texts.h"
 
 namespace tagi_ddp {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
 
-constexpr milliseconds poll_interval{50};
 constexpr size_t text_bytes = 480;
 
 struct Hello {
@@ -39,46 +40,42 @@ struct Reply {
     char text[text_bytes];
 };
 
-std::string where(const Meeting& m) {
-    return "init on rank " + std::to_string(m.rank) + " of " + std::to_string(m.size) + " (shm): ";
+[[noreturn]] void fail(const Rendezvous& rendezvous, ErrorKind kind, const std::string& text,
+                       std::vector<int> ranks = {}) {
+    throw CommunicatorError(kind, where_text("init", rendezvous.rank, rendezvous.size) + text,
+                            std::move(ranks));
 }
 
-[[noreturn]] void system_error(const Meeting& m, const char* call) {
-    throw CommunicatorError(ErrorKind::unavailable,
-                            where(m) + call + " failed: " + std::strerror(errno) +
-                                ". Choose another backend, or mend what the system refuses.");
-}
-
-// 64-bit FNV-1a: any job name fits the 107 bytes of a socket's name.
-uint64_t hash(const std::string& text) {
-    uint64_t value = 1469598103934665603ull;
-    for (unsigned char c : text) value = (value ^ c) * 1099511628211ull;
-    return value;
+[[noreturn]] void system_error(const Rendezvous& rendezvous, const char* call) {
+    fail(rendezvous, ErrorKind::unavailable,
+         std::string(call) + " failed: " + std::strerror(errno) +
+             ". Choose another backend, or mend what the system refuses.");
 }
 
 std::pair<sockaddr_un, socklen_t> address_of(const std::string& job) {
+    // A hash, so that any job name fits the 107 bytes of a socket's name.
     const std::string name =
-        "tagi_ddp/" + std::to_string(geteuid()) + "/" + std::to_string(hash(job));
+        "tagi_ddp/" + std::to_string(geteuid()) + "/" + std::to_string(hash_of(job));
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     std::copy(name.begin(), name.end(), address.sun_path + 1);  // a leading 0: abstract
     return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
 }
 
-FileDescriptor make_socket(const Meeting& m) {
+FileDescriptor make_socket(const Rendezvous& rendezvous) {
     FileDescriptor fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!fd) system_error(m, "socket");
+    if (!fd) system_error(rendezvous, "socket");
     return fd;
 }
 
 // Waits for `events`; false when the deadline has passed.
-bool wait_for(const Meeting& m, int fd, short events) {
+bool wait_for(const Rendezvous& rendezvous, int fd, short events) {
     while (true) {
-        if (m.on_wait) m.on_wait();
-        const auto left = m.deadline - steady_clock::now();
-        if (left <= steady_clock::duration::zero()) return false;
+        if (rendezvous.on_wait) rendezvous.on_wait();
+        const auto left = rendezvous.deadline - Clock::now();
+        if (left <= Clock::duration::zero()) return false;
         pollfd entry{fd, events, 0};
-        const auto step = std::min(std::chrono::duration_cast<milliseconds>(left), poll_interval);
+        const auto step = std::min(std::chrono::duration_cast<milliseconds>(left), look_around);
         if (poll(&entry, 1, static_cast<int>(step.count()) + 1) > 0) return true;
     }
 }
@@ -117,75 +114,77 @@ Reply refusal(const CommunicatorError& error) {
     return reply;
 }
 
-FileDescriptor make_memory(const Meeting& m, size_t bytes) {
+FileDescriptor make_memory(const Rendezvous& rendezvous, size_t bytes) {
     FileDescriptor memory(memfd_create("tagi_ddp", MFD_CLOEXEC));
-    if (!memory) system_error(m, "memfd_create");
-    if (fchmod(memory.get(), S_IRUSR | S_IWUSR) != 0) system_error(m, "fchmod");
-    if (ftruncate(memory.get(), static_cast<off_t>(bytes)) != 0) system_error(m, "ftruncate");
+    if (!memory) system_error(rendezvous, "memfd_create");
+    if (fchmod(memory.get(), S_IRUSR | S_IWUSR) != 0) system_error(rendezvous, "fchmod");
+    if (ftruncate(memory.get(), static_cast<off_t>(bytes)) != 0)
+        system_error(rendezvous, "ftruncate");
     return memory;
 }
 
 // Binds the job's name, waiting while an earlier group of the same name still holds it.
-FileDescriptor listen_at(const Meeting& m) {
-    FileDescriptor listener = make_socket(m);
-    const auto [address, length] = address_of(m.job);
+FileDescriptor listen_at(const Rendezvous& rendezvous) {
+    FileDescriptor listener = make_socket(rendezvous);
+    const auto [address, length] = address_of(rendezvous.job);
     while (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-        if (errno != EADDRINUSE) system_error(m, "bind");
-        if (m.on_wait) m.on_wait();
-        if (steady_clock::now() >= m.deadline) {
-            throw CommunicatorError(ErrorKind::mismatch,
-                                    where(m) + "another rank 0 of job '" + m.job +
-                                        "' is there already. Give every rank its own number, and "
-                                        "every job of this user its own TAGI_DDP_JOB.",
-                                    {0});
+        if (errno != EADDRINUSE) system_error(rendezvous, "bind");
+        if (rendezvous.on_wait) rendezvous.on_wait();
+        if (Clock::now() >= rendezvous.deadline) {
+            fail(rendezvous, ErrorKind::mismatch,
+                 "another rank 0 of job '" + rendezvous.job +
+                     "' is there already. Give every rank its own number, and "
+                     "every job of this user its own TAGI_DDP_JOB.",
+                 {0});
         }
         std::this_thread::sleep_for(milliseconds(5));
     }
-    if (listen(listener.get(), std::max(m.size, 16)) != 0) system_error(m, "listen");
+    if (listen(listener.get(), std::max(rendezvous.size, 16)) != 0)
+        system_error(rendezvous, "listen");
     return listener;
 }
 
-void check(const Meeting& m, const Hello& hello, const std::vector<FileDescriptor>& peers) {
+void check(const Rendezvous& rendezvous, const Hello& hello,
+           const std::vector<FileDescriptor>& peers) {
     const int rank = static_cast<int>(hello.rank);
-    if (hello.size != static_cast<uint32_t>(m.size)) {
-        throw CommunicatorError(ErrorKind::mismatch,
-                                where(m) + "rank " + std::to_string(rank) + " says world size " +
-                                    std::to_string(hello.size) + ", rank 0 says " +
-                                    std::to_string(m.size) + ". Give all ranks the same.",
-                                {rank});
+    if (hello.size != static_cast<uint32_t>(rendezvous.size)) {
+        fail(rendezvous, ErrorKind::mismatch,
+             "rank " + std::to_string(rank) + " says world size " + std::to_string(hello.size) +
+                 ", rank 0 says " + std::to_string(rendezvous.size) + ". Give all ranks the same.",
+             {rank});
     }
-    if (rank < 1 || rank >= m.size || peers[static_cast<size_t>(rank)]) {
-        throw CommunicatorError(ErrorKind::mismatch,
-                                where(m) + "rank " + std::to_string(rank) +
-                                    " came twice. Give every rank its own number, and every job of "
-                                    "this user its own TAGI_DDP_JOB.",
-                                {rank});
+    if (rank < 1 || rank >= rendezvous.size || peers[static_cast<size_t>(rank)]) {
+        fail(rendezvous, ErrorKind::mismatch,
+             "rank " + std::to_string(rank) +
+                 " came twice. Give every rank its own number, and every job of "
+                 "this user its own TAGI_DDP_JOB.",
+             {rank});
     }
 }
 
-void accept_all(const Meeting& m, int listener, std::vector<FileDescriptor>& peers) {
-    for (int missing = m.size - 1; missing > 0;) {
-        if (!wait_for(m, listener, POLLIN)) {
+void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDescriptor>& peers) {
+    for (int missing = rendezvous.size - 1; missing > 0;) {
+        if (!wait_for(rendezvous, listener, POLLIN)) {
             std::vector<int> absent;
             std::string names;
-            for (int r = 1; r < m.size; ++r) {
+            for (int r = 1; r < rendezvous.size; ++r) {
                 if (peers[static_cast<size_t>(r)]) continue;
                 absent.push_back(r);
                 names += (names.empty() ? "" : ", ") + std::to_string(r);
             }
-            throw CommunicatorError(ErrorKind::timeout,
-                                    where(m) + "did not come in time: rank " + names +
-                                        ". Look at its output; raise timeout= if it is only slow.",
-                                    absent);
+            fail(rendezvous, ErrorKind::timeout,
+                 "did not come in time: rank " + names +
+                     ". Look at its output; raise timeout= if it is only slow.",
+                 absent);
         }
         FileDescriptor peer(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         Hello hello{};
-        // Connecting and saying hello are one step for a rank; who does not is none of ours.
+        // A rank says hello as it connects; others that connect are none of ours.
         if (!peer || !same_user(peer.get())) continue;
-        if (!wait_for(m, peer.get(), POLLIN)) continue;
+        if (!wait_for(rendezvous, peer.get(), POLLIN)) continue;
         if (recv(peer.get(), &hello, sizeof hello, 0) != sizeof hello) continue;
         try {
-            check(m, hello, peers);
+            check(rendezvous, hello, peers);
         } catch (const CommunicatorError& error) {
             answer(peer.get(), refusal(error), -1);
             throw;
@@ -195,38 +194,40 @@ void accept_all(const Meeting& m, int listener, std::vector<FileDescriptor>& pee
     }
 }
 
-FileDescriptor host(const Meeting& m, size_t bytes) {
-    FileDescriptor listener = listen_at(m);
-    FileDescriptor memory = make_memory(m, bytes);
-    std::vector<FileDescriptor> peers(static_cast<size_t>(m.size));
+FileDescriptor host(const Rendezvous& rendezvous, size_t bytes) {
+    FileDescriptor listener = listen_at(rendezvous);
+    FileDescriptor memory = make_memory(rendezvous, bytes);
+    std::vector<FileDescriptor> peers(static_cast<size_t>(rendezvous.size));
     try {
-        accept_all(m, listener.get(), peers);
+        accept_all(rendezvous, listener.get(), peers);
     } catch (const CommunicatorError& error) {
         for (const auto& peer : peers) {
             if (peer) answer(peer.get(), refusal(error), -1);
         }
         throw;
     }
-    for (int r = 1; r < m.size; ++r)
+    for (int r = 1; r < rendezvous.size; ++r)
         answer(peers[static_cast<size_t>(r)].get(), Reply{}, memory.get());
     return memory;
 }
 
 // Connects to rank 0 and says hello; the socket is closed again if rank 0 is not there.
-FileDescriptor try_connect(const Meeting& m) {
-    FileDescriptor fd = make_socket(m);
-    const auto [address, length] = address_of(m.job);
+FileDescriptor try_connect(const Rendezvous& rendezvous) {
+    FileDescriptor fd = make_socket(rendezvous);
+    const auto [address, length] = address_of(rendezvous.job);
     if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-        if (errno != ECONNREFUSED && errno != ENOENT && errno != EAGAIN) system_error(m, "connect");
+        if (errno != ECONNREFUSED && errno != ENOENT && errno != EAGAIN)
+            system_error(rendezvous, "connect");
         return FileDescriptor();
     }
     if (!same_user(fd.get())) return FileDescriptor();
-    const Hello hello{static_cast<uint32_t>(m.rank), static_cast<uint32_t>(m.size)};
+    const Hello hello{static_cast<uint32_t>(rendezvous.rank),
+                      static_cast<uint32_t>(rendezvous.size)};
     if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) return FileDescriptor();
     return fd;
 }
 
-FileDescriptor receive_memory(const Meeting& m, int fd) {
+FileDescriptor receive_memory(const Rendezvous& rendezvous, int fd) {
     Reply reply{};
     iovec part{&reply, sizeof reply};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -236,47 +237,45 @@ FileDescriptor receive_memory(const Meeting& m, int fd) {
     message.msg_control = control;
     message.msg_controllen = sizeof control;
     if (recvmsg(fd, &message, MSG_CMSG_CLOEXEC) != sizeof reply) {
-        throw CommunicatorError(ErrorKind::peer_lost,
-                                where(m) + "rank 0 went away. Look at that rank's output.", {0});
+        fail(rendezvous, ErrorKind::peer_lost, "rank 0 went away. Look at that rank's output.",
+             {0});
     }
     if (reply.kind != 0) {
         reply.text[text_bytes - 1] = '\0';
-        throw CommunicatorError(
-            static_cast<ErrorKind>(reply.kind - 1), where(m) + "refused by rank 0: " + reply.text,
-            reply.culprit < 0 ? std::vector<int>{} : std::vector<int>{reply.culprit});
+        fail(rendezvous, static_cast<ErrorKind>(reply.kind - 1),
+             std::string("refused by rank 0: ") + reply.text,
+             reply.culprit < 0 ? std::vector<int>{} : std::vector<int>{reply.culprit});
     }
     int memory = -1;
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
     if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
         std::memcpy(&memory, CMSG_DATA(header), sizeof memory);
     }
-    if (memory < 0) system_error(m, "receiving the memory file");
+    if (memory < 0) system_error(rendezvous, "receiving the memory file");
     return FileDescriptor(memory);
 }
 
-FileDescriptor join(const Meeting& m) {
-    FileDescriptor fd = try_connect(m);
+FileDescriptor join(const Rendezvous& rendezvous) {
+    FileDescriptor fd = try_connect(rendezvous);
     while (!fd) {
-        if (m.on_wait) m.on_wait();
-        if (steady_clock::now() >= m.deadline) {
-            throw CommunicatorError(ErrorKind::timeout,
-                                    where(m) +
-                                        "did not come in time: rank 0. Start all ranks of "
-                                        "job '" +
-                                        m.job + "' on this host.",
-                                    {0});
+        if (rendezvous.on_wait) rendezvous.on_wait();
+        if (Clock::now() >= rendezvous.deadline) {
+            fail(rendezvous, ErrorKind::timeout,
+                 "did not come in time: rank 0. Start all ranks of "
+                 "job '" +
+                     rendezvous.job + "' on this host.",
+                 {0});
         }
         std::this_thread::sleep_for(milliseconds(2));
-        fd = try_connect(m);
+        fd = try_connect(rendezvous);
     }
     // Rank 0 answers at its own deadline at the latest; a little grace lets its words arrive.
-    Meeting patient = m;
+    Rendezvous patient = rendezvous;
     patient.deadline += milliseconds(500);
     if (!wait_for(patient, fd.get(), POLLIN)) {
-        throw CommunicatorError(ErrorKind::timeout,
-                                where(m) + "not all ranks came in time. Look at their output.");
+        fail(rendezvous, ErrorKind::timeout, "not all ranks came in time. Look at their output.");
     }
-    return receive_memory(m, fd.get());
+    return receive_memory(rendezvous, fd.get());
 }
 
 }  // namespace
@@ -295,8 +294,8 @@ void FileDescriptor::reset() {
     if (fd_ >= 0) close(std::exchange(fd_, -1));
 }
 
-FileDescriptor meet(const Meeting& meeting, size_t bytes) {
-    return meeting.rank == 0 ? host(meeting, bytes) : join(meeting);
+FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes) {
+    return rendezvous.rank == 0 ? host(rendezvous, bytes) : join(rendezvous);
 }
 
 }  // namespace tagi_ddp

@@ -2,9 +2,10 @@
 // removes with its owner, over which rank 0 hands out the descriptor of a nameless memory file.
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <string>
+
+#include "common/clock.h"
 
 namespace tagi_ddp {
 
@@ -27,16 +28,17 @@ class FileDescriptor {
     int fd_;
 };
 
-struct Meeting {
+// What a rank has to know to find the others.
+struct Rendezvous {
     std::string job;  // equal on all ranks, different for every group
     int rank;
     int size;
-    std::chrono::steady_clock::time_point deadline;
+    Clock::time_point deadline;
     std::function<void()> on_wait;  // called now and then while waiting; may throw
 };
 
 // Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have come.
 // Throws CommunicatorError: Timeout naming the missing ranks, Mismatch when ranks do not fit.
-FileDescriptor meet(const Meeting& meeting, size_t bytes);
+FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes);
 
 }  // namespace tagi_ddp

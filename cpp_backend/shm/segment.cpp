@@ -1,4 +1,4 @@
-#include "segment.h"
+#include "shm/segment.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -8,7 +8,8 @@
 #include <cstring>
 #include <new>
 
-#include "../errors.h"
+#include "common/errors.h"
+#include "shm/texts.h"
 
 namespace tagi_ddp {
 namespace {
@@ -37,35 +38,40 @@ size_t heap_bytes() {
     return round_up(memory, page);
 }
 
+// The lock on a rank's byte.
+struct flock lock_of(int rank) {
+    struct flock lock{};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = rank;
+    lock.l_len = 1;
+    return lock;
+}
+
 }  // namespace
 
-Segment::Segment(const Meeting& meeting)
-    : rank_(meeting.rank),
-      size_(meeting.size),
-      bytes_(Layout(meeting.size).heap + heap_bytes()),
-      file_(meet(meeting, bytes_)),
-      heap_next_(Layout(meeting.size).heap) {
+Segment::Segment(const Rendezvous& rendezvous)
+    : rank_(rendezvous.rank),
+      size_(rendezvous.size),
+      bytes_(Layout(rendezvous.size).heap + heap_bytes()),
+      file_(share_memory(rendezvous, bytes_)),
+      heap_next_(Layout(rendezvous.size).heap) {
     void* address =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
     if (address == MAP_FAILED) {
         throw CommunicatorError(
             ErrorKind::unavailable,
-            "init on rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
-                " (shm): cannot map " + std::to_string(bytes_ >> 20) +
+            where_text("init", rank_, size_) + "cannot map " + std::to_string(bytes_ >> 20) +
                 " MiB of address space: " + std::strerror(errno) + ". Raise `ulimit -v`.");
     }
     base_ = static_cast<std::byte*>(address);
     // The pages of a new file are zero: the initial state of every structure in it.
-    struct flock lock{};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = rank_;
-    lock.l_len = 1;
+    struct flock lock = lock_of(rank_);
     if (fcntl(file_.get(), F_SETLK, &lock) != 0) {
         const std::string reason = std::strerror(errno);
         munmap(base_, bytes_);
-        throw CommunicatorError(ErrorKind::unavailable, "init on rank " + std::to_string(rank_) +
-                                                            " (shm): cannot lock: " + reason);
+        throw CommunicatorError(ErrorKind::unavailable,
+                                where_text("init", rank_, size_) + "cannot lock: " + reason);
     }
     rank(rank_).status.store(RankStatus::active, std::memory_order_seq_cst);
 }
@@ -96,11 +102,7 @@ std::byte* Segment::packet(int src, int dst, uint32_t number) const {
 
 bool Segment::alive(int r) const {
     if (rank(r).status.load(std::memory_order_acquire) != RankStatus::active) return true;
-    struct flock lock{};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = r;
-    lock.l_len = 1;
+    struct flock lock = lock_of(r);
     if (fcntl(file_.get(), F_GETLK, &lock) != 0) return true;
     return lock.l_type != F_UNLCK;
 }
@@ -119,14 +121,14 @@ std::byte* Segment::allocate(size_t bytes) {
     return base_ + own;
 }
 
-std::optional<Segment::Place> Segment::find(const std::byte* data, size_t bytes) const {
+std::optional<Segment::Location> Segment::find(const std::byte* data, size_t bytes) const {
     if (data < base_ || data >= base_ + heap_next_) return std::nullopt;
     for (const Allocation& allocation : allocations_) {
         const std::byte* begin =
             base_ + allocation.begin + static_cast<size_t>(rank_) * allocation.stride;
         if (data >= begin && data + bytes <= begin + allocation.stride) {
-            return Place{allocation.begin + static_cast<uint64_t>(data - begin),
-                         static_cast<std::ptrdiff_t>(allocation.stride)};
+            return Location{allocation.begin + static_cast<uint64_t>(data - begin),
+                            static_cast<std::ptrdiff_t>(allocation.stride)};
         }
     }
     return std::nullopt;

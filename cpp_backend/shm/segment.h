@@ -1,4 +1,4 @@
-// The memory that the ranks of one host share, and who of them is alive.
+// The memory that the ranks of one host share, and which of them are alive.
 //
 // A nameless file (memfd): nothing to remove, whatever happens to the ranks. It is sparse: a page
 // costs memory once it is written. Each rank holds a lock on one byte of it, which the kernel drops
@@ -11,8 +11,9 @@
 #include <optional>
 #include <vector>
 
-#include "futex.h"
-#include "rendezvous.h"
+#include "shm/futex.h"
+#include "shm/rendezvous.h"
+#include "shm/signature.h"
 
 namespace tagi_ddp {
 
@@ -21,43 +22,13 @@ constexpr uint32_t num_slots = 4;           // chunks a rank may be ahead of the
 constexpr size_t packet_bytes = 64 * 1024;  // a chunk of a message between two ranks
 constexpr uint32_t num_packets = 4;
 
-enum class Kind : uint32_t {
-    none,
-    all_reduce,
-    broadcast,
-    all_gather,
-    reduce_scatter,
-    all_to_all,
-    barrier,
-    split,
-    allocate,
-    update,
-    update_sharded,
-};
-
-// What a rank is about to do; must be the same on all ranks but for `words`.
-struct Signature {
-    Kind kind = Kind::none;
-    uint32_t dtype = 0;
-    uint32_t op = 0;
-    uint32_t root = 0;
-    uint64_t count = 0;
-    uint64_t detail = 0;
-    int64_t words[4] = {0, 0, 0, 0};
-
-    bool fits(const Signature& other) const {
-        return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
-               count == other.count && detail == other.detail;
-    }
-};
-
 enum class RankStatus : uint32_t { joining, active, closed };
 
 struct RankState {
     std::atomic<RankStatus> status{RankStatus::joining};
     Counter entered;    // operations begun
     Counter published;  // chunks ready in this rank's slots
-    Counter finished;   // rounds of chunks that this rank has read
+    Counter consumed;   // rounds of chunks that this rank has read
     Signature signatures[2];
 };
 
@@ -87,7 +58,7 @@ struct Channel {
 class Segment {
  public:
     // Waits for all ranks. Throws CommunicatorError.
-    explicit Segment(const Meeting& meeting);
+    explicit Segment(const Rendezvous& rendezvous);
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
     ~Segment();
@@ -104,14 +75,14 @@ class Segment {
     // Symmetric memory: called by all ranks in the same order; `bytes` for each rank.
     // Throws std::bad_alloc when the host has none left.
     std::byte* allocate(size_t bytes);
-    // A place in symmetric memory: `offset` is equal on all ranks, rank r's counterpart of an own
-    // address lies (r - rank) * stride further.
-    struct Place {
+    // Where something lies in symmetric memory: `offset` is equal on all ranks, rank r's
+    // counterpart of an own address lies (r - rank) * stride further.
+    struct Location {
         uint64_t offset;
         std::ptrdiff_t stride;
     };
     // Nothing when [data, data + bytes) is not this rank's symmetric memory.
-    std::optional<Place> find(const std::byte* data, size_t bytes) const;
+    std::optional<Location> find(const std::byte* data, size_t bytes) const;
 
  private:
     struct Allocation {

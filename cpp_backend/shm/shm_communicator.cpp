@@ -1,34 +1,24 @@
-#include "shm_communicator.h"
+#include "shm/shm_communicator.h"
 
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
-#include "reduce.h"
-#include "texts.h"
+#include "shm/texts.h"
 
 namespace tagi_ddp {
 namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr nanoseconds look_around{50'000'000};  // how often a sleeper checks that its peers live
 // About 1 ms: peers that train in step come by then, and a core that sleeps wakes slowly; a
 // training step of 3 ms took 4.7 ms with a twentieth of this.
 constexpr int spins_with_core = 80000;
 constexpr int spins_without_core = 50;  // more ranks than cores: let the others run
-
-Clock::time_point after(double timeout) {
-    // A century is forever, and does not overflow.
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                              std::chrono::duration<double>(std::min(timeout, 3e9)));
-}
 
 }  // namespace
 
@@ -39,7 +29,7 @@ ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job, dou
       job_(job),
       timeout_(timeout),
       on_wait_(std::move(on_wait)),
-      segment_(std::make_shared<Segment>(Meeting{job, rank, size, after(timeout), on_wait_})),
+      segment_(std::make_shared<Segment>(Rendezvous{job, rank, size, after(timeout), on_wait_})),
       process_(getpid()),
       has_cores_(static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
@@ -73,7 +63,7 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
                                     broken_->what() + "). Make a new one.",
                                 broken_->ranks());
     }
-    // Who comes late learns that the others have given up, even if all they wrote is still there.
+    // A late rank learns that the others have given up, even if all they wrote is still there.
     if (segment_->failure().state.load(std::memory_order_acquire) == 2) {
         guarded(operation, [&] { throw_failure(operation); });
     }
@@ -81,8 +71,7 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
 }
 
 std::string ShmCommunicator::where(const Operation& operation) const {
-    return operation.name + " on rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
-           " (shm): ";
+    return where_text(operation.name, rank_, size_);
 }
 
 void ShmCommunicator::guarded(const Operation& operation, const std::function<void()>& body) {
@@ -123,7 +112,7 @@ void ShmCommunicator::throw_failure(const Operation& operation) const {
     std::vector<int> culprits(failure.culprits, failure.culprits + failure.num_culprits);
     const auto kind = static_cast<ErrorKind>(failure.kind);
     const std::string reporter = "rank " + std::to_string(failure.reporter);
-    // Who was waited for in vain is told who gave up.
+    // A rank that was waited for in vain is told which one gave up.
     if (kind == ErrorKind::timeout &&
         std::find(culprits.begin(), culprits.end(), rank_) != culprits.end()) {
         throw CommunicatorError(ErrorKind::peer_lost,
@@ -150,18 +139,18 @@ void ShmCommunicator::check_peers(const Operation& operation, int peer) const {
 }
 
 void ShmCommunicator::time_out(const Operation& operation, int peer) const {
-    // Missing is who has not begun, or else who holds up the chunks of all: who has read the
-    // fewest.
-    const uint32_t own = segment_->rank(rank_).finished.value;
+    // Missing are the ranks that have not begun, or else those that hold up the chunks of all: that
+    // have consumed the fewest.
+    const uint32_t own = segment_->rank(rank_).consumed.value;
     std::vector<int> missing;
     int32_t fewest = 0;
     for (int r = 0; r < size_; ++r) {
         if (!segment_->rank(r).entered.reached(entries_)) missing.push_back(r);
-        fewest = std::min(fewest, static_cast<int32_t>(segment_->rank(r).finished.value - own));
+        fewest = std::min(fewest, static_cast<int32_t>(segment_->rank(r).consumed.value - own));
     }
     for (int r = 0; missing.empty() && fewest < 0 && r < size_; ++r) {
-        const uint32_t finished = segment_->rank(r).finished.value;
-        if (static_cast<int32_t>(finished - own) == fewest) missing.push_back(r);
+        const uint32_t consumed = segment_->rank(r).consumed.value;
+        if (static_cast<int32_t>(consumed - own) == fewest) missing.push_back(r);
     }
     if (missing.empty()) missing.push_back(peer);
     throw CommunicatorError(ErrorKind::timeout,
@@ -213,104 +202,55 @@ std::vector<Signature> ShmCommunicator::enter(const Operation& operation, const 
 
 // --- chunks -------------------------------------------------------------------------------------
 
-void ShmCommunicator::wait_finished(const Operation& operation, uint32_t round) {
-    for (int r = 0; r < size_; ++r) {
-        if (r != rank_) wait(operation, segment_->rank(r).finished, round, r);
-    }
-}
-
-void ShmCommunicator::exchange(const Exchange& plan, double timeout) {
+void ShmCommunicator::exchange(const PipelinedExchange& plan, double timeout) {
     exchange(begin_collective(plan.name, timeout), plan);
 }
 
-void ShmCommunicator::exchange(const InPlace& plan, double timeout) {
+void ShmCommunicator::exchange(const InPlaceExchange& plan, double timeout) {
     const Operation operation = begin_collective(plan.name, timeout);
     guarded(operation, [&] {
-        const auto place = segment_->find(plan.own.byte_data(), plan.own.bytes());
-        if (!place) {
+        const auto location = segment_->find(plan.own.byte_data(), plan.own.bytes());
+        if (!location) {
             throw std::invalid_argument(where(operation) +
                                         "the buffer is not of the communicator's own memory");
         }
         Signature signature = plan.signature;
-        signature.detail = place->offset;
+        signature.detail = location->offset;
         const std::vector<Signature> all = enter(operation, signature);
         if (plan.agree && !plan.agree(all)) return;
         std::vector<std::byte*> parts;
         for (int r = 0; r < size_; ++r) {
-            parts.push_back(plan.own.byte_data() + place->stride * (r - rank_));
+            parts.push_back(plan.own.byte_data() + location->stride * (r - rank_));
         }
         for (const auto& phase : plan.phases) {
             phase(parts);
             ++round_;
             segment_->rank(rank_).published.advance(round_);
-            segment_->rank(rank_).finished.advance(round_);
-            wait_finished(operation, round_);
+            segment_->rank(rank_).consumed.advance(round_);
+            for (int r = 0; r < size_; ++r) {
+                if (r != rank_) wait(operation, segment_->rank(r).consumed, round_, r);
+            }
         }
     });
 }
 
-void ShmCommunicator::exchange(const Operation& operation, const Exchange& plan) {
+void ShmCommunicator::exchange(const Operation& operation, const PipelinedExchange& plan) {
     guarded(operation, [&] {
-        RankState& self = segment_->rank(rank_);
-        uint32_t published = 0;
-        const auto publish = [&] {
-            plan.fill(published, segment_->slot(rank_, round_ + published));
-            self.published.advance(round_ + ++published);
-        };
-        // A slot is free once all have read the chunk before last in it.
-        const auto slot_is_free = [&] {
-            for (int r = 0; r < size_; ++r) {
-                if (!segment_->rank(r).finished.reached(round_ + published + 1 - num_slots)) {
-                    return false;
-                }
-            }
-            return true;
-        };
-        // The first chunk goes with the signature: a small exchange waits once.
-        if (plan.own_chunks > 0) {
-            wait_finished(operation, round_ + 1 - num_slots);
-            publish();
-        }
-        const std::vector<Signature> all = enter(operation, plan.signature);
-        const std::vector<uint32_t> chunks = plan.agree(all);
-        if (chunks.empty()) {
-            // Chunks published already count as one round that nobody reads.
-            ++round_;
-            self.published.advance(round_);
-            self.finished.advance(round_);
-            return;
-        }
-        const uint32_t rounds = *std::max_element(chunks.begin(), chunks.end());
-        std::vector<const std::byte*> slots(static_cast<size_t>(size_));
-        for (uint32_t chunk = 0; chunk < rounds; ++chunk) {
-            while (published < plan.own_chunks && published < chunk + num_slots) {
-                if (!slot_is_free()) {
-                    if (published > chunk) break;
-                    wait_finished(operation, round_ + published + 1 - num_slots);
-                }
-                publish();
-            }
-            for (int r = 0; r < size_; ++r) {
-                const bool has_chunk = chunk < chunks[static_cast<size_t>(r)];
-                if (has_chunk && r != rank_) {
-                    wait(operation, segment_->rank(r).published, round_ + chunk + 1, r);
-                }
-                slots[static_cast<size_t>(r)] =
-                    has_chunk ? segment_->slot(r, round_ + chunk) : nullptr;
-            }
-            plan.consume(chunk, slots.data());
-            self.finished.advance(round_ + chunk + 1);
-        }
-        round_ += rounds;
-        self.published.advance(round_);
+        Pipeline pipeline(*segment_, rank_, size_, round_, plan,
+                          [&](Counter& counter, uint32_t target, int peer) {
+                              wait(operation, counter, target, peer);
+                          });
+        pipeline.publish_first();  // it goes with the signature: a small exchange waits once
+        const std::vector<uint32_t> chunks = plan.agree(enter(operation, plan.signature));
+        round_ = chunks.empty() ? pipeline.skip() : pipeline.run(chunks);
     });
 }
 
 // --- groups and the end -------------------------------------------------------------------------
 
-std::unique_ptr<Communicator> ShmCommunicator::split(int color, int key, double timeout) {
+std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, double timeout) {
     const Operation operation = begin_collective("split", timeout);
-    std::unique_ptr<Communicator> part;
+    std::unique_ptr<ShmCommunicator> part;
     guarded(operation, [&] {
         Signature signature{Kind::split};
         signature.words[0] = color;
@@ -330,7 +270,7 @@ std::unique_ptr<Communicator> ShmCommunicator::split(int color, int key, double 
         part = std::make_unique<ShmCommunicator>(static_cast<int>(self - members.begin()),
                                                  static_cast<int>(members.size()), job, timeout,
                                                  [&] { check_peers(operation, rank_); });
-        static_cast<ShmCommunicator&>(*part).on_wait_ = on_wait_;
+        part->on_wait_ = on_wait_;
     });
     return part;
 }

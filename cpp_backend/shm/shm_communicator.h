@@ -3,7 +3,7 @@
 // Every collective begins with `enter`: a rank writes what it is about to do, raises its `entered`
 // counter and waits for the others', so that calls that do not fit are found before data moves.
 // Private buffers then go through the ranks' slots, chunk by chunk, a few chunks ahead
-// (`pipeline`). Buffers from `allocate` are reduced in place: each rank its share, for all.
+// (`Pipeline`). Buffers from `allocate` are reduced in place: each rank its share, for all.
 #pragma once
 
 #include <functional>
@@ -12,68 +12,64 @@
 #include <string>
 #include <vector>
 
-#include "../communicator.h"
-#include "segment.h"
+#include "common/buffer.h"
+#include "common/errors.h"
+#include "shm/pipeline.h"
+#include "shm/segment.h"
 
 namespace tagi_ddp {
 
-class ShmCommunicator final : public Communicator {
+// What the ranks do to memory of `ShmCommunicator::allocate`, where each reaches all of it.
+struct InPlaceExchange {
+    const char* name;     // for errors
+    Signature signature;  // must fit on all ranks; `words` are free, `detail` is where it lies
+    Buffer own;
+    // Sees all ranks' signatures; false ends the exchange here (on every rank alike).
+    std::function<bool(const std::vector<Signature>&)> agree = nullptr;
+    // All ranks are through with one before any begins the next, or goes on after the last.
+    // `parts`: every rank's memory.
+    std::vector<std::function<void(const std::vector<std::byte*>& parts)>> phases = {};
+};
+
+// Every operation waits at most `timeout` seconds and then throws CommunicatorError; after an error
+// the communicator is broken and every later operation throws. Counts are in elements.
+class ShmCommunicator {
  public:
     // `on_wait` is called about every 50 ms while an operation waits, and may throw.
     ShmCommunicator(int rank, int size, const std::string& job, double timeout,
                     std::function<void()> on_wait);
-    ~ShmCommunicator() override;
+    ShmCommunicator(const ShmCommunicator&) = delete;
+    ShmCommunicator& operator=(const ShmCommunicator&) = delete;
+    ~ShmCommunicator();
 
-    int rank() const override { return rank_; }
-    int size() const override { return size_; }
+    int rank() const { return rank_; }
+    int size() const { return size_; }
 
-    void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout) override;
-    void broadcast(const Buffer& buffer, int root, double timeout) override;
+    void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout);
+    void broadcast(const Buffer& buffer, int root, double timeout);
     void all_gather(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
-                    double timeout) override;
+                    double timeout);
     void reduce_scatter(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts,
-                        ReduceOp op, double timeout) override;
+                        ReduceOp op, double timeout);
     void all_to_all(const Buffer& in, const Buffer& out, const std::vector<size_t>& send_counts,
-                    const std::vector<size_t>& recv_counts, double timeout) override;
-    void send(const Buffer& buffer, int dst, int tag, double timeout) override;
-    void recv(const Buffer& buffer, int src, int tag, double timeout) override;
-    void barrier(double timeout) override;
-    std::unique_ptr<Communicator> split(int color, int key, double timeout) override;
-    void abort(const std::string& reason) override;
-    void close() override;
+                    const std::vector<size_t>& recv_counts, double timeout);
+    void send(const Buffer& buffer, int dst, int tag, double timeout);
+    void recv(const Buffer& buffer, int src, int tag, double timeout);
+    void barrier(double timeout);
+    // Null where `color` is negative.
+    std::unique_ptr<ShmCommunicator> split(int color, int key, double timeout);
+    // Makes every rank's current or next operation fail with `reason`.
+    void abort(const std::string& reason);
+    void close();
 
     // A collective operation: `bytes` of this communicator's own memory for each rank, zero at
     // first. It lives as long as somebody holds it.
     std::shared_ptr<std::byte> allocate(size_t bytes, double timeout);
 
-    // What the ranks bring to a pipelined exchange.
-    struct Exchange {
-        const char* name;     // for errors
-        Signature signature;  // must fit on all ranks; `words` are free
-        uint32_t own_chunks;  // how many this rank publishes
-        // Writes chunk number `chunk` of this rank into its slot.
-        std::function<void(uint32_t chunk, std::byte* slot)> fill;
-        // Sees all ranks' signatures before any chunk is read; returns each rank's number of
-        // chunks, or nothing to end the exchange here (on every rank alike).
-        std::function<std::vector<uint32_t>(const std::vector<Signature>&)> agree;
-        // Sees chunk number `chunk` of all ranks; null for a rank that has fewer.
-        std::function<void(uint32_t chunk, const std::byte* const* slots)> consume;
-    };
-    void exchange(const Exchange& plan, double timeout);
+    void exchange(const PipelinedExchange& plan, double timeout);
 
-    // What the ranks do to memory of `allocate`, where each reaches all of it.
-    struct InPlace {
-        const char* name;
-        Signature signature;  // as above; `detail` is where the memory lies
-        Buffer own;
-        // As above; false ends the exchange here.
-        std::function<bool(const std::vector<Signature>&)> agree;
-        // All ranks are through with one before any begins the next, or goes on after the last.
-        // `parts`: every rank's memory.
-        std::vector<std::function<void(const std::vector<std::byte*>& parts)>> phases;
-    };
     // Throws std::invalid_argument when `own` is not the communicator's own memory.
-    void exchange(const InPlace& plan, double timeout);
+    void exchange(const InPlaceExchange& plan, double timeout);
 
  private:
     // The operation under way: what errors say of it, and when it ends.
@@ -90,8 +86,7 @@ class ShmCommunicator final : public Communicator {
     void guarded(const Operation& operation, const std::function<void()>& body);
     std::vector<Signature> enter(const Operation& operation, const Signature& own);
     void wait(const Operation& operation, Counter& counter, uint32_t target, int peer);
-    void wait_finished(const Operation& operation, uint32_t round);
-    void exchange(const Operation& operation, const Exchange& plan);
+    void exchange(const Operation& operation, const PipelinedExchange& plan);
     void check_peers(const Operation& operation, int peer) const;
     [[noreturn]] void time_out(const Operation& operation, int peer) const;
     [[noreturn]] void throw_failure(const Operation& operation) const;

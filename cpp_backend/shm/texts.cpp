@@ -1,8 +1,8 @@
-#include "texts.h"
+#include "shm/texts.h"
 
 #include <sstream>
 
-#include "../dtype.h"
+#include "common/dtype.h"
 
 namespace tagi_ddp {
 
@@ -47,6 +47,11 @@ std::string name_number(double value) {
     std::ostringstream text;
     text << value;
     return text.str();
+}
+
+std::string where_text(const std::string& operation, int rank, int size) {
+    return operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
+           " (shm): ";
 }
 
 std::string timeout_text(const std::vector<int>& ranks, double seconds) {

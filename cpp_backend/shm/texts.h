@@ -2,9 +2,10 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "segment.h"
+#include "shm/signature.h"
 
 namespace tagi_ddp {
 
@@ -16,6 +17,9 @@ std::string name_call(const Signature& signature);
 
 // "5", "0.25".
 std::string name_number(double value);
+
+// "all_reduce #17 on rank 0 of 4 (shm): ", how every error begins.
+std::string where_text(const std::string& operation, int rank, int size);
 
 std::string timeout_text(const std::vector<int>& ranks, double seconds);
 std::string died_text(const std::vector<int>& ranks);

@@ -1,14 +1,12 @@
-#include "apply.h"
+#include "update/apply.h"
 
 #include <cmath>
 #include <cstring>
 
-#include "../simd.h"
+#include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {
-
-constexpr float least_variance = 1e-5f;
 
 // The sum over ranks, in rank order, of `count` floats at `offset` of each slot, divided.
 TAGI_DDP_WIDE

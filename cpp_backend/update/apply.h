@@ -4,16 +4,18 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "parameters.h"
+#include "update/parameters.h"
 
 namespace tagi_ddp {
+
+constexpr float least_variance = 1e-5f;  // takes the place of one that is not positive
 
 // mu += sign(dmu) min(|dmu|, bar), var += sign(dvar) min(|dvar|, bar), bar = sqrt(var) / cap; a
 // variance that is not positive becomes `floor`. Returns how many did. As the engine's own step,
 // but without branches, so that it vectorizes.
 int32_t apply_capped(float* __restrict mu, float* __restrict var, const float* __restrict delta_mu,
                      const float* __restrict delta_var, size_t count, float cap,
-                     float floor = 1e-5f);
+                     float floor = least_variance);
 
 void reset_counters(const Parameters& parameters);
 

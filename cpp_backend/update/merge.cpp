@@ -1,16 +1,15 @@
-#include "merge.h"
+#include "update/merge.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "../simd.h"
+#include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {
 
-constexpr double lowest = 0.1;  // of the precision, after a merge
-constexpr int halvings = 257;   // enough for any change of float32 on any variance
+constexpr int halvings = 257;  // enough for any change of float32 on any variance
 constexpr size_t block_floats = 1024;
 
 // What is multiplied into a run of parameters.
@@ -40,7 +39,8 @@ bool all_fit(const float* __restrict var, const double* __restrict precision,
     int64_t bad = 0;
     for (size_t i = 0; i < count; ++i) {
         const double scale = 1.0 + precision[i] * var[i];
-        bad += !(scale > lowest) | !(scale < std::numeric_limits<double>::infinity()) |
+        bad += !(scale > least_precision_kept) |
+               !(scale < std::numeric_limits<double>::infinity()) |
                !(std::fabs(weighted[i]) < std::numeric_limits<double>::infinity());
     }
     return bad == 0;

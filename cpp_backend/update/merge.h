@@ -10,9 +10,12 @@
 #include <cstddef>
 #include <vector>
 
-#include "parameters.h"
+#include "update/parameters.h"
 
 namespace tagi_ddp {
+
+// The least part of its precision that a merge leaves to a parameter.
+constexpr double least_precision_kept = 0.1;
 
 // Gaussians, [means | variances], are 2 * size floats; so are changes.
 
@@ -21,8 +24,8 @@ void change_since(const float* now, const float* before, float* change, size_t s
 
 // Multiplies the Gaussians by `change` less `own` (null: nothing of it is in them yet), in float64.
 // `reference` are the means that both are relative to; may be those of the Gaussians.
-// Where the precision would not stay above a tenth of what it was, half of the change is taken, or
-// a quarter, and so on; nothing of a change that is not finite. Returns how often, by layer.
+// Where the precision would not stay above that part of what it was, half of the change is taken,
+// or a quarter, and so on; nothing of a change that is not finite. Returns how often, by layer.
 std::vector<int64_t> add_change(const Parameters& parameters, float* gaussians,
                                 const float* reference, const float* change, const float* own);
 

@@ -1,9 +1,9 @@
-#include "parameters.h"
+#include "update/parameters.h"
 
 #include <cstring>
 #include <stdexcept>
 
-#include "../simd.h"
+#include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {

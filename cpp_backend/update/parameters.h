@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../engine/layer_layout.h"
+#include "engine/layer_layout.h"
 
 namespace tagi_ddp {
 
@@ -25,7 +25,7 @@ class Parameters {
  public:
     // A layer in the engine's memory: it must have been verified, and must outlive this.
     void add_engine_layer(const std::string& name, EngineLayer* layer);
-    // A layer in arrays of the caller, who keeps them alive.
+    // A layer in arrays that the caller keeps alive.
     void add_layer(const std::string& name, const Block& weights, const Block& biases);
 
     // Finds the blocks again, as the engine may have moved its vectors, and tells whether it has.

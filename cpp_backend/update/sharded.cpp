@@ -1,17 +1,8 @@
-#include "sharded.h"
+#include "update/sharded.h"
 
-#include "apply.h"
+#include "update/apply.h"
 
 namespace tagi_ddp {
-
-Shard shard_of(size_t size, int rank, int ranks) {
-    constexpr size_t unit = 64 / sizeof(float);
-    const size_t units = (size + unit - 1) / unit;
-    const auto bound = [&](int r) {
-        return std::min(size, units * static_cast<size_t>(r) / static_cast<size_t>(ranks) * unit);
-    };
-    return {bound(rank), bound(rank + 1) - bound(rank)};
-}
 
 void apply_shard(const Parameters& parameters, Shard shard, float* gaussians, float divisor,
                  float cap) {
@@ -30,21 +21,19 @@ Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parame
     const size_t size = parameters.size();
     const int ranks = communicator.size();
     const int me = communicator.rank();
-    Signature signature{Kind::update_sharded, static_cast<uint32_t>(DType::f32), average};
-    signature.count = size;
-    write_words(signature, contribution);
+    const Signature signature = step_signature(Kind::update_sharded, size, average, contribution);
 
     Agreement agreement{{}};
     std::vector<Contribution> contributions;
-    ShmCommunicator::InPlace plan{"step", signature, {bucket, 2 * size, DType::f32}, nullptr, {}};
+    InPlaceExchange plan{"step", signature, {bucket, 2 * size, DType::f32}};
     plan.agree = [&](const std::vector<Signature>& all) {
-        contributions = read_words(all);
+        contributions = contributions_of(all);
         agreement = Agreement(contributions);
         return agreement.applies();
     };
     const auto gaussians = [&](std::byte* part) { return reinterpret_cast<float*>(part); };
     plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
-        const Shard own = shard_of(size, me, ranks);
+        const Shard own = shard_of(size, sizeof(float), me, ranks);
         std::vector<const float*> slots;
         for (size_t r = 0; r < parts.size(); ++r) {
             const bool has_deltas = contributions[r].batch > 0;
@@ -58,7 +47,7 @@ Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parame
     plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
         for (int r = 0; r < ranks; ++r) {
             if (r == me) continue;
-            const Shard shard = shard_of(size, r, ranks);
+            const Shard shard = shard_of(size, sizeof(float), r, ranks);
             const float* posterior = gaussians(parts[static_cast<size_t>(r)]) + shard.begin;
             take_range(parameters, shard.begin, shard.count, posterior, size);
         }

@@ -2,20 +2,12 @@
 // parameters, and all take the results. The same bits as the step of `update.h`.
 #pragma once
 
-#include "../shm/shm_communicator.h"
-#include "parameters.h"
-#include "update.h"
+#include "common/shard.h"
+#include "shm/shm_communicator.h"
+#include "update/agreement.h"
+#include "update/parameters.h"
 
 namespace tagi_ddp {
-
-// The flat range [begin, begin + count).
-struct Shard {
-    size_t begin;
-    size_t count;
-};
-
-// The part of `size` parameters that is rank `rank`'s; parts begin on cache lines.
-Shard shard_of(size_t size, int rank, int ranks);
 
 // Caps and applies the sums of deltas in `gaussians`, [means | variances] of the shard, and
 // replaces them by the posterior, as `take_shard` takes it on the other ranks.

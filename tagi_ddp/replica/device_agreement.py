@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import Contribution
+from tagi_ddp._backend import CAP_FACTORS, Contribution
 
 # A refused step is told this many steps later, when its outcome has long arrived: the same number
 # on all ranks, which so stop together.
 LAG = 8
-_SAMPLES, _JOINED, _FINITE, _WRITTEN = range(4)  # a rank's words
+_SAMPLES, _FINISHED, _FINITE, _WRITTEN = range(4)  # a rank's words
 WORDS = 4
 
 
@@ -21,7 +21,7 @@ def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
     """Return what a rank tells the others, [WORDS] int64, on the device of its ``deltas``."""
     words = torch.ones(WORDS, dtype=torch.int64, device=deltas.device)
     words[_SAMPLES].fill_(contribution.batch)
-    words[_JOINED].fill_(int(contribution.joined))
+    words[_FINISHED].fill_(int(contribution.finished))
     if contribution.batch:
         words[_FINITE].copy_(torch.isfinite(deltas).all())
     return words
@@ -45,12 +45,14 @@ class DeviceAgreement:
         if average:
             self.divisor = active.clamp(min=1)
             batch = (batch + self.divisor - 1) // self.divisor
-        # The engine's own choice by batch size.
-        self.cap = 0.1 + 1.9 * (batch > 1) + 1.0 * (batch >= 256)
+        (_, smallest_cap), *larger = CAP_FACTORS
+        self.cap = torch.full_like(batch, smallest_cap, dtype=torch.float32)
+        for smallest_batch, cap in larger:
+            self.cap.masked_fill_(batch >= smallest_batch, cap)
 
-    def all_joined(self) -> bool:
+    def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
-        return bool(self.table[:, _JOINED].all())
+        return bool(self.table[:, _FINISHED].all())
 
 
 class Outcomes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tagi_ddp._backend import LEAST_VARIANCE
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.apply import LEAST_VARIANCE, move
+from tagi_ddp.replica.apply import move
 from tagi_ddp.replica.device_agreement import DeviceAgreement
 from tagi_ddp.replica.merge import add_change, change_since
 from tagi_ddp.replica.protocol import Parameters

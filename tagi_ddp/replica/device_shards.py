@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tagi_ddp._backend import LEAST_VARIANCE
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.replica.apply import LEAST_VARIANCE, move
+from tagi_ddp.replica.apply import move
 from tagi_ddp.replica.device_agreement import DeviceAgreement
 from tagi_ddp.replica.device_parameters import DeviceParameters
 

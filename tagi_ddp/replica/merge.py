@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LOWEST = 0.1  # of the precision, after a merge
+from tagi_ddp._backend import LEAST_PRECISION_KEPT
 
 
 def change_since(now: Tensor, before: Tensor, change: Tensor) -> None:
@@ -20,8 +20,8 @@ def change_since(now: Tensor, before: Tensor, change: Tensor) -> None:
 def add_change(gaussians: Tensor, reference: Tensor, change: Tensor, own: Tensor | None) -> Tensor:
     """Multiply ``gaussians`` by ``change`` less ``own``, relative to the means of ``reference``.
 
-    Returns which parameters took only a part of it, so that their precision stays above a tenth of
-    what it was, or nothing, where it is not finite.
+    Returns which parameters took only a part of it, so that enough of their precision is kept, or
+    nothing, where it is not finite.
     """
     total = change.double() if own is None else change.double() - own.double()
     precision, weighted = total.chunk(2)
@@ -29,8 +29,8 @@ def add_change(gaussians: Tensor, reference: Tensor, change: Tensor, own: Tensor
     finite = torch.isfinite(precision) & torch.isfinite(weighted)
     precision, weighted = precision.where(finite, 0.0), weighted.where(finite, 0.0)
     relative = precision * variance
-    guarded = 1 + relative <= _LOWEST
-    excess = torch.where(guarded, -relative / (1 - _LOWEST), 1.0)
+    guarded = 1 + relative <= LEAST_PRECISION_KEPT
+    excess = torch.where(guarded, -relative / (1 - LEAST_PRECISION_KEPT), 1.0)
     part = torch.where(guarded, 0.5 ** (excess.log2().floor() + 1), 1.0)
     after = variance / (1 + part * relative)
     step = weighted + precision * (reference.chunk(2)[0].double() - mean)

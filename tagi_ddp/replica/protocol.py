@@ -93,7 +93,7 @@ class Parameters(Protocol):
 class QueuedAgreement(Protocol):
     """What the ranks agree on for a step that a device carries out later."""
 
-    def all_joined(self) -> bool:
+    def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
         ...
 

@@ -291,11 +291,11 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         collective operation belongs into the block.
         """
         yield
-        all_joined = False
-        while not all_joined:
+        all_finished = False
+        while not all_finished:
             with self._or_abort():
                 self._replica.pull()
-                all_joined = self._exchange(0, joined=True)
+                all_finished = self._exchange(0, finished=True)
 
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.

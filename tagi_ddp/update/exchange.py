@@ -48,10 +48,10 @@ class Exchange(ABC):
         self._average = setting.average
 
     @abstractmethod
-    def __call__(self, samples: int, joined: bool = False) -> bool:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
         """Take part in an update; a collective call.
 
-        ``samples`` are those behind this rank's deltas, 0: it has none. A rank that has ``joined``
+        ``samples`` are those behind this rank's deltas, 0: it has none. A rank that has ``finished``
         only follows the others; to it this tells whether all ranks do. Raises NotFiniteError.
         """
 
@@ -91,16 +91,16 @@ class Exchange(ABC):
 class HostExchange(Exchange):
     """An exchange by the host, which knows at once what the ranks agree on."""
 
-    def __call__(self, samples: int, joined: bool = False) -> bool:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
         """Agree, exchange and apply, then average running statistics, unless a rank refuses."""
         culprit = self._first_not_finite() if samples else ""
-        agreement = self._exchange(Contribution(samples, not culprit, joined))
+        agreement = self._exchange(Contribution(samples, not culprit, finished))
         if agreement.applies:
             self._replica.average_statistics(self._communicator, samples, agreement.batch)
             self._replica.updated()
         if ranks := agreement.not_finite:
             raise NotFiniteError(refusal("step", ranks, culprit), ranks)
-        return agreement.all_joined
+        return agreement.all_finished
 
     def _first_not_finite(self) -> str:
         """Return the name of the first layer with an own delta that is NaN or infinite, or ""."""
@@ -241,11 +241,11 @@ class Queued(Exchange):
         super().__init__(setting)
         self._queue = queue
 
-    def __call__(self, samples: int, joined: bool = False) -> bool:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
         """Put the step into the device's queue; raise what earlier ones have left to tell."""
         self.raise_refused(everything=False)
-        agreement = self._queue(Contribution(samples, True, joined))
-        return joined and agreement.all_joined()
+        agreement = self._queue(Contribution(samples, True, finished))
+        return finished and agreement.all_finished()
 
 
 def parts_of(parameters: Parameters, size: int) -> list[tuple[int, int]]:
@@ -261,12 +261,12 @@ def parts_of(parameters: Parameters, size: int) -> list[tuple[int, int]]:
 
 def vote(communicator: Communicator, own: Contribution) -> Agreement:
     """Return what follows from the contributions of all ranks; a collective call."""
-    words = [own.batch, int(own.finite), int(own.joined)]
+    words = [own.batch, int(own.finite), int(own.finished)]
     if communicator.device == "cpu":
         everyone = np.empty((communicator.size, len(words)), np.int64)
         communicator.all_gather(np.array(words, np.int64), everyone)
     else:
         everyone = np.array(all_gather_object(communicator, words))
     return Agreement(
-        [Contribution(int(batch), bool(finite), bool(joined)) for batch, finite, joined in everyone]
+        [Contribution(int(batch), bool(finite), bool(done)) for batch, finite, done in everyone]
     )

@@ -84,18 +84,18 @@ class Merging(Exchange):
         self.steps = 0
         self.guarded = [0] * len(replica.layers)
 
-    def __call__(self, samples: int, joined: bool = False) -> bool:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
         """Step alone, and merge if it is time to."""
-        self._step(samples, joined)
-        return (joined or self.steps == self._every) and self.merge(joined)
+        self._step(samples, finished)
+        return (finished or self.steps == self._every) and self.merge(finished)
 
-    def merge(self, joined: bool = False) -> bool:
+    def merge(self, finished: bool = False) -> bool:
         """Merge what all ranks have learned, and what is in flight; a collective call.
 
-        Tells whether all ranks have joined. Raises NotFiniteError if a step since the last merge
+        Tells whether all ranks have finished. Raises NotFiniteError if a step since the last merge
         was refused: all others have been merged.
         """
-        agreement, culprit = self._vote(joined), self._culprit
+        agreement, culprit = self._vote(finished), self._culprit
         self._merge_node()
         if self._sender is not None:
             self._receive()
@@ -109,7 +109,7 @@ class Merging(Exchange):
         self._begin()
         if ranks := agreement.not_finite:
             raise NotFiniteError(refusal("steps since the last merge were", ranks, culprit), ranks)
-        return agreement.all_joined
+        return agreement.all_finished
 
     def take_refused(self, everything: bool) -> list[int]:
         """Return nothing: ranks step alone, and tell each other at the next merge."""
@@ -138,17 +138,17 @@ class Merging(Exchange):
         self.steps = self._samples = 0
         self._culprit = ""
 
-    def _step(self, samples: int, joined: bool) -> None:
+    def _step(self, samples: int, finished: bool) -> None:
         """Apply this rank's own deltas, capped by its own batch; not if they are not finite."""
-        self.steps += not joined
+        self.steps += not finished
         culprit = self._replica.step_alone(samples)
         self._culprit = self._culprit or culprit
         if not culprit:
             self._samples += samples
 
-    def _vote(self, joined: bool) -> Agreement:
+    def _vote(self, finished: bool) -> Agreement:
         refused = bool(self._culprit or self._replica.take_refused(everything=True))
-        return vote(self._communicator, Contribution(self._samples, not refused, joined))
+        return vote(self._communicator, Contribution(self._samples, not refused, finished))
 
     def _merge_node(self) -> None:
         self._replica.pull()
@@ -216,9 +216,9 @@ class ScheduledMerging(Merging):
             raise problem
         return mean
 
-    def __call__(self, samples: int, joined: bool = False) -> bool:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
         """Step alone, and do what the schedule says."""
-        if joined:
+        if finished:
             raise RuntimeError(
                 "join() is not for a schedule, by which all ranks make equally many steps: give a "
                 "rank without data empty shares"
@@ -228,7 +228,7 @@ class ScheduledMerging(Merging):
                 f"step number {self._batch} of this epoch, of {self._batches}: a schedule needs "
                 "begin_epoch(batches) before an epoch, and end_epoch(loss) after it"
             )
-        self._step(samples, joined)
+        self._step(samples, finished)
         sync = self._schedule.after(self._batch, self._batches)
         self._batch += 1
         if sync.blocking:

@@ -78,7 +78,7 @@ def test_alone(network: Network) -> None:
     replica.pull()
     with SingleCommunicator() as communicator:
         agreement = replica.agree(communicator, _backend.Contribution(7), average=False)
-    assert not agreement.all_joined()
+    assert not agreement.all_finished()
     assert replica.take_refused(everything=True) == []
     cpu.apply_own(_backend.cap_factor(7))
     check(network, expected)

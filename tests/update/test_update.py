@@ -129,11 +129,11 @@ def test_cap_factor(batch: int, factor: float) -> None:
     average=st.booleans(),
 )
 def test_agreement(batches: list[int], average: bool) -> None:
-    agreement = _backend.Agreement([_backend.Contribution(b, joined=not b) for b in batches])
+    agreement = _backend.Agreement([_backend.Contribution(b, finished=not b) for b in batches])
     active = sum(b > 0 for b in batches)
     assert (agreement.batch, agreement.active) == (sum(batches), active)
     assert agreement.applies
-    assert not agreement.all_joined
+    assert not agreement.all_finished
     assert agreement.divisor(average) == (active if average else 1)
     share = -(-sum(batches) // active) if average else sum(batches)
     assert agreement.cap(average) == _backend.cap_factor(share)
@@ -144,8 +144,8 @@ def test_agreement_refuses() -> None:
     agreement = _backend.Agreement(ranks)
     assert not agreement.applies
     assert agreement.not_finite == [1]
-    nobody = _backend.Agreement([_backend.Contribution(0, joined=True)] * 2)
-    assert nobody.all_joined
+    nobody = _backend.Agreement([_backend.Contribution(0, finished=True)] * 2)
+    assert nobody.all_finished
     assert not nobody.applies
 
 

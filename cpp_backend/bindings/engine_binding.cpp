@@ -1,22 +1,17 @@
-// The Python module tagi_ddp._backend: nothing but bindings.
+#include "bindings/engine_binding.h"
 
-#include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/cuda_layout.h"
 #include "engine/layer_layout.h"
-#include "python/nccl_binding.h"
-#include "python/shm_binding.h"
-#include "python/update_binding.h"
-#include "update/statistics.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -24,20 +19,24 @@ using nb::literals::operator""_a;
 namespace tagi_ddp {
 namespace {
 
-using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 EngineLayer* layer_at(uintptr_t address) { return reinterpret_cast<EngineLayer*>(address); }
 
 std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
-    std::vector<float>* const vectors[] = {&layer.mu_w,       &layer.var_w,      &layer.mu_b,
-                                           &layer.var_b,      &layer.delta_mu_w, &layer.delta_var_w,
-                                           &layer.delta_mu_b, &layer.delta_var_b};
-    const char* const names[] = {"mu_w",       "var_w",       "mu_b",       "var_b",
-                                 "delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b"};
-    for (size_t i = 0; i < 8; ++i) {
-        if (name == names[i]) return *vectors[i];
+    using Field = std::vector<float> EngineLayer::*;
+    constexpr std::pair<const char*, Field> fields[] = {
+        {"mu_w", &EngineLayer::mu_w},
+        {"var_w", &EngineLayer::var_w},
+        {"mu_b", &EngineLayer::mu_b},
+        {"var_b", &EngineLayer::var_b},
+        {"delta_mu_w", &EngineLayer::delta_mu_w},
+        {"delta_var_w", &EngineLayer::delta_var_w},
+        {"delta_mu_b", &EngineLayer::delta_mu_b},
+        {"delta_var_b", &EngineLayer::delta_var_b},
+    };
+    for (const auto& [known, field] : fields) {
+        if (name == known) return layer.*field;
     }
-    throw nb::value_error(("a layer has no vector " + name).c_str());
+    throw std::invalid_argument("a layer has no vector " + name);
 }
 
 // The engine's memory in place; valid until the engine replaces it.
@@ -49,20 +48,7 @@ nb::object view(T* data, size_t size) {
 
 nb::object view(std::vector<float>& values) { return view(values.data(), values.size()); }
 
-void translate_error(const std::exception_ptr& pointer, void*) {
-    try {
-        std::rethrow_exception(pointer);
-    } catch (const CommunicatorError& error) {
-        const char* const names[] = {"CommunicatorError", "Timeout", "PeerLost", "Mismatch",
-                                     "BackendUnavailable"};
-        const nb::object type = nb::module_::import_("tagi_ddp.communicators.errors")
-                                    .attr(names[static_cast<int>(error.kind())]);
-        const nb::object instance = type(error.what(), nb::cast(error.ranks()));
-        PyErr_SetObject(type.ptr(), instance.ptr());
-    }
-}
-
-void bind_engine(nb::module_& module) {
+void bind_host_layers(nb::module_& module) {
     nb::class_<EngineLayer>(module, "EngineLayer",
                             "The memory of one engine layer, looked at through its address.")
         .def_prop_ro("input_size", [](const EngineLayer& l) { return l.input_size; })
@@ -116,34 +102,9 @@ void bind_engine(nb::module_& module) {
             return nb::make_tuple(view(states->delta_mu), view(states->delta_var));
         },
         "address"_a, "Delta states: views of their means and variances.");
-    nb::class_<RunningStatistics>(module, "RunningStatistics",
-                                  "The running statistics of all batch normalization layers.")
-        .def(nb::init<>())
-        .def(
-            "add_engine_layer",
-            [](RunningStatistics& self, uintptr_t address) {
-                self.add(reinterpret_cast<EngineBatchNorm*>(address));
-            },
-            "address"_a)
-        .def_prop_ro("size", &RunningStatistics::size)
-        .def(
-            "pack",
-            [](const RunningStatistics& self, Floats out, float weight) {
-                if (out.size() != self.size()) throw nb::value_error("out has the wrong size");
-                self.pack(out.data(), weight);
-            },
-            "out"_a, "weight"_a)
-        .def(
-            "unpack",
-            [](const RunningStatistics& self, Floats values, float total) {
-                if (values.size() != self.size())
-                    throw nb::value_error("values has the wrong size");
-                self.unpack(values.data(), total);
-            },
-            "values"_a, "total"_a);
 }
 
-void bind_cuda_engine(nb::module_& module) {
+void bind_cuda_layers(nb::module_& module) {
     module.def("classes_at", &classes_at, "address"_a,
                "The names of the class of the object at an address and of its bases, one a level; "
                "empty if there is no object of a class that a library exports.");
@@ -194,14 +155,10 @@ void bind_cuda_engine(nb::module_& module) {
 }
 
 }  // namespace
-}  // namespace tagi_ddp
 
-NB_MODULE(_backend, module) {
-    nb::set_leak_warnings(false);  // the traceback of a last error outlives the interpreter's end
-    nb::register_exception_translator(tagi_ddp::translate_error);
-    tagi_ddp::bind_shm(module);
-    tagi_ddp::bind_nccl(module);
-    tagi_ddp::bind_engine(module);
-    tagi_ddp::bind_cuda_engine(module);
-    tagi_ddp::bind_update(module);
+void bind_engine(nb::module_& module) {
+    bind_host_layers(module);
+    bind_cuda_layers(module);
 }
+
+}  // namespace tagi_ddp

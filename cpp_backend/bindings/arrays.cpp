@@ -1,9 +1,10 @@
-#include "arrays.h"
+#include "bindings/arrays.h"
 
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
 #include <numeric>
+#include <stdexcept>
 
 namespace nb = nanobind;
 
@@ -72,33 +73,30 @@ Array as_array(nb::handle object, const char* argument, bool writable) {
                                  .c_str());
     }
     if (!is_contiguous(array.owner)) {
-        throw nb::value_error(
-            (name +
-             " is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes")
-                .c_str());
+        throw std::invalid_argument(
+            name +
+            " is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes");
     }
     array.buffer = {const_cast<void*>(array.owner.data()), array.owner.size(), *dtype};
     if (reinterpret_cast<uintptr_t>(array.buffer.data) % size_of(*dtype) != 0) {
-        throw nb::value_error((name + " is not aligned to its dtype; pass a copy").c_str());
+        throw std::invalid_argument(name + " is not aligned to its dtype; pass a copy");
     }
     nb::ndarray<> writable_view;
     if (writable && !nb::try_cast(object, writable_view, false)) {
-        throw nb::value_error((name + " is read-only, but is written to; pass a copy").c_str());
+        throw std::invalid_argument(name + " is read-only, but is written to; pass a copy");
     }
     return array;
 }
 
 void require(const Array& array, const char* argument, size_t count, DType dtype) {
     if (array.buffer.dtype != dtype) {
-        throw nb::value_error((std::string(argument) + " has dtype " + name_of(array.buffer.dtype) +
-                               ", expected " + name_of(dtype))
-                                  .c_str());
+        throw std::invalid_argument(std::string(argument) + " has dtype " +
+                                    name_of(array.buffer.dtype) + ", expected " + name_of(dtype));
     }
     if (array.buffer.count != count) {
-        throw nb::value_error((std::string(argument) + " has " +
-                               std::to_string(array.buffer.count) + " elements, expected " +
-                               std::to_string(count))
-                                  .c_str());
+        throw std::invalid_argument(std::string(argument) + " has " +
+                                    std::to_string(array.buffer.count) + " elements, expected " +
+                                    std::to_string(count));
     }
 }
 
@@ -107,7 +105,8 @@ void require_apart(const Array& buffer, const Array& out) {
     const std::byte* b = out.buffer.byte_data();
     const bool same = a == b && buffer.buffer.bytes() == out.buffer.bytes();
     if (!same && a < b + out.buffer.bytes() && b < a + buffer.buffer.bytes()) {
-        throw nb::value_error("out and buffer overlap; pass memory of its own, or the same array");
+        throw std::invalid_argument(
+            "out and buffer overlap; pass memory of its own, or the same array");
     }
 }
 
@@ -116,9 +115,9 @@ std::vector<size_t> as_counts(nb::handle object, const char* argument, int size,
     const size_t n = static_cast<size_t>(size);
     if (object.is_none()) {
         if (total % n != 0) {
-            throw nb::value_error(("buffer has " + std::to_string(total) + " elements, which " +
-                                   std::to_string(n) + " ranks cannot share evenly; give " + name)
-                                      .c_str());
+            throw std::invalid_argument("buffer has " + std::to_string(total) +
+                                        " elements, which " + std::to_string(n) +
+                                        " ranks cannot share evenly; give " + name);
         }
         return std::vector<size_t>(n, total / n);
     }
@@ -129,16 +128,15 @@ std::vector<size_t> as_counts(nb::handle object, const char* argument, int size,
         const Py_ssize_t value = PyLong_AsSsize_t(index.ptr());
         if (value == -1 && PyErr_Occurred()) throw nb::python_error();
         if (value < 0) {
-            throw nb::value_error(
-                (name + " holds " + std::to_string(value) + "; counts of elements are not negative")
-                    .c_str());
+            throw std::invalid_argument(name + " holds " + std::to_string(value) +
+                                        "; counts of elements are not negative");
         }
         counts.push_back(static_cast<size_t>(value));
     }
     if (counts.size() != n) {
-        throw nb::value_error((name + " has " + std::to_string(counts.size()) +
-                               " entries, expected one for each of " + std::to_string(n) + " ranks")
-                                  .c_str());
+        throw std::invalid_argument(name + " has " + std::to_string(counts.size()) +
+                                    " entries, expected one for each of " + std::to_string(n) +
+                                    " ranks");
     }
     return counts;
 }
@@ -147,21 +145,19 @@ ReduceOp as_reduce_op(const std::string& name, DType dtype) {
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::mean, ReduceOp::min, ReduceOp::max}) {
         if (name != name_of(op)) continue;
         if (op == ReduceOp::mean && !is_float(dtype)) {
-            throw nb::value_error((std::string("op is \"mean\", which is not defined for ") +
-                                   name_of(dtype) + "; use \"sum\" or a float dtype")
-                                      .c_str());
+            throw std::invalid_argument(std::string("op is \"mean\", which is not defined for ") +
+                                        name_of(dtype) + "; use \"sum\" or a float dtype");
         }
         return op;
     }
-    throw nb::value_error(
-        ("op is \"" + name + "\"; use \"sum\", \"mean\", \"min\" or \"max\"").c_str());
+    throw std::invalid_argument("op is \"" + name +
+                                "\"; use \"sum\", \"mean\", \"min\" or \"max\"");
 }
 
 void require_rank(int rank, const char* argument, int size) {
     if (rank < 0 || rank >= size) {
-        throw nb::value_error((std::string(argument) + " is " + std::to_string(rank) +
-                               ", but ranks go from 0 to " + std::to_string(size - 1))
-                                  .c_str());
+        throw std::invalid_argument(std::string(argument) + " is " + std::to_string(rank) +
+                                    ", but ranks go from 0 to " + std::to_string(size - 1));
     }
 }
 

@@ -8,9 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "../communicator.h"
+#include "common/buffer.h"
 
 namespace tagi_ddp {
+
+// A numpy array of float32, flat and contiguous.
+using Floats =
+    nanobind::ndarray<float, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
 // A buffer and what keeps its memory alive.
 struct Array {

@@ -1,4 +1,4 @@
-#include "nccl_binding.h"
+#include "bindings/nccl_binding.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -7,10 +7,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <stdexcept>
 #include <tuple>
 
-#include "../nccl/nccl_rank.h"
-#include "arrays.h"
+#include "bindings/arrays.h"
+#include "nccl/nccl_rank.h"
 
 namespace nb = nanobind;
 
@@ -27,12 +28,12 @@ Buffer as_buffer(const Memory& memory) {
         const auto dtype = static_cast<DType>(i);
         if (name == name_of(dtype)) return {reinterpret_cast<void*>(address), count, dtype};
     }
-    throw nb::value_error(("there is no dtype " + name).c_str());
+    throw std::invalid_argument("there is no dtype " + name);
 }
 
 NcclId as_id(const nb::bytes& bytes) {
     NcclId id{};
-    if (bytes.size() != id.bytes.size()) throw nb::value_error("id must have 128 bytes");
+    if (bytes.size() != id.bytes.size()) throw std::invalid_argument("id must have 128 bytes");
     std::memcpy(id.bytes.data(), bytes.c_str(), id.bytes.size());
     return id;
 }

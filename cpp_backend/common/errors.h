@@ -1,4 +1,4 @@
-// The typed errors of the backend; bindings.cpp turns them into tagi_ddp.communicators.errors.
+// The typed errors of the backend; in Python they are those of tagi_ddp.communicators.errors.
 #pragma once
 
 #include <stdexcept>

@@ -9,9 +9,9 @@
 #include <optional>
 #include <string>
 
-#include "../shm/shm_communicator.h"
-#include "../work_queue.h"
-#include "arrays.h"
+#include "bindings/arrays.h"
+#include "common/work_queue.h"
+#include "shm/shm_communicator.h"
 
 namespace tagi_ddp {
 

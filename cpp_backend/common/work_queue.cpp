@@ -1,4 +1,4 @@
-#include "work_queue.h"
+#include "common/work_queue.h"
 
 #include <utility>
 

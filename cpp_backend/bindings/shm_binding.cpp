@@ -1,23 +1,20 @@
-#include "shm_binding.h"
+#include "bindings/shm_binding.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
-#include <chrono>
 #include <cmath>
-#include <numeric>
+#include <stdexcept>
 #include <vector>
 
-#include "../shm/texts.h"
+#include "shm/texts.h"
 
 namespace nb = nanobind;
 
 namespace tagi_ddp {
 namespace {
-
-constexpr std::chrono::milliseconds look_around{50};
 
 // Python objects that an operation on the queue's thread needs; they go under the interpreter lock.
 struct Kept {
@@ -28,6 +25,14 @@ struct Kept {
     }
 };
 
+double checked_timeout(double seconds) {
+    if (!(seconds > 0) || !std::isfinite(seconds)) {
+        throw std::invalid_argument("timeout must be a positive, finite number of seconds, got " +
+                                    name_number(seconds));
+    }
+    return seconds;
+}
+
 void check_signals() {
     nb::gil_scoped_acquire lock;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -36,8 +41,7 @@ void check_signals() {
 // Waits for `work`, in slices so that Ctrl-C works. False when `limit` passed first.
 bool wait_for(Work& work, double limit) {
     nb::gil_scoped_release unlocked;
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                             std::chrono::duration<double>(std::min(limit, 3e9)));
+    const auto deadline = after(limit);
     while (!work.wait_for(look_around)) {
         check_signals();
         if (Clock::now() >= deadline) return false;
@@ -50,17 +54,13 @@ struct PyWork {
     std::string where;
 
     void wait(std::optional<double> timeout) const {
-        if (wait_for(*work, timeout.value_or(3e9))) return;
+        if (wait_for(*work, timeout.value_or(forever))) return;
         throw CommunicatorError(
             ErrorKind::timeout,
             where + "not done within " + name_number(*timeout) + " s, it goes on. Wait again.");
     }
     bool done() const { return work->done(); }
 };
-
-size_t total(const std::vector<size_t>& counts) {
-    return std::accumulate(counts.begin(), counts.end(), size_t{0});
-}
 
 }  // namespace
 
@@ -72,13 +72,7 @@ PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicat
 PyShmCommunicator::~PyShmCommunicator() { close(); }
 
 double PyShmCommunicator::seconds(std::optional<double> timeout) const {
-    const double value = timeout.value_or(timeout_);
-    if (!(value > 0) || !std::isfinite(value)) {
-        const std::string text = "timeout is " + name_number(value);
-        throw nb::value_error(
-            (text + ", but must be a positive, finite number of seconds").c_str());
-    }
-    return value;
+    return checked_timeout(timeout.value_or(timeout_));
 }
 
 void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
@@ -89,7 +83,7 @@ void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
 void PyShmCommunicator::run(const std::function<void()>& operation) {
     if (queue_ && queue_->busy()) {
         const auto work = queue_->submit(operation);
-        wait_for(*work, 3e9);  // the operation has its own timeout
+        wait_for(*work, forever);  // the operation has its own timeout
         return;
     }
     nb::gil_scoped_release unlocked;
@@ -109,8 +103,7 @@ nb::object PyShmCommunicator::start(const std::string& name, std::function<void(
         std::lock_guard<std::mutex> lock(mutex_);
         operation();
     });
-    return nb::cast(PyWork{std::move(work), name + " on rank " + std::to_string(rank()) + " of " +
-                                                std::to_string(size()) + " (shm): "});
+    return nb::cast(PyWork{std::move(work), where_text(name, rank(), size())});
 }
 
 nb::object PyShmCommunicator::start_collective(const char* name, std::function<void()> operation,
@@ -203,7 +196,7 @@ nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::
 nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool async_op,
                                    std::optional<double> timeout) {
     require_rank(dst, "dst", size());
-    if (dst == rank()) throw nb::value_error("dst is this rank itself; send to another rank");
+    if (dst == rank()) throw std::invalid_argument("dst is this rank itself; send to another rank");
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
     return start(
@@ -215,7 +208,8 @@ nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool asy
 nb::object PyShmCommunicator::recv(nb::handle buffer, int src, int tag, bool async_op,
                                    std::optional<double> timeout) {
     require_rank(src, "src", size());
-    if (src == rank()) throw nb::value_error("src is this rank itself; receive from another rank");
+    if (src == rank())
+        throw std::invalid_argument("src is this rank itself; receive from another rank");
     const Array array = as_array(buffer, "buffer", true);
     const double limit = seconds(timeout);
     return start(
@@ -231,15 +225,13 @@ void PyShmCommunicator::barrier(std::optional<double> timeout) {
 
 std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> color, int key) {
     if (color && *color < 0) {
-        throw nb::value_error(("color is " + std::to_string(*color) +
-                               ", but colors are not negative; None leaves this rank out")
-                                  .c_str());
+        throw std::invalid_argument("color is " + std::to_string(*color) +
+                                    ", but colors are not negative; None leaves this rank out");
     }
-    std::unique_ptr<Communicator> part;
+    std::shared_ptr<ShmCommunicator> part;
     run_collective([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
     if (!part) return nullptr;
-    std::shared_ptr<ShmCommunicator> shm(static_cast<ShmCommunicator*>(part.release()));
-    return std::make_unique<PyShmCommunicator>(std::move(shm), timeout_);
+    return std::make_unique<PyShmCommunicator>(std::move(part), timeout_);
 }
 
 nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
@@ -284,11 +276,9 @@ void bind_shm(nb::module_& module) {
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
                double timeout) {
-                if (size < 1) throw nb::value_error("size must be at least 1");
+                if (size < 1) throw std::invalid_argument("size must be at least 1");
                 require_rank(rank, "rank", size);
-                if (!(timeout > 0) || !std::isfinite(timeout)) {
-                    throw nb::value_error("timeout must be a positive, finite number of seconds");
-                }
+                checked_timeout(timeout);
                 std::shared_ptr<ShmCommunicator> communicator;
                 {
                     nb::gil_scoped_release unlocked;

@@ -1,22 +1,19 @@
-#include "update_binding.h"
+#include "bindings/parameters_binding.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "../update/merge.h"
-#include "../update/parameters.h"
-#include "../update/sharded.h"
-#include "../update/update.h"
-#include "shm_binding.h"
+#include "update/merge.h"
+#include "update/sharded.h"
+#include "update/statistics.h"
+#include "update/update.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -24,37 +21,34 @@ using nb::literals::operator""_a;
 namespace tagi_ddp {
 namespace {
 
-using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 Block as_block(const Floats& mu, const Floats& var, const Floats& delta_mu,
                const Floats& delta_var) {
     if (var.size() != mu.size() || delta_mu.size() != mu.size() || delta_var.size() != mu.size()) {
-        throw nb::value_error("means, variances and deltas must have equal sizes");
+        throw std::invalid_argument("means, variances and deltas must have equal sizes");
     }
     return {mu.data(), var.data(), delta_mu.data(), delta_var.data(), mu.size(), nullptr};
-}
-
-float* checked(const Parameters& parameters, const Floats& bucket) {
-    if (bucket.size() != 2 * parameters.size()) {
-        throw nb::value_error(("bucket has " + std::to_string(bucket.size()) +
-                               " floats, expected " + std::to_string(2 * parameters.size()))
-                                  .c_str());
-    }
-    return bucket.data();
 }
 
 Shard checked_shard(const Parameters& parameters, const Floats& gaussians, size_t begin) {
     const Shard shard{begin, gaussians.size() / 2};
     if (gaussians.size() % 2 != 0 || begin > parameters.size() ||
         shard.count > parameters.size() - begin) {
-        throw nb::value_error("no such range of parameters");
+        throw std::invalid_argument("no such range of parameters");
     }
     return shard;
 }
 
 }  // namespace
 
-void bind_update(nb::module_& module) {
+float* checked(const Parameters& parameters, const Floats& bucket) {
+    if (bucket.size() != 2 * parameters.size()) {
+        throw std::invalid_argument("bucket has " + std::to_string(bucket.size()) +
+                                    " floats, expected " + std::to_string(2 * parameters.size()));
+    }
+    return bucket.data();
+}
+
+void bind_parameters(nb::module_& module) {
     nb::class_<Parameters>(
         module, "Parameters",
         "The parameters of a replica as one flat sequence, in its layers' memory.")
@@ -70,7 +64,7 @@ void bind_update(nb::module_& module) {
             [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
                const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter) {
                 if (weights.size() != 4 || biases.size() != 4) {
-                    throw nb::value_error("expected mu, var, delta_mu and delta_var");
+                    throw std::invalid_argument("expected mu, var, delta_mu and delta_var");
                 }
                 Block w = as_block(weights[0], weights[1], weights[2], weights[3]);
                 w.neg_var_counter = counter.data();
@@ -102,7 +96,7 @@ void bind_update(nb::module_& module) {
             [](const Parameters& self, size_t begin, std::optional<size_t> end) {
                 const size_t last = end.value_or(self.size());
                 if (begin > last || last > self.size())
-                    throw nb::value_error("no such range of parameters");
+                    throw std::invalid_argument("no such range of parameters");
                 nb::gil_scoped_release unlocked;
                 return self.first_not_finite(begin, last - begin);
             },
@@ -132,7 +126,7 @@ void bind_update(nb::module_& module) {
             [](const Parameters& self, Floats bucket) {
                 float* data = checked(self, bucket);
                 nb::gil_scoped_release unlocked;
-                pack(self, data);
+                pack(self, 0, self.size(), data, self.size());
             },
             "bucket"_a, "Write the deltas to bucket: [means | variances].")
         .def(
@@ -148,7 +142,7 @@ void bind_update(nb::module_& module) {
             [](const Parameters& self, Floats bucket, size_t begin) {
                 const Shard shard = checked_shard(self, bucket, begin);
                 nb::gil_scoped_release unlocked;
-                pack(self, shard.begin, shard.count, bucket.data());
+                pack(self, shard.begin, shard.count, bucket.data(), shard.count);
             },
             "bucket"_a, "begin"_a,
             "Write the deltas of the flat range that begins there to bucket: [means | variances].")
@@ -216,66 +210,32 @@ void bind_update(nb::module_& module) {
             "Multiply gaussians by change less own, both relative to the means of reference. "
             "Returns how many parameters of each layer took only a part of it.");
 
-    nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
+    nb::class_<RunningStatistics>(module, "RunningStatistics",
+                                  "The running statistics of all batch normalization layers.")
+        .def(nb::init<>())
         .def(
-            "__init__",
-            [](Contribution* self, int64_t batch, bool finite, bool joined) {
-                new (self) Contribution{batch, finite, joined};
+            "add_engine_layer",
+            [](RunningStatistics& self, uintptr_t address) {
+                self.add(reinterpret_cast<EngineBatchNorm*>(address));
             },
-            "batch"_a, "finite"_a = true, "joined"_a = false)
-        .def_ro("batch", &Contribution::batch)
-        .def_ro("finite", &Contribution::finite)
-        .def_ro("joined", &Contribution::joined);
-    nb::class_<Agreement>(module, "Agreement", "What all ranks agreed on for a step.")
-        .def(nb::init<const std::vector<Contribution>&>(), "ranks"_a)
-        .def_ro("batch", &Agreement::batch)
-        .def_ro("active", &Agreement::active)
-        .def_ro("not_finite", &Agreement::not_finite)
-        .def_ro("all_joined", &Agreement::all_joined)
-        .def_prop_ro("applies", &Agreement::applies)
-        .def("divisor", &Agreement::divisor, "average"_a)
-        .def("cap", &Agreement::cap, "average"_a);
-    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
-    module.def(
-        "update",
-        [](PyShmCommunicator& communicator, const Parameters& parameters,
-           const Contribution& contribution, bool average) {
-            Agreement agreement{{}};
-            const double timeout = communicator.seconds(std::nullopt);
-            communicator.run_collective([&] {
-                agreement = update(communicator.get(), parameters, contribution, average, timeout);
-            });
-            return agreement;
-        },
-        "communicator"_a, "parameters"_a, "contribution"_a, "average"_a,
-        "Exchange, cap and apply the deltas over shared memory.");
-    module.def(
-        "update_sharded",
-        [](PyShmCommunicator& communicator, const Parameters& parameters, Floats bucket,
-           const Contribution& contribution, bool average) {
-            float* data = checked(parameters, bucket);
-            Agreement agreement{{}};
-            const double timeout = communicator.seconds(std::nullopt);
-            communicator.run_collective([&] {
-                agreement = update_sharded(communicator.get(), parameters, data, contribution,
-                                           average, timeout);
-            });
-            return agreement;
-        },
-        "communicator"_a, "parameters"_a, "bucket"_a, "contribution"_a, "average"_a,
-        "Exchange, cap and apply the bucket's deltas over shared memory, each rank its part. The "
-        "bucket is of the communicator's own memory.");
-    module.def(
-        "shards",
-        [](size_t size, int ranks) {
-            std::vector<std::pair<size_t, size_t>> result;
-            for (int r = 0; r < ranks; ++r) {
-                const Shard shard = shard_of(size, r, ranks);
-                result.emplace_back(shard.begin, shard.count);
-            }
-            return result;
-        },
-        "size"_a, "ranks"_a, "The (begin, count) of each rank's part of the parameters.");
+            "address"_a)
+        .def_prop_ro("size", &RunningStatistics::size)
+        .def(
+            "pack",
+            [](const RunningStatistics& self, Floats out, float weight) {
+                if (out.size() != self.size())
+                    throw std::invalid_argument("out has the wrong size");
+                self.pack(out.data(), weight);
+            },
+            "out"_a, "weight"_a)
+        .def(
+            "unpack",
+            [](const RunningStatistics& self, Floats values, float total) {
+                if (values.size() != self.size())
+                    throw std::invalid_argument("values has the wrong size");
+                self.unpack(values.data(), total);
+            },
+            "values"_a, "total"_a);
 }
 
 }  // namespace tagi_ddp

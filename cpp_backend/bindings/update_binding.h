@@ -5,7 +5,7 @@
 
 namespace tagi_ddp {
 
-// Adds Parameters, Contribution, Agreement and the steps over shared memory to the module.
+// Adds the rules of a step, Contribution, Agreement and the steps over shared memory to the module.
 void bind_update(nanobind::module_& module);
 
 }  // namespace tagi_ddp

@@ -1,0 +1,11 @@
+// The Python face of the engine's memory: views of its layers, on the host and with CUDA.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace tagi_ddp {
+
+// Adds EngineLayer and the functions that look at verified addresses to the module.
+void bind_engine(nanobind::module_& module);
+
+}  // namespace tagi_ddp

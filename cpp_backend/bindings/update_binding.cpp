@@ -1,0 +1,95 @@
+#include "bindings/update_binding.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/parameters_binding.h"
+#include "bindings/shm_binding.h"
+#include "update/agreement.h"
+#include "update/apply.h"
+#include "update/merge.h"
+#include "update/sharded.h"
+#include "update/update.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace tagi_ddp {
+
+void bind_update(nb::module_& module) {
+    module.attr("LEAST_VARIANCE") = least_variance;
+    module.attr("LEAST_PRECISION_KEPT") = least_precision_kept;
+    nb::list factors;
+    for (const CapFactor& entry : cap_factors) {
+        factors.append(nb::make_tuple(entry.smallest_batch, entry.factor));
+    }
+    module.attr("CAP_FACTORS") = nb::tuple(factors);
+    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
+
+    nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
+        .def(
+            "__init__",
+            [](Contribution* self, int64_t batch, bool finite, bool finished) {
+                new (self) Contribution{batch, finite, finished};
+            },
+            "batch"_a, "finite"_a = true, "finished"_a = false)
+        .def_ro("batch", &Contribution::batch)
+        .def_ro("finite", &Contribution::finite)
+        .def_ro("finished", &Contribution::finished);
+    nb::class_<Agreement>(module, "Agreement", "What all ranks agreed on for a step.")
+        .def(nb::init<const std::vector<Contribution>&>(), "ranks"_a)
+        .def_ro("batch", &Agreement::batch)
+        .def_ro("active", &Agreement::active)
+        .def_ro("not_finite", &Agreement::not_finite)
+        .def_ro("all_finished", &Agreement::all_finished)
+        .def_prop_ro("applies", &Agreement::applies)
+        .def("divisor", &Agreement::divisor, "average"_a)
+        .def("cap", &Agreement::cap, "average"_a);
+    module.def(
+        "update",
+        [](PyShmCommunicator& communicator, const Parameters& parameters,
+           const Contribution& contribution, bool average) {
+            Agreement agreement{{}};
+            const double timeout = communicator.seconds(std::nullopt);
+            communicator.run_collective([&] {
+                agreement = update(communicator.get(), parameters, contribution, average, timeout);
+            });
+            return agreement;
+        },
+        "communicator"_a, "parameters"_a, "contribution"_a, "average"_a,
+        "Exchange, cap and apply the deltas over shared memory.");
+    module.def(
+        "update_sharded",
+        [](PyShmCommunicator& communicator, const Parameters& parameters, Floats bucket,
+           const Contribution& contribution, bool average) {
+            float* data = checked(parameters, bucket);
+            Agreement agreement{{}};
+            const double timeout = communicator.seconds(std::nullopt);
+            communicator.run_collective([&] {
+                agreement = update_sharded(communicator.get(), parameters, data, contribution,
+                                           average, timeout);
+            });
+            return agreement;
+        },
+        "communicator"_a, "parameters"_a, "bucket"_a, "contribution"_a, "average"_a,
+        "Exchange, cap and apply the bucket's deltas over shared memory, each rank its part. The "
+        "bucket is of the communicator's own memory.");
+    module.def(
+        "shards",
+        [](size_t size, int ranks) {
+            std::vector<std::pair<size_t, size_t>> result;
+            for (int r = 0; r < ranks; ++r) {
+                const Shard shard = shard_of(size, sizeof(float), r, ranks);
+                result.emplace_back(shard.begin, shard.count);
+            }
+            return result;
+        },
+        "size"_a, "ranks"_a, "The (begin, count) of each rank's part of the parameters.");
+}
+
+}  // namespace tagi_ddp

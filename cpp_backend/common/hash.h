@@ -1,0 +1,18 @@
+// Hashes that are equal on all ranks, whatever standard library each is built with.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace tagi_ddp {
+
+// 64-bit FNV-1a, a value a step.
+template <typename Values>
+uint64_t hash_of(const Values& values) {
+    using Value = std::make_unsigned_t<typename Values::value_type>;
+    uint64_t hash = 1469598103934665603ull;
+    for (auto value : values) hash = (hash ^ static_cast<Value>(value)) * 1099511628211ull;
+    return hash;
+}
+
+}  // namespace tagi_ddp
