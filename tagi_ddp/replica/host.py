@@ -175,7 +175,7 @@ class InPlace(HostReplica):
         all_arrays: list[dict[str, NDArray[Any]]] = []
         for layer, address in zip(self.layers, self._addresses, strict=True):
             memory = engine_layer(address)
-            arrays = {name: memory.vector(name) for name in PARAMETERS}
+            arrays: dict[str, NDArray[Any]] = {n: memory.vector(n) for n in PARAMETERS}
             if layer.kind == "BatchNorm2d":
                 mean, var, _, _, first = batch_norm_statistics(address)
                 arrays |= {"mu_ra": mean, "var_ra": var, "first_batch": first}

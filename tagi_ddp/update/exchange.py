@@ -51,7 +51,7 @@ class Exchange(ABC):
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Take part in an update; a collective call.
 
-        ``samples`` are those behind this rank's deltas, 0: it has none. A rank that has ``finished``
+        ``samples`` are those behind this rank's deltas, 0: it has none. One that has ``finished``
         only follows the others; to it this tells whether all ranks do. Raises NotFiniteError.
         """
 

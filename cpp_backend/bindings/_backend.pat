@@ -1,0 +1,82 @@
+# The types in the stub of what takes or returns Python objects; nanobind's documentation has the
+# form ("Pattern files").
+
+_backend.ShmCommunicator.all_reduce:
+    \from tagi_ddp.communicators.communicator import Buffer, ReduceOp
+    def all_reduce(self, buffer: Buffer, op: ReduceOp = ..., *, out: Buffer | None = None, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.broadcast:
+    def broadcast(self, buffer: Buffer, root: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.all_gather:
+    def all_gather(self, buffer: Buffer, out: Buffer, counts: Sequence[int] | None = None, *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.reduce_scatter:
+    def reduce_scatter(self, buffer: Buffer, out: Buffer, counts: Sequence[int] | None = None, op: ReduceOp = ..., *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.all_to_all:
+    def all_to_all(self, buffer: Buffer, out: Buffer, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None, *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.send:
+    def send(self, buffer: Buffer, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.recv:
+    def recv(self, buffer: Buffer, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
+
+_backend.ShmCommunicator.split:
+    def split(self, color: int | None, key: int = 0) -> ShmCommunicator | None: ...
+
+_backend.ShmCommunicator.empty:
+    \from typing import Any
+    \from numpy.typing import DTypeLike
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = ...) -> NDArray[Any]:
+        \doc
+
+_backend.ShmCommunicator.__enter__:
+    def __enter__(self) -> ShmCommunicator: ...
+
+_backend.ShmCommunicator.__exit__:
+    \from types import TracebackType
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+_backend.NcclRank.group:
+    \from collections.abc import Callable
+    def group(self, stream: int | None, calls: Callable[[], None]) -> NcclOperation:
+        \doc
+
+_backend.EngineLayer.neg_var_w_counter:
+    @property
+    def neg_var_w_counter(self) -> NDArray[numpy.int32]:
+        \doc
+
+_backend.EngineLayer.vector:
+    def vector(self, name: str) -> NDArray[numpy.float32]:
+        \doc
+
+_backend.batch_norm_statistics:
+    def batch_norm_statistics(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], float, float, NDArray[numpy.uint8]]:
+        \doc
+
+_backend.hidden_states:
+    def hidden_states(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], NDArray[numpy.float32]]:
+        \doc
+
+_backend.delta_states:
+    def delta_states(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32]]:
+        \doc
+
+_backend.layers_in_cuda_resnet_block:
+    def layers_in_cuda_resnet_block(address: int) -> tuple[int, int]:
+        \doc
+
+_backend.cuda_batch_norm_statistics:
+    def cuda_batch_norm_statistics(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], NDArray[numpy.uint8], int, int]:
+        \doc
+
+_backend.Parameters.blocks:
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        \doc
+
+_backend.CAP_FACTORS:
+    CAP_FACTORS: tuple[tuple[int, float], ...]
