@@ -17,7 +17,8 @@ from torch import Tensor
 from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Lost, nothing_lost
-from tagi_ddp.optim.daso.vectors import NotFinite, all_finite, vectors_of
+from tagi_ddp.optim.daso.finite import NotFinite, all_finite
+from tagi_ddp.optim.flat import Flat
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Nodes:
     ) -> None:
         """Take what the tensors hold as the base."""
         self._levels = levels
-        self._vectors = vectors_of(floats)
+        self._vectors = _by_precision(floats)
         self._integers = integers
         self._limit = limit
         self._weight = weight
@@ -202,6 +203,16 @@ class Nodes:
                 for (mean, lost), device in zip(flight["means"], devices, strict=False)
             ]
             self._flight = Flight(flight["group"], arrived)
+
+
+def _by_precision(tensors: Iterable[Tensor]) -> list[Flat]:
+    """Return them as vectors of float64, where they are, and of float32."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            groups.setdefault((wide, tensor.device), []).append(tensor)
+    return [Flat(group, *kind) for kind, group in groups.items()]
 
 
 def _sizes(

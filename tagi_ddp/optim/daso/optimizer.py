@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from tagi_ddp.checks import real
 from tagi_ddp.optim.daso.arguments import Arguments
 from tagi_ddp.optim.daso.attributes import Attributes
+from tagi_ddp.optim.daso.finite import NotFinite
 from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.daso.ranks import Ranks, adopt
 from tagi_ddp.optim.daso.update import Update
-from tagi_ddp.optim.daso.vectors import NotFinite
 from tagi_ddp.optim.schedule import Sync
 
 
@@ -253,7 +253,7 @@ class DASO(Attributes):
         value = _number(loss)
         with self._ranks.or_abort():
             if self._nodes is not None and 0 < self._batch != self._last_batch:
-                self._meet_early(self._nodes)
+                self._synchronize_early(self._nodes)
             shared = torch.tensor([value], dtype=torch.float64, device=self.comm.device)
             if loss_globally_averaged:
                 self.comm.broadcast(shared)  # as it may differ in the last bits
@@ -271,8 +271,8 @@ class DASO(Attributes):
         )
 
     @torch.no_grad()
-    def _meet_early(self, nodes: Nodes) -> None:
-        self._node.meet()
+    def _synchronize_early(self, nodes: Nodes) -> None:
+        self._node.vote()
         self._node.average([])
         if self._apart:
             self._node.average_parameters()

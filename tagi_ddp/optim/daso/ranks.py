@@ -7,12 +7,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator, init
+from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.communicators.init import is_made_for
-
-
-class AllRanksRaise(Exception):
-    """An error of all ranks at the same place, so that none need tell the others."""
 
 
 class Ranks:

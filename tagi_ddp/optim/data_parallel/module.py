@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
 from tagi_ddp.communicators.init import is_made_for
+from tagi_ddp.optim.changes import Changes
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
-from tagi_ddp.optim.data_parallel.updates import (
-    BlockingUpdates,
-    Buffers,
-    LaggingUpdates,
-)
+from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
 
 
 class DataParallel(nn.Module):
@@ -87,7 +84,7 @@ class DataParallel(nn.Module):
         optimized = [p for optimizer in self._optimizers for p in optimizer.params_ref]
         tensors = dict.fromkeys([*module.parameters(), *module.buffers(), *optimized])
         broadcast_in_place(tensors, self._comm)
-        buffers = Buffers(module, self._comm)
+        buffers = buffers_of(module, self._comm)
         for optimizer in self._optimizers:
             updates = self._make_updates(optimizer.torch_optimizer, buffers)
             optimizer.attach(updates, self._or_abort)
@@ -96,7 +93,7 @@ class DataParallel(nn.Module):
             self._hook(module)
 
     def _make_updates(
-        self, optimizer: torch.optim.Optimizer, buffers: Buffers
+        self, optimizer: torch.optim.Optimizer, buffers: Changes
     ) -> BlockingUpdates | LaggingUpdates:
         if self.blocking:
             return BlockingUpdates(optimizer, self._comm, buffers)
