@@ -24,7 +24,7 @@ class Flat:
 
     def parts(self, vector: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Return each tensor and its part of the vector, a view in the tensor's shape."""
-        parts = vector.split([tensor.numel() for tensor in self.tensors])
+        parts = torch.split(vector, [tensor.numel() for tensor in self.tensors])
         for tensor, part in zip(self.tensors, parts, strict=True):
             yield tensor, part.view(tensor.shape)
 

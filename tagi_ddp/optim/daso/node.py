@@ -30,14 +30,14 @@ class Tensors:
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
         """Collect them."""
-        known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {id(parameter) for parameter in known}
         named = [] if model is None else list(model.named_parameters())
         buffers = [] if model is None else list(model.named_buffers())
         others = [pair for pair in named if id(pair[1]) not in numbers]
         self._named = [*((f"parameter {i}", p) for i, p in enumerate(known)), *others, *buffers]
         self.parameters: list[Tensor] = [p for p in known if p.requires_grad]
-        self.floats = [p for _, p in others if p.requires_grad]
+        self.floats: list[Tensor] = [p for _, p in others if p.requires_grad]
         self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
         self.integers = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
         if any(tensor.is_complex() for tensor in (*self.parameters, *self.floats)):
