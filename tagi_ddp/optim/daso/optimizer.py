@@ -218,7 +218,7 @@ class DASO(Settings, Closing):
         self.progress()
 
     def progress(self) -> None:
-        """Let what is under way between nodes go on, without waiting for anything."""
+        """Let what is in flight between nodes go on, without waiting for anything."""
         if self._nodes is not None and self._nodes.busy:
             with self._or_abort():
                 self._nodes.progress()
@@ -314,7 +314,7 @@ class DASO(Settings, Closing):
         nodes.average()
 
     def reset(self) -> None:
-        """Go back to the first epoch and the first skips; what is under way is dropped."""
+        """Go back to the first epoch and the first skips; what is in flight is dropped."""
         with self._or_abort():
             self._drop()
         self._schedule = self._new_schedule()
@@ -327,12 +327,12 @@ class DASO(Settings, Closing):
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to go on from here, on this rank.
 
-        Every rank saves its own, and its model's beside it. Waits for what is under way.
+        Every rank saves its own, and its model's beside it. Waits for what is in flight.
         """
         with self._or_abort():
             nodes = None if self._nodes is None else self._nodes.state_dict()
         return {
-            "place": [self.comm.rank, self.comm.size, self.loc_gpus],
+            "layout": [self.comm.rank, self.comm.size, self.loc_gpus],
             "schedule": self._schedule.state_dict(),
             "batch": self._batch,
             "last_batch": self._last_batch,
@@ -364,10 +364,10 @@ class DASO(Settings, Closing):
         """Raise ValueError if ``state`` is not for this rank and these arguments."""
         if missing := self.state_dict().keys() - state.keys():
             raise ValueError(f"state lacks {sorted(missing)}; give what state_dict returned")
-        place = [self.comm.rank, self.comm.size, self.loc_gpus]
-        if state["place"] != place:
+        layout = [self.comm.rank, self.comm.size, self.loc_gpus]
+        if state["layout"] != layout:
             raise ValueError(
-                f"state is of [rank, ranks, ranks of a node] {state['place']}, this is {place}"
+                f"state is of [rank, ranks, ranks of a node] {state['layout']}, this is {layout}"
             )
         self._update.check(state)
 
