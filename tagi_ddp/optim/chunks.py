@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, ReduceOp, Work
+from tagi_ddp.optim.flat import Flat
 
 LIMIT = 10_000_000
 """The default number of elements of a chunk."""
@@ -104,23 +105,19 @@ class _Chunk:
         """Return the buffer with what the tensors hold now; a lone piece is its own buffer."""
         if len(self.pieces) == 1 and self.pieces[0].device == self.device:
             return self.pieces[0]
-        count = sum(piece.numel() for piece in self.pieces)
-        self.buffer = torch.empty(count, dtype=self.pieces[0].dtype, device=self.device)
-        for part, piece in zip(self._parts(self.buffer), self.pieces, strict=True):
-            part.copy_(piece)
+        self.buffer = self._flat().read()
         return self.buffer
 
     def store(self) -> None:
         """Write the buffer back to the tensors, and free it."""
         if self.buffer is not None:
-            for part, piece in zip(self._parts(self.buffer), self.pieces, strict=True):
-                piece.copy_(part)
+            self._flat().write(self.buffer)
             self.buffer = None
         for flat, tensor in self.copies:
             tensor.copy_(flat.view(tensor.shape))
 
-    def _parts(self, buffer: Tensor) -> Sequence[Tensor]:
-        return buffer.split([piece.numel() for piece in self.pieces])
+    def _flat(self) -> Flat:
+        return Flat(self.pieces, self.pieces[0].dtype, self.device)
 
 
 def _chunks(tensors: Iterable[Tensor], communicator: Communicator, limit: int) -> Iterator[_Chunk]:

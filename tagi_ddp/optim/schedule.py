@@ -37,7 +37,7 @@ class Sync:
 
     local: the ranks of each node synchronize.
     merge: what a global group sent so many batches ago is merged; 0: there is nothing to merge.
-    send: the number of this sending in the epoch, from 0, to be merged later; None: nobody sends.
+    send: the number of this sending in the epoch, from 0, to be merged later; None: no group sends.
         Global groups take turns: that number modulo their number.
     blocking: all ranks of all nodes average, and wait for one another.
     """
@@ -49,12 +49,12 @@ class Sync:
 
 
 class SyncSchedule:
-    """Tells after each batch who synchronizes.
+    """Tells after each batch which ranks synchronize.
 
     The first ``warmup_epochs`` and the last ``cooldown_epochs`` synchronize all ranks after every
     batch. The epochs between them cycle: they begin with the longest skips, which are shortened
     whenever the loss has been stable for two epochs, down to 1, and then begin again. The last
-    batch of each epoch synchronizes all ranks, so that nothing is under way between epochs.
+    batch of each epoch synchronizes all ranks, so that nothing is in flight between epochs.
 
     Args:
         total_epochs: the number of epochs, 1 or more.

@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
 from torch.distributed.fsdp import ShardingStrategy
 
-from tagi_ddp.checks import integer, real
+from tagi_ddp.checks import integer
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, OmegaConf
 
 C = TypeVar("C", bound="Config")
 
 MISSING = "???"  # of a field that must be given
+EXP_NAME = "${ml.exp_name:null}"  # of an experiment called as the run
+
+_TAKES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 class Config:
     """Base of dataclasses whose fields are checked when they are made and when they are changed.
 
-    Fields of type bool, int, float, str, an enum, one of these or None, and nested configurations
-    are checked; an enum takes its members, their names and their numbers, a nested configuration a
-    mapping too. ``metadata={"low": 1}`` of an integer's field is the least that it takes.
+    OmegaConf knows their types, and converts what it can: "yes" to True, "3" to 3, names and
+    numbers to members of an enum. A nested configuration takes a mapping too. In files and
+    arguments "${name}" stands for what they give to another setting.
+    ``metadata={"low": 1}`` of an integer's field is the least that it takes.
 
     Raises TypeError or ValueError that names the field, what it got and what it takes.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """Return the settings of a mapping, nested ones from nested mappings."""
-        known = _hints(cls)
         for name in values:
-            if name not in known:
-                raise ValueError(f"{name} is no setting; there are {', '.join(known)}")
+            if name not in cls._hints():
+                raise ValueError(f"{name} is no setting; there are {', '.join(cls._hints())}")
         return cls(**values)
 
     @classmethod
     def from_yaml(cls: type[C], path: str | Path) -> C:
         """Return the settings of a YAML file; the errors name the file, too."""
-        yaml = _yaml()
+        values = _read(_omegaconf().load, path)
         try:
-            values = yaml.safe_load(Path(path).read_text())
-            if not isinstance(values, Mapping | None):
-                raise TypeError(f"expected names and values, got {values!r}")
-            return cls.from_dict(values or {})
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is no YAML: {error}") from error
+            return cls.from_dict(values)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}: {error}") from error
 
@@ -59,34 +63,28 @@ class Config:
 
         Of two arguments for one setting the last counts.
         """
-        yaml = _yaml()
-        values: dict[str, Any] = {}
-        for arg in args:
-            path, equals, text = arg.partition("=")
-            if not equals:
-                raise ValueError(f"an argument must be name=value, got {arg!r}")
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(f"{path} must be YAML, got {text!r}: {error}") from error
-            *parents, name = path.split(".")
-            place = values
-            for parent in parents:
-                if not isinstance(place.setdefault(parent, {}), dict):
-                    raise ValueError(f"{arg!r}: {parent} has a value already")
-                place = place[parent]
-            place[name] = value
-        return cls.from_dict(values)
+        return cls.from_dict(_read(_omegaconf().from_dotlist, list(args)))
+
+    @classmethod
+    @functools.cache
+    def _hints(cls) -> dict[str, Any]:
+        """Return the fields' types by their names, in order."""
+        hints = typing.get_type_hints(cls)
+        return {name: hints[name] for name in cls.__dataclass_fields__}
+
+    @classmethod
+    @functools.cache
+    def _template(cls) -> DictConfig:
+        config: DictConfig = _omegaconf().structured(cls, flags={"allow_objects": True})
+        return config
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check and set a field."""
-        hints = _hints(type(self))
-        if name not in hints:
-            raise AttributeError(f"{name} is no setting; there are {', '.join(hints)}")
-        value = _checked(name, hints[name], value)
-        low = _lows(type(self)).get(name)
-        if low is not None and value is not None:
-            integer(name, value, low)
+        kind = type(self)
+        if name not in kind._hints():
+            raise AttributeError(f"{name} is no setting; there are {', '.join(kind._hints())}")
+        if value is not getattr(kind, name, kind):  # the default
+            value = _checked(kind, name, value)
         object.__setattr__(self, name, value)
 
 
@@ -111,68 +109,72 @@ class ParallelConfig(Config):
     sync_module_states: bool = True
 
 
-def _checked(name: str, hint: Any, value: Any) -> Any:
+def _read(load: Callable[[Any], Any], source: Any) -> dict[str, Any]:
+    """Return settings with what interpolations stand for, but for `EXP_NAME`."""
+    omegaconf = _omegaconf()
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        values = omegaconf.to_container(load(source))
+        if not isinstance(values, dict):
+            raise TypeError(f"{source}: expected names and values, got {values!r}")
+        given = {str(name): value for name, value in values.items() if value != EXP_NAME}
+        resolved = omegaconf.to_container(omegaconf.create(given), resolve=True)
+    except YAMLError as error:
+        raise ValueError(f"{source} is no YAML: {error}") from error
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{source}: {error.full_key}: {error.msg}") from error
+    return typing.cast(dict[str, Any], resolved)
+
+
+def _checked(kind: type[Config], name: str, value: Any) -> Any:
     """Return the value as the field keeps it."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is Union:
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        others = [option for option in options if option is not type(None)]
-        return _checked(name, others[0], value) if len(others) == 1 else value
-    if hint is int:
-        return integer(name, value)
-    if hint is float:
-        return real(name, value)
-    if hint in (bool, str):
-        if not isinstance(value, hint):
-            takes = "true or false" if hint is bool else "a string"
-            raise TypeError(f"{name} must be {takes}, got {value!r}")
-        return value
-    if not isinstance(hint, type):
-        return value
-    if issubclass(hint, Enum):
-        return _member(name, hint, value)
-    if issubclass(hint, Config) and not isinstance(value, hint):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{name} must be a {hint.__name__} or a mapping, got {value!r}")
+    hint = kind._hints()[name]
+    if isinstance(hint, type) and issubclass(hint, Config) and isinstance(value, Mapping):
         try:
             return hint.from_dict(value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}.{error}") from error
-    return value
+    if type(value) is not hint:  # most values from code need no conversion
+        value = _converted(kind, name, value)
+    low = kind.__dataclass_fields__[name].metadata.get("low")
+    return value if low is None or value is None else integer(name, value, low)
 
 
-def _member(name: str, kind: type[Enum], value: Any) -> Enum:
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value in kind.__members__:
-        return kind[value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        for member in kind:
-            if member.value == value:
-                return member
-    takes = ", ".join(f"{member.name} ({member.value})" for member in kind)
-    raise ValueError(f"{name} must be one of {takes}, got {value!r}")
+def _converted(kind: type[Config], name: str, value: Any) -> Any:
+    """Return what OmegaConf makes of the value; this is where its errors become ours."""
+    omegaconf, config = _omegaconf(), copy.deepcopy(kind._template())
+    from omegaconf.errors import OmegaConfBaseException
 
-
-@functools.cache
-def _hints(kind: type[Config]) -> dict[str, Any]:
-    """Return the fields' types by their names, in order."""
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}  # type: ignore[arg-type]
-
-
-@functools.cache
-def _lows(kind: type[Config]) -> dict[str, int]:
-    found = fields(kind)  # type: ignore[arg-type]
-    return {field.name: field.metadata["low"] for field in found if "low" in field.metadata}
-
-
-def _yaml() -> types.ModuleType:
+    plain = value.item() if isinstance(value, np.generic) else value
     try:
-        import yaml
+        omegaconf.update(config, name, plain, merge=False)
+        found = config[name]
+    except OmegaConfBaseException as error:
+        takes = _takes(kind._hints()[name])
+        wrong = ValueError if takes.startswith("one of") and value is not None else TypeError
+        raise wrong(f"{name} must be {takes}, got {value!r}") from error
+    if isinstance(value, Config):
+        return value
+    return omegaconf.to_container(found) if omegaconf.is_config(found) else found
+
+
+def _takes(kind: Any) -> str:
+    """Return what a field of a type takes, in words."""
+    options = typing.get_args(kind)
+    if len(options) == 2 and type(None) in options:
+        return _takes(next(option for option in options if option is not type(None)))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of " + ", ".join(f"{member.name} ({member.value})" for member in kind)
+    if isinstance(kind, type) and issubclass(kind, Config):
+        return f"a {kind.__name__} or a mapping"
+    return _TAKES.get(kind, str(kind))
+
+
+def _omegaconf() -> type[OmegaConf]:
+    try:
+        from omegaconf import OmegaConf
     except ImportError as error:
-        raise ImportError(
-            "reading settings needs PyYAML: pip install 'tagi-ddp[parallel]'"
-        ) from error
-    return yaml
+        raise ImportError("settings need omegaconf: pip install 'tagi-ddp[parallel]'") from error
+    return OmegaConf

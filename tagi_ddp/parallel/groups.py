@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, meeting_point
 from tagi_ddp.torch_backend.process_group import ProcessGroup
@@ -98,8 +99,8 @@ def give_up(error: BaseException) -> None:
     The default group is of no use after that.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if isinstance(group, ProcessGroup) and not isinstance(error, CommunicatorError):
-        group.communicator.abort(f"{type(error).__name__}: {error}")
+    if isinstance(group, ProcessGroup):
+        abort((group.communicator,), error)
 
 
 def _leave(made: weakref.ref[dist.ProcessGroup]) -> None:

@@ -49,7 +49,7 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
             return TaskModel(task, accelerate(model))
         return dp(task_model, self.config.parallel)
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         return groups.rank_and_size()
 
 

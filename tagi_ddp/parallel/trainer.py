@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -16,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tagi_ddp.checks import integer
+from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.batches import Data, check_shares, length_of, take
 from tagi_ddp.parallel.checkpoints import Checkpoints, State
-from tagi_ddp.parallel.config import MISSING, Config
+from tagi_ddp.parallel.config import EXP_NAME, MISSING, Config
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
-EXP_NAME = "${ml.exp_name:null}"  # which means: the name
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -65,7 +64,7 @@ class BaseTrainerConfig(Config):
 TrainerConfigT = TypeVar("TrainerConfigT", bound=BaseTrainerConfig)
 
 
-class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
+class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     """Trains a task's model; a context manager, which leaves a Sequential's group at its end.
 
     Files are ``exp_dir/checkpoints/ckpt.<steps>.pt``, ``ckpt.pt``, a link to the last one, and
@@ -146,7 +145,8 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
             ]
             self._save(task_model)
         except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
+            self._give_up(error)
+            self.close()
             raise
         return losses
 
@@ -181,33 +181,24 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
 
     def close(self) -> None:
         """Leave the group of a Sequential; the model stays usable on its own."""
-        self.__exit__(None, None, None)
-
-    def __enter__(self) -> BaseTrainer[TrainerConfigT, ModelT, TaskT]:
-        """Return the trainer itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; after an error the other ranks learn it, if their group can tell them."""
-        if error is not None and self.task_model is not None and self._network is None:
-            groups.give_up(error)
         self.task_model, self._of, self._network = None, (None, None), None
-        self._open.__exit__(kind, error, trace)
+        self._open.close()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let the other ranks learn of the error, if their group can tell them."""
+        if self.task_model is not None and self._network is None:
+            groups.give_up(error)
+        self._open.__exit__(type(error), error, error.__traceback__)
 
     @property
     def rank(self) -> int:
         """The number of this process."""
-        return self._place()[0]
+        return self._rank_and_size()[0]
 
     @property
     def world_size(self) -> int:
         """The number of processes that train together."""
-        return self._place()[1]
+        return self._rank_and_size()[1]
 
     # --- what a mixin changes -----------------------------------------------------------------
 
@@ -215,7 +206,7 @@ class BaseTrainer(Generic[TrainerConfigT, ModelT, TaskT]):
         """Return a `TaskModel` of both, or what wraps one."""
         return TaskModel(task, model)
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""
         return 0, 1
 

@@ -1,7 +1,7 @@
 """Tensors split along any dimension, over communicators, whose buffers are flat.
 
 On the way a tensor's parts lie one after the other, each in the order of the memory format that
-the ranks agreed on. Where a tensor's memory is like that already, it travels without a copy.
+all ranks have. Where a tensor's memory is like that already, it travels without a copy.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.sharding.groups import Agreed, agree, communicator
-from tagi_ddp.sharding.shapes import Split
+from tagi_ddp.sharding.groups import Group, Vote, communicator, vote
+from tagi_ddp.sharding.shapes import Split, whole_of
 from tagi_ddp.sharding.utils import get_memory_format
 
 T = TypeVar("T")
@@ -32,13 +31,16 @@ def apply(
     backward: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return ``forward(tensor)``, whose gradient is ``backward`` of the gradient that comes."""
-    return _Exchange.apply(tensor, forward, backward)
+    result: torch.Tensor = _Exchange.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return result
 
 
 def uncompiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return the function as torch.compile, if it looks, must take it: as it is."""
-    # torch.compiler.disable takes a second to import what it needs.
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+    if not torch.compiler.is_compiling():  # what follows takes a second to import what it needs
+        return function
+    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,45 +85,35 @@ class Wire:
 
     def gather(self, part: torch.Tensor, split: Split) -> torch.Tensor:
         """Return the whole, of shape ``split.shape``, from every rank's part."""
-        source = self._pack(part, split.dim, [part.shape[split.dim]])
-        target = _Arrival(self, part, split.shape, split.dim, split.sizes)
-        self._run(self._comm.all_gather, source, target.flat, target.counts)
-        return target.tensor()
+        source = self._pack(part, whole_of(part.shape))
+        target = source.new_empty(sum(split.counts))
+        self._run(self._comm.all_gather, source, target, split.counts)
+        return self._unpack(target, part, split)
 
     def reduce_scatter(self, whole: torch.Tensor, split: Split) -> torch.Tensor:
         """Return this rank's part of the sum of every rank's ``whole``."""
         rank = self._comm.rank
-        source = self._pack(whole, split.dim, split.sizes)
-        target = _Arrival(self, whole, split.part(rank), split.dim, [split.sizes[rank]])
-        self._run(
-            self._comm.reduce_scatter,
-            source,
-            target.flat,
-            _counts(split.shape, split.dim, split.sizes),
-        )
-        return target.tensor()
+        source = self._pack(whole, split)
+        target = source.new_empty(split.counts[rank])
+        self._run(self._comm.reduce_scatter, source, target, split.counts)
+        return self._unpack(target, whole, whole_of(split.part(rank)))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``tensor``."""
-        flat = tensor.reshape(-1) if tensor.dim() == 0 else tensor
-        source = self._pack(flat, 0, [flat.shape[0]])
-        target = _Arrival(self, tensor, flat.shape, 0, [flat.shape[0]])
-        self._run(self._comm.all_reduce, source, "sum", out=target.flat)
-        return target.tensor().view(tensor.shape)
+        source = self._pack(tensor, whole_of(tensor.shape))
+        target = torch.empty_like(source)
+        self._run(self._comm.all_reduce, source, "sum", out=target)
+        return self._unpack(target, tensor, whole_of(tensor.shape))
 
-    def all_to_all(self, tensor: torch.Tensor, split: Split, joined: Split) -> torch.Tensor:
+    def all_to_all(self, tensor: torch.Tensor, split: Split, gathered: Split) -> torch.Tensor:
         """Return the parts for this rank of every rank's tensor, put together.
 
-        ``split`` says how this rank's tensor is split, ``joined`` how what it returns is.
+        ``split`` says how this rank's tensor is split, ``gathered`` how what it returns is.
         """
-        rank = self._comm.rank  # whose own part stays
-        source = self._pack(tensor, split.dim, split.sizes, rank)
-        target = _Arrival(self, tensor, joined.shape, joined.dim, joined.sizes, rank)
-        sent = _counts(split.shape, split.dim, split.sizes, rank)
-        self._run(self._comm.all_to_all, source, target.flat, sent, target.counts)
-        out = target.tensor()
-        out.narrow(*joined.slice(rank)).copy_(tensor.narrow(*split.slice(rank)))
-        return out
+        source = self._pack(tensor, split)
+        target = source.new_empty(sum(gathered.counts))
+        self._run(self._comm.all_to_all, source, target, split.counts, gathered.counts)
+        return self._unpack(target, tensor, gathered)
 
     def _run(self, operation: Callable[..., Any], *args: Any, **options: Any) -> None:
         if self._comm.device == "cpu":
@@ -133,126 +125,61 @@ class Wire:
         """Tell whether a tensor must go by way of the host."""
         return tensor.is_cuda and self._comm.device == "cpu"
 
-    def inner(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view with the dimensions in the order in which they travel."""
-        return tensor.permute(_ORDERS.get(self._wire, tuple(range(tensor.dim()))))
+    def _order(self, dimensions: int) -> tuple[int, ...]:
+        """Return the dimensions in the order in which they travel."""
+        return _ORDERS.get(self._wire, tuple(range(dimensions)))
 
-    def at(self, dim: int) -> int:
-        """Return where in that order ``dim`` is."""
-        return _ORDERS[self._wire].index(dim) if self._wire in _ORDERS else dim
+    def _pack(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
+        """Return the parts of ``tensor``, one after the other; without a copy if they lie so."""
+        order = self._order(tensor.dim())
+        inner = tensor.permute(order)
+        if _in_a_row(inner.shape, order, split):
+            flat = inner.contiguous().view(-1)
+        else:
+            flat = inner.new_empty(inner.numel())
+            at = order.index(split.dim)
+            parts = torch.split(inner, list(split.sizes), at)
+            for there, part in zip(_parts(flat, inner.shape, at, split), parts, strict=True):
+                there.copy_(part)
+        return flat.cpu() if self.staged(tensor) else flat
 
-    def empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return memory for what comes out."""
-        return torch.empty(
-            tuple(shape), dtype=like.dtype, device=like.device, memory_format=self.own
-        )
+    def _unpack(self, flat: torch.Tensor, like: torch.Tensor, split: Split) -> torch.Tensor:
+        """Return the tensor of which `_pack` would make ``flat``; without a copy if it can.
 
-    def _pack(
-        self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], absent: int | None = None
-    ) -> torch.Tensor:
-        """Return the parts of ``tensor``, one after the other, without a copy if they lie so.
-
-        That of rank ``absent`` is left out.
+        It lies on the device of ``like``, in this rank's memory format.
         """
-        inner, at = self.inner(tensor), self.at(dim)
-        place = "cpu" if self.staged(tensor) else None
-        if _in_a_row(inner, at, sizes):
-            flat = _without(inner.contiguous().view(-1), _counts(inner.shape, at, sizes), absent)
-            if flat is not None:
-                return flat.cpu() if place else flat
-        flat = inner.new_empty(sum(_counts(inner.shape, at, sizes, absent)), device=place)
-        _copy_parts(inner, at, sizes, absent, flat, lambda part, there: there.copy_(part))
-        return flat
+        flat = flat.to(like.device)
+        order = self._order(len(split.shape))
+        inner_shape = [split.shape[dim] for dim in order]
+        if _in_a_row(inner_shape, order, split):
+            inner = flat.view(inner_shape)
+        else:
+            at = order.index(split.dim)
+            inner = torch.cat(_parts(flat, inner_shape, at, split), at)
+        outer = inner.permute([order.index(dim) for dim in range(len(order))])
+        return outer.contiguous(memory_format=self.own)
 
 
-def meet(
+def handshake(
     name: str,
     tensor: torch.Tensor,
-    group: Communicator | ProcessGroup,
+    group: Group,
     check: Callable[[], T],
     number: Callable[[], int] = int,
-) -> tuple[Wire, Agreed[T]]:
-    """Return a wire for all ranks' tensors, and what the ranks have agreed on; see `agree`."""
-    agreed = agree(communicator(group, torch.device("cpu")), name, tensor, check, number)
-    return Wire(communicator(group, tensor.device), agreed.wire, agreed.own), agreed
+) -> tuple[Wire, Vote[T]]:
+    """Return a wire for all ranks' tensors, and what the ranks have said; see `vote`."""
+    said = vote(communicator(group, torch.device("cpu")), name, tensor, check, number)
+    return Wire(communicator(group, tensor.device), said.wire, said.own), said
 
 
-class _Arrival:
-    """Memory for the parts of a tensor, one after the other, and the tensor made of them."""
-
-    def __init__(
-        self,
-        wire: Wire,
-        like: torch.Tensor,
-        shape: Sequence[int],
-        dim: int,
-        sizes: Sequence[int],
-        absent: int | None = None,
-    ) -> None:
-        """Make room for the parts of ``sizes``, but for that of rank ``absent``."""
-        self.counts = _counts(shape, dim, sizes, absent)
-        self._out = wire.empty(like, shape)
-        self._inner, self._at = wire.inner(self._out), wire.at(dim)
-        self._sizes, self._absent = sizes, absent
-        staged = wire.staged(like)
-        flat = None
-        if _in_a_row(self._inner, self._at, sizes) and self._inner.is_contiguous() and not staged:
-            flat = _without(self._inner.view(-1), _counts(shape, dim, sizes), absent)
-        self._direct = flat is not None
-        self.flat = (
-            like.new_empty(sum(self.counts), device="cpu" if staged else None)
-            if flat is None
-            else flat
-        )
-
-    def tensor(self) -> torch.Tensor:
-        """Return the tensor, once the parts are there."""
-        if not self._direct:
-            _copy_parts(
-                self._inner,
-                self._at,
-                self._sizes,
-                self._absent,
-                self.flat,
-                lambda part, there: part.copy_(there),
-            )
-        return self._out
-
-
-def _in_a_row(inner: torch.Tensor, at: int, sizes: Sequence[int]) -> bool:
+def _in_a_row(shape: Sequence[int], order: Sequence[int], split: Split) -> bool:
     """Tell whether the parts of a contiguous tensor lie one after the other."""
-    return len(sizes) == 1 or math.prod(inner.shape[:at]) <= 1
+    return len(split.sizes) == 1 or math.prod(shape[: order.index(split.dim)]) <= 1
 
 
-def _counts(
-    shape: Sequence[int], dim: int, sizes: Sequence[int], absent: int | None = None
-) -> list[int]:
-    """Return the number of elements of each part, 0 for that of rank ``absent``."""
-    rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-    return [size * rest if rank != absent else 0 for rank, size in enumerate(sizes)]
-
-
-def _without(flat: torch.Tensor, counts: list[int], absent: int | None) -> torch.Tensor | None:
-    """Return ``flat`` without the part of rank ``absent``, unless that lies in the middle."""
-    if absent is None:
-        return flat
-    start = sum(counts[:absent])
-    stop = start + counts[absent]
-    if start == 0:
-        return flat[stop:]
-    return flat[:start] if stop == flat.numel() else None
-
-
-def _copy_parts(
-    inner: torch.Tensor,
-    at: int,
-    sizes: Sequence[int],
-    absent: int | None,
-    flat: torch.Tensor,
-    copy: Callable[[torch.Tensor, torch.Tensor], Any],
-) -> None:
-    start = 0
-    for rank, part in enumerate(inner.split(list(sizes), at)):
-        if rank != absent:
-            copy(part, flat.narrow(0, start, part.numel()).view(part.shape))
-            start += part.numel()
+def _parts(flat: torch.Tensor, shape: Sequence[int], at: int, split: Split) -> list[torch.Tensor]:
+    """Return views of the parts in ``flat``, as which a tensor of ``shape`` is split at ``at``."""
+    return [
+        part.view(*shape[:at], size, *shape[at + 1 :])
+        for part, size in zip(torch.split(flat, split.counts), split.sizes, strict=True)
+    ]

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tagi_ddp.sharding.collectives import Wire, apply, meet, own_copy, own_part, uncompiled
-from tagi_ddp.sharding.groups import Group, communicator, place
+from tagi_ddp.sharding.collectives import Wire, apply, handshake, own_copy, own_part, uncompiled
+from tagi_ddp.sharding.groups import Group, communicator, rank_and_size
 from tagi_ddp.sharding.shapes import split_of, split_of_whole
 from tagi_ddp.sharding.utils import get_memory_format
 
@@ -32,35 +32,35 @@ def shard_tensor(
     Backward gathers the ranks' gradients; with ``gather_in_backward=False`` it does not
     communicate either, and the gradient is zero outside of this rank's part.
     """
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard)(input_, dim, shapes, mgroup, gather_in_backward)
 
 
 def gather_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
-    """Return all ranks' parts, joined along ``dim``.
+    """Return all ranks' parts, concatenated along ``dim``.
 
     Backward keeps this rank's part of the gradient: right where all ranks then do the same.
     """
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_gather)("gather_tensor", input_, dim, shapes, mgroup)
 
 
 def sync_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
-    """Return all ranks' parts, joined along ``dim``.
+    """Return all ranks' parts, concatenated along ``dim``.
 
     Backward sums the ranks' gradients and keeps this rank's part: right where the ranks then do
     different things.
     """
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_gather)("sync_tensor", input_, dim, shapes, mgroup)
 
 
 def reduce_tensor(input_: torch.Tensor, mgroup: Group) -> torch.Tensor:
     """Return the sum of all ranks' ``input_``; backward passes the gradient on."""
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_reduce)(input_, mgroup)
 
@@ -72,7 +72,7 @@ def reduce_shard_tensor(
 
     Backward gathers the ranks' gradients.
     """
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_reduce_shard)(input_, dim, shapes, mgroup)
 
@@ -80,7 +80,7 @@ def reduce_shard_tensor(
 def _shard(
     input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group, gather_in_backward: bool
 ) -> torch.Tensor:
-    rank, _ = where = place(mgroup)
+    rank, _ = where = rank_and_size(mgroup)
     split = split_of_whole(input_, dim, shapes, where)
     own = get_memory_format(input_)
 
@@ -106,9 +106,9 @@ def _shard(
 def _gather(
     name: str, input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group
 ) -> torch.Tensor:
-    rank, _ = where = place(mgroup)
-    wire, agreed = meet(name, input_, mgroup, lambda: split_of(input_, dim, shapes, where))
-    split = agreed.common
+    rank, _ = where = rank_and_size(mgroup)
+    wire, vote = handshake(name, input_, mgroup, lambda: split_of(input_, dim, shapes, where))
+    split = vote.common
 
     def backward(gradient: torch.Tensor) -> torch.Tensor:
         if name == "sync_tensor":
@@ -119,16 +119,16 @@ def _gather(
 
 
 def _reduce(input_: torch.Tensor, mgroup: Group) -> torch.Tensor:
-    wire, _ = meet("reduce_tensor", input_, mgroup, lambda: tuple(input_.shape))
+    wire, _ = handshake("reduce_tensor", input_, mgroup, lambda: tuple(input_.shape))
     return apply(input_, wire.all_reduce, lambda gradient: gradient)
 
 
 def _reduce_shard(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
-    where = place(mgroup)
-    wire, agreed = meet(
+    where = rank_and_size(mgroup)
+    wire, vote = handshake(
         "reduce_shard_tensor", input_, mgroup, lambda: split_of_whole(input_, dim, shapes, where)
     )
-    split = agreed.common
+    split = vote.common
     return apply(
         input_,
         lambda whole: wire.reduce_scatter(whole, split),

@@ -1,4 +1,4 @@
-"""Who takes part: a communicator, a torch process group, or nobody else."""
+"""The ranks that take part: a communicator, a torch process group, or this process alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _wrapped: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Communicator]] = (
 )
 
 
-def place(group: Group) -> tuple[int, int]:
+def rank_and_size(group: Group) -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) for None."""
     if group is None:
         return 0, 1
@@ -49,7 +49,7 @@ def place(group: Group) -> tuple[int, int]:
     return comm.rank, comm.size
 
 
-def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Communicator:
+def communicator(group: Group, device: torch.device) -> Communicator:
     """Return the group's communicator for tensors on ``device``.
 
     The first call for a process group and a kind of device connects its ranks, which all call it.
@@ -66,16 +66,16 @@ def communicator(group: Communicator | ProcessGroup, device: torch.device) -> Co
     return known[str(device) if device.type != "cpu" else "cpu"]
 
 
-def _own(comm: Communicator) -> Communicator:
+def _own(comm: Communicator | None) -> Communicator:
     """Return ``comm``; raise TypeError if it is not a communicator."""
-    if type(comm) not in _kinds:  # comparing with the protocol takes longer than a small operation
-        if not isinstance(comm, Communicator):
-            raise TypeError(
-                "mgroup must be a communicator or a torch.distributed.ProcessGroup, got "
-                f"{type(comm).__name__}; as_communicator() wraps one of mpi4py"
-            )
+    # Comparing with the protocol takes longer than a small operation.
+    if comm is not None and (type(comm) in _kinds or isinstance(comm, Communicator)):
         _kinds.add(type(comm))
-    return comm
+        return comm
+    raise TypeError(
+        "mgroup must be a communicator or a torch.distributed.ProcessGroup, got "
+        f"{type(comm).__name__}; as_communicator() wraps one of mpi4py"
+    )
 
 
 def _on_device(host: Communicator, device: torch.device) -> Communicator:
@@ -100,7 +100,7 @@ def _close(communicators: dict[str, Communicator]) -> None:
 
 
 @dataclass(frozen=True)
-class Agreed(Generic[T]):
+class Vote(Generic[T]):
     """What all ranks have said.
 
     ``wire`` is the memory format in which tensors travel, ``own`` that of this rank's tensor;
@@ -113,13 +113,13 @@ class Agreed(Generic[T]):
     numbers: list[int]
 
 
-def agree(
+def vote(
     comm: Communicator,
     name: str,
     tensor: torch.Tensor,
     check: Callable[[], T],
     number: Callable[[], int] = int,
-) -> Agreed[T]:
+) -> Vote[T]:
     """Return what ``check`` returns, once it returned the same on all ranks.
 
     If it raised on a rank, or the ranks' calls differ, all ranks raise, before any of their
@@ -143,7 +143,7 @@ def agree(
     shared = functools.reduce(operator.and_, (row[2] for row in rows))
     wire = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
     own = wire if formats & wire else favourite
-    return Agreed(common, _FORMATS[wire], _FORMATS[own], [row[4] for row in rows])
+    return Vote(common, _FORMATS[wire], _FORMATS[own], [row[4] for row in rows])
 
 
 def _formats(tensor: torch.Tensor) -> tuple[int, int]:
@@ -162,7 +162,7 @@ def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
-    if comm.device != "cpu":  # its buffers live there, but the hosts can agree by themselves
+    if comm.device != "cpu":  # its buffers live there, but the hosts can speak by themselves
         return all_gather_object(comm, own)
     table = np.empty((comm.size, len(own)), np.int64)
     comm.all_gather(np.array(own, np.int64), table)

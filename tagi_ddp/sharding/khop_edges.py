@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.checks import integer
-from tagi_ddp.sharding.groups import Group, place
+from tagi_ddp.sharding.groups import Group, rank_and_size
 from tagi_ddp.sharding.shapes import split_sizes
 from tagi_ddp.sharding.utils import get_memory_format
 
@@ -95,9 +95,9 @@ def sort_edges_1hop_chunks(
     num_chunks = integer("num_chunks", num_chunks, 1)
     edges = _edges(edge_index, edge_attr)
     order, counts = _sort(num_nodes, edges, num_chunks)
-    index_chunks = [_take(edge_index, edges, part) for part in order.split(counts)]
+    index_chunks = [_take(edge_index, edges, part) for part in torch.split(order, counts)]
     attr = _take_rows(edge_attr, order)
-    return ([None] * num_chunks if attr is None else list(attr.split(counts))), index_chunks
+    return ([None] * num_chunks if attr is None else list(torch.split(attr, counts))), index_chunks
 
 
 def sort_edges_1hop_sharding(
@@ -131,7 +131,7 @@ def sort_edges_1hop_sharding(
     if mgroup is None:
         return edge_index, edge_attr, [], []
     edges = _edges(edge_index, edge_attr)
-    order, counts = _sort(num_nodes, edges, place(mgroup)[1])
+    order, counts = _sort(num_nodes, edges, rank_and_size(mgroup)[1])
     index = _take(edge_index, edges, order, in_order=False)
     index_shapes = [[2, count] for count in counts]
     attr = _take_rows(edge_attr, order)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tagi_ddp import checks
-from tagi_ddp.sharding.groups import Group, place
+from tagi_ddp.sharding.groups import Group, rank_and_size
 
 
 def get_shape_shards(
@@ -20,7 +21,7 @@ def get_shape_shards(
     """
     dim = check_dim(dim, tensor.dim())
     shape = list(tensor.shape)
-    _, ranks = place(model_comm_group)
+    _, ranks = rank_and_size(model_comm_group)
     return [[*shape[:dim], size, *shape[dim + 1 :]] for size in split_sizes(shape[dim], ranks)]
 
 
@@ -45,6 +46,12 @@ class Split:
     dim: int
     sizes: tuple[int, ...]
 
+    @property
+    def counts(self) -> list[int]:
+        """The number of elements of each part."""
+        rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+        return [size * rest for size in self.sizes]
+
     def part(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
         return (*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :])
@@ -54,15 +61,20 @@ class Split:
         return self.dim, sum(self.sizes[:rank]), self.sizes[rank]
 
 
+def whole_of(shape: Sequence[int]) -> Split:
+    """Return a tensor of ``shape`` as a single part."""
+    return Split(tuple(shape), 0, tuple(shape[:1]) or (1,))
+
+
 def split_of(
-    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], place: tuple[int, int]
+    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], where: tuple[int, int]
 ) -> Split:
     """Return how ``shapes`` split the tensor of which ``tensor`` is this rank's part.
 
     Raises ValueError, IndexError or TypeError that says what does not fit.
     """
-    rank, _ = place
-    split = _read(tensor, dim, shapes, place)
+    rank, _ = where
+    split = _read(tensor, dim, shapes, where)
     if split.part(rank) != tuple(tensor.shape):
         raise ValueError(
             f"the local shard has shape {tuple(tensor.shape)}, but shapes[{rank}], this rank's, "
@@ -72,10 +84,10 @@ def split_of(
 
 
 def split_of_whole(
-    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], place: tuple[int, int]
+    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], where: tuple[int, int]
 ) -> Split:
     """Return how ``shapes`` split ``tensor``; raise ValueError, ... if they do not fit."""
-    split = _read(tensor, dim, shapes, place)
+    split = _read(tensor, dim, shapes, where)
     if split.shape[split.dim] != tensor.shape[split.dim]:
         raise ValueError(
             f"the sizes along dimension {split.dim} in shapes add up to {split.shape[split.dim]}, "
@@ -101,10 +113,10 @@ def check_number(shapes: Sequence[Sequence[int]], ranks: int) -> None:
 
 
 def _read(
-    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], place: tuple[int, int]
+    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], where: tuple[int, int]
 ) -> Split:
     dim = check_dim(dim, tensor.dim())
-    check_number(shapes, place[1])
+    check_number(shapes, where[1])
     rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
     sizes = []
     for rank, shape in enumerate(shapes):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from tagi_ddp import checks
-from tagi_ddp.sharding.collectives import apply, meet, own_copy, uncompiled
-from tagi_ddp.sharding.groups import Group, place
+from tagi_ddp.sharding.collectives import apply, handshake, own_copy, uncompiled
+from tagi_ddp.sharding.groups import Group, rank_and_size
 from tagi_ddp.sharding.shapes import Split, check_number, split_sizes
 
 _HEADS, _SEQUENCE = -3, -2
@@ -24,7 +24,7 @@ def shard_heads(
     input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
 ) -> torch.Tensor:
     """From (..., heads, local sequence, channels) to (..., local heads, sequence, channels)."""
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard_heads)(input_, shapes, mgroup)
 
@@ -33,7 +33,7 @@ def shard_sequence(
     input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
 ) -> torch.Tensor:
     """From (..., local heads, sequence, channels) to (..., heads, local sequence, channels)."""
-    if place(mgroup)[1] == 1:
+    if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard_sequence)(input_, shapes, mgroup)
 
@@ -41,7 +41,7 @@ def shard_sequence(
 def _shard_heads(
     input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
 ) -> torch.Tensor:
-    rank, ranks = place(mgroup)
+    rank, ranks = rank_and_size(mgroup)
 
     def check() -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shape of the whole, and the lengths of the sequence's parts."""
@@ -53,8 +53,8 @@ def _shard_heads(
             )
         return (*input_.shape[:_SEQUENCE], sum(lengths), input_.shape[-1]), lengths
 
-    wire, agreed = meet("shard_heads", input_, mgroup, check)
-    shape, lengths = agreed.common
+    wire, vote = handshake("shard_heads", input_, mgroup, check)
+    shape, lengths = vote.common
     by_heads, by_sequence = _splits(shape, lengths, rank)
     return apply(
         input_,
@@ -66,7 +66,7 @@ def _shard_heads(
 def _shard_sequence(
     input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
 ) -> torch.Tensor:
-    rank, ranks = place(mgroup)
+    rank, ranks = rank_and_size(mgroup)
 
     def check() -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shape without the heads, and the lengths of the sequence's parts."""
@@ -78,9 +78,9 @@ def _shard_sequence(
             )
         return (*input_.shape[:_HEADS], *input_.shape[_SEQUENCE:]), lengths
 
-    wire, agreed = meet("shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS])
-    rest, lengths = agreed.common
-    heads = agreed.numbers
+    wire, vote = handshake("shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS])
+    rest, lengths = vote.common
+    heads = vote.numbers
     if heads != split_sizes(sum(heads), ranks):
         raise ValueError(
             f"the ranks have {heads} heads, but {sum(heads)} heads are split as "

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator, all_gather_object, init
+from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.mixture import FloatArray, mixture
 from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
 
-S = TypeVar("S", bound="DDPGroupStrategy")
 
-
-class DDPGroupStrategy:
+class DDPGroupStrategy(Closing):
     """Train one TAGI network on all ranks.
 
     Making a strategy is a collective call; it seeds Python, numpy, torch and the engine by this
@@ -81,18 +79,8 @@ class DDPGroupStrategy:
         """Leave the groups that the strategy made; may be called again."""
         self._made.close()
 
-    def __enter__(self: S) -> S:
-        """Return the strategy itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; when the block ended in an error the other ranks learn it."""
-        self._made.__exit__(kind, error, trace)
+    def _give_up(self, error: BaseException) -> None:
+        self._made.__exit__(type(error), error, error.__traceback__)
 
 
 class DDPEnsGroupStrategy(DDPGroupStrategy):

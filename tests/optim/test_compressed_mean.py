@@ -1,4 +1,4 @@
-"""Means in few bits: all ranks get the same, and nothing is lost for good."""
+"""Means in few bits: all ranks get the same, and nothing is dropped for good."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ import pytest
 import torch
 from support.rank_pool import RankPool
 
-from tagi_ddp.optim.daso.compressed_mean import CompressedMean, nothing_lost, slices
+from tagi_ddp.optim.daso.compressed_mean import CompressedMean, no_residual, slices
 
 Parts = tuple[np.ndarray, ...]
 
 
 def means(comm: Any, size: int, dtype: torch.dtype, limit: int, times: int) -> list[Parts]:
-    """Return each vector, mean and what was lost, elementwise: own, and of the mean."""
+    """Return each vector, mean and residual, elementwise: own, and of the mean."""
     generator = torch.Generator().manual_seed(comm.rank)
     vector = torch.zeros(size)
-    lost = nothing_lost(vector, comm, limit)
+    residual = no_residual(vector, comm, limit)
     found = []
     for _ in range(times):
         vector = torch.randn(size, generator=generator) * 10.0 ** torch.arange(size).remainder(5)
         before = vector.clone()
-        mean = CompressedMean(vector, lost, comm, dtype, limit)
+        mean = CompressedMean(vector, residual, comm, dtype, limit)
         while mean._unread:
             mean.progress()
         mean.finish()
         mean.finish()
         assert torch.equal(vector, before)
         assert mean.mean.dtype == dtype
-        lost = mean.lost
+        residual = mean.residual
         share, place, begin = torch.zeros(size), 0, 0
         for part in vector.split(limit):
             counts = slices(len(part), comm.size)
             first = begin + sum(counts[: comm.rank])
             own = counts[comm.rank]
-            share[first : first + own] = lost.share[place : place + own]
+            share[first : first + own] = residual.share[place : place + own]
             place, begin = place + own, begin + len(part)
-        assert place == len(lost.share)
-        found.append((vector.numpy(), mean.mean.float().numpy(), lost.own.numpy(), share.numpy()))
+        assert place == len(residual.share)
+        found.append(
+            (vector.numpy(), mean.mean.float().numpy(), residual.own.numpy(), share.numpy())
+        )
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("size", "limit"), [(50, 1000), (50, 7), (2, 1)])
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.half, 11)])
-def test_what_is_lost_is_sent_the_next_time(
+def test_the_residual_is_sent_the_next_time(
     shm: RankPool, ranks: int, size: int, limit: int, dtype: torch.dtype, bits: int
 ) -> None:
     times = 5
@@ -73,7 +75,7 @@ def exact(comm: Any, limit: int) -> np.ndarray:
     )
     mean = CompressedMean(vector, None, comm, torch.float64, limit)
     mean.finish()
-    assert mean.lost is None
+    assert mean.residual is None
     return mean.mean.numpy()
 
 

@@ -146,7 +146,7 @@ def test_wrong_calls() -> None:
     with pytest.raises(ValueError, match=r"state lacks \['batch'\]"):
         daso.load_state_dict({k: v for k, v in state.items() if k != "batch"})
     with pytest.raises(ValueError, match=r"state is of .* \[0, 2, 1\], this is \[0, 1, 1\]"):
-        daso.load_state_dict({**state, "place": [0, 2, 1]})
+        daso.load_state_dict({**state, "layout": [0, 2, 1]})
     with pytest.raises(ValueError, match="state has one for scheduler"):
         daso.load_state_dict({**state, "scheduler": {}})
     daso.close()
@@ -323,7 +323,7 @@ def again(comm: Any) -> tuple[list[float], list[float]]:
     daso = DASO(optimizer_of(x), 20, comm, 0, 0, node_size=2, downcast_type=torch.float)
     daso.last_batch = 20
     found = []
-    for batches in (1, 2, 6, 9, 10, 12):  # a copy is under way after 1, 2, 9 and 10 batches
+    for batches in (1, 2, 6, 9, 10, 12):  # a copy is in flight after 1, 2, 9 and 10 batches
         for _ in range(batches):
             x.grad = torch.full((), 1.0 + comm.rank)
             daso.step()

@@ -261,7 +261,7 @@ def test_what_is_synchronized(shm: RankPool, dtype: torch.dtype) -> None:
         last = ranks[0][-1]
         assert last["norm.num_batches_tracked"] == 20
         biases = [state["second.bias"].item() for state in ranks[0][2:]]
-        np.testing.assert_allclose(np.diff(biases), 0.015, atol=2e-4)  # nobody's change is lost
+        np.testing.assert_allclose(np.diff(biases), 0.015, atol=2e-4)  # no rank's change is lost
         assert (last["norm.running_mean"] != start["norm.running_mean"]).all()
     for states, others in zip(*runs, strict=True):  # whatever the size of chunks
         for state, other in zip(states[1:], others[1:], strict=True):
@@ -295,10 +295,10 @@ def conserved(comm: Any) -> list[np.ndarray]:
             nodes.send(0)
             x += torch.randn(40, generator=generator)
             nodes.merge(waited)
-        lost = nodes._lost[0]
+        residual = nodes._vectors[0].residual
         share = np.zeros(40)
-        share[20 * comm.rank : 20 * comm.rank + 20] = lost.share.double().numpy() * comm.size
-        found.append(x.double().numpy() + lost.own.double().numpy() + share)
+        share[20 * comm.rank : 20 * comm.rank + 20] = residual.share.double().numpy() * comm.size
+        found.append(x.double().numpy() + residual.own.double().numpy() + share)
     levels.close()
     return found
 

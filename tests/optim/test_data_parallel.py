@@ -193,7 +193,7 @@ def test_float64_is_not_rounded(shm: RankPool, blocking: bool) -> None:
 
 @MODES
 def test_several_groups_and_a_scheduler(shm: RankPool, blocking: bool) -> None:
-    """Settings are those at the time of the step, and nobody warns."""
+    """Settings are those at the time of the step, without a warning."""
 
     def optimize(net: nn.Module) -> torch.optim.Optimizer:
         lr = torch.tensor(0.3, dtype=torch.float64)  # which the scheduler changes in place

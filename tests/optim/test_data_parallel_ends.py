@@ -116,7 +116,7 @@ def test_a_communicator_made_of_another_group_is_closed(shm: RankPool) -> None:
         shm.run(task, blocking, size=2)
 
 
-def test_copies_belong_to_nobody(shm: RankPool) -> None:
+def test_copies_have_no_owner(shm: RankPool) -> None:
     def task(comm: Any) -> None:
         net = make(Plain)
         optimizer = descend(net.parameters())

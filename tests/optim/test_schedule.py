@@ -55,7 +55,7 @@ def test_what_is_sent_is_merged_once(
             assert sync.merge == (batch - sent if due and sent is not None else 0)
             sent = None if due else sent
             if sync.send is not None:
-                assert sent is None, "two copies are under way"
+                assert sent is None, "two copies are in flight"
                 assert batch % skips.global_skip == 0
                 sent = batch
                 senders.append(sync.send)
@@ -63,7 +63,7 @@ def test_what_is_sent_is_merged_once(
                 assert (sync.send is None) == (batch % skips.global_skip > 0)
                 often = batch % skips.local_skip == 0
                 assert sync.local == (often or sync.send is not None or sync.merge > 0)
-        assert sent is None, "a copy is under way between epochs"
+        assert sent is None, "a copy is in flight between epochs"
         assert senders == list(range(len(senders)))
         schedule.end_epoch(loss)
 

@@ -169,7 +169,7 @@ class Noted:
 
     def _noting(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def noting(buffer: Any, *args: Any, **options: Any) -> Any:
-            if isinstance(buffer, torch.Tensor):  # not the ranks' agreement
+            if isinstance(buffer, torch.Tensor):  # not the vote
                 self.calls.append(name)
             return operation(buffer, *args, **options)
 

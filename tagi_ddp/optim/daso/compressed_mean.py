@@ -1,4 +1,4 @@
-"""The mean of one vector a rank in few bits, of which what casting drops is sent the next time."""
+"""The mean of one vector a rank in few bits, with error feedback."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tagi_ddp.communicators import Communicator, Work
 
 
 @dataclass
-class Lost:
-    """What casting has dropped on this rank.
+class Residual:
+    """What casting has dropped on this rank, and is sent the next time: error feedback.
 
     own: of its vectors, all elements. share: of the means that it computes for all, in the order of
     its slices.
@@ -21,9 +21,9 @@ class Lost:
     own: Tensor
     share: Tensor
 
-    def mixed(self, newer: Lost, weight: float) -> Lost:
+    def mixed(self, newer: Residual, weight: float) -> Residual:
         """Return this with so much weight, ``newer`` with the rest."""
-        return Lost(
+        return Residual(
             torch.lerp(newer.own, self.own, weight), torch.lerp(newer.share, self.share, weight)
         )
 
@@ -34,25 +34,25 @@ class _Chunk:
 
     mean: Tensor  # of all ranks' slices
     counts: list[int]  # elements of each rank's slice
-    share: slice  # of this rank's elements of `Lost.share`
+    share: slice  # of this rank's elements of `Residual.share`
     rows: Tensor  # this rank's slice of every rank's vector
     work: Work | None
 
 
 class CompressedMean:
-    """The mean over all ranks of their vectors, under way from the beginning.
+    """The mean over all ranks of their vectors, in flight from the beginning.
 
     Ranks send slices of their vectors, cast to ``dtype``, to those that average them in full
     precision, and these send the mean, cast again, to all: so all have the same bits, each rank
     sends two vectors of ``dtype`` however many ranks there are, and a sum is not rounded at each
-    addition. What both casts drop is kept in ``lost``, and added to the next vector: error feedback
-    as of Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.06957).
+    addition. What both casts drop is kept in ``residual``, and added to the next vector: error
+    feedback as of Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.06957).
 
-    ``mean`` and ``lost`` hold what they should once `finish` has returned.
+    ``mean`` and ``residual`` hold what they should once `finish` has returned.
 
     Args:
         vector: floats, the same number on all ranks; it is left alone.
-        lost: what was dropped before; None if ``dtype`` is the vector's, and nothing is.
+        residual: what was dropped before; None if ``dtype`` is the vector's, and nothing is.
         communicator: of the ranks.
         dtype: of what is sent.
         limit: the largest number of elements of one operation.
@@ -61,7 +61,7 @@ class CompressedMean:
     def __init__(
         self,
         vector: Tensor,
-        lost: Lost | None,
+        residual: Residual | None,
         communicator: Communicator,
         dtype: torch.dtype,
         limit: int,
@@ -69,10 +69,12 @@ class CompressedMean:
         """Send the slices; a collective call."""
         self._communicator = communicator
         self._full = vector.dtype
-        self._old = lost
-        whole = vector if lost is None else vector + lost.own
+        self._old = residual
+        whole = vector if residual is None else vector + residual.own
         cast = whole.to(dtype)
-        self.lost = None if lost is None else Lost(whole - cast, torch.empty_like(lost.share))
+        self.residual = (
+            None if residual is None else Residual(whole - cast, torch.empty_like(residual.share))
+        )
         self._sent = cast.to(communicator.device)
         self.mean = torch.empty_like(self._sent)
         self._chunks = self._send(limit)
@@ -81,7 +83,9 @@ class CompressedMean:
     def _send(self, limit: int) -> list[_Chunk]:
         rank, ranks = self._communicator.rank, self._communicator.size
         chunks, done = [], 0
-        for sent, mean in zip(self._sent.split(limit), self.mean.split(limit), strict=True):
+        for sent, mean in zip(
+            torch.split(self._sent, limit), torch.split(self.mean, limit), strict=True
+        ):
             counts = slices(sent.numel(), ranks)
             own = counts[rank]
             rows = sent.new_empty(ranks * own)
@@ -91,12 +95,12 @@ class CompressedMean:
         return chunks
 
     def progress(self) -> None:
-        """Send the means of what has arrived, without waiting for more."""
+        """Send the means of what is complete, without waiting for more."""
         while self._unread and _done(self._unread[0].work):
             self._average(self._unread.pop(0))
 
     def finish(self) -> None:
-        """Wait until all have arrived; returns at once when called again."""
+        """Wait until all are complete; returns at once when called again."""
         while self._unread:
             self._average(self._unread.pop(0))
         while self._chunks:
@@ -113,8 +117,8 @@ class CompressedMean:
         if self._old is not None:
             mean += self._old.share[chunk.share].to(mean.device)
         cast = mean.to(self.mean.dtype)
-        if self.lost is not None:
-            self.lost.share[chunk.share] = (mean - cast).to(self.lost.share.device)
+        if self.residual is not None:
+            self.residual.share[chunk.share] = (mean - cast).to(self.residual.share.device)
         chunk.rows = cast  # whose memory is in use until all have it
         chunk.work = self._communicator.all_gather(cast, chunk.mean, chunk.counts, async_op=True)
 
@@ -122,14 +126,14 @@ class CompressedMean:
 def slices(count: int, ranks: int) -> list[int]:
     """Return how many of ``count`` elements each rank averages."""
     base, more = divmod(count, ranks)
-    return [base + (rank < more) for rank in range(ranks)]
+    return [base + int(rank < more) for rank in range(ranks)]
 
 
-def nothing_lost(vector: Tensor, communicator: Communicator, limit: int) -> Lost:
-    """Return what is lost before the first mean of such vectors."""
+def no_residual(vector: Tensor, communicator: Communicator, limit: int) -> Residual:
+    """Return the residual before the first mean of such vectors."""
     rank, ranks = communicator.rank, communicator.size
-    share = sum(slices(part.numel(), ranks)[rank] for part in vector.split(limit))
-    return Lost(torch.zeros_like(vector), vector.new_zeros(share))
+    shares = [slices(part.numel(), ranks)[rank] for part in torch.split(vector, limit)]
+    return Residual(torch.zeros_like(vector), vector.new_zeros(sum(shares)))
 
 
 def _done(work: Work | None) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.guard import AllRanksRaise
+from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import broadcast_in_place, mean_in_place
-from tagi_ddp.optim.daso.ranks import AllRanksRaise
 
 
 class ModelsDiffer(AllRanksRaise, ValueError):
@@ -28,14 +30,14 @@ class Tensors:
 
     def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
         """Collect them."""
-        known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {id(parameter) for parameter in known}
         named = [] if model is None else list(model.named_parameters())
         buffers = [] if model is None else list(model.named_buffers())
         others = [pair for pair in named if id(pair[1]) not in numbers]
         self._named = [*((f"parameter {i}", p) for i, p in enumerate(known)), *others, *buffers]
         self.parameters: list[Tensor] = [p for p in known if p.requires_grad]
-        self.floats = [p for _, p in others if p.requires_grad]
+        self.floats: list[Tensor] = [p for _, p in others if p.requires_grad]
         self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
         self.integers = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
         if any(tensor.is_complex() for tensor in (*self.parameters, *self.floats)):
@@ -77,46 +79,33 @@ class Node:
         self._communicator = communicator
         self._tensors = tensors
         self._limit = limit
-        alone = communicator.size == 1
-        self._last = [] if alone else [tensor.detach().clone() for tensor in tensors.floats]
-        self._changed: list[int] = []  # numbers of `Tensors.floats`
+        floats = tensors.floats if communicator.size > 1 else []
+        self._floats = Changes(lambda: floats)
+        self._has_changed: list[int] = []
 
-    def meet(self) -> list[Tensor]:
-        """Agree on what to average; return the gradients, zeros where only other ranks have one.
+    def vote(self) -> list[Tensor]:
+        """Vote on what to average; return the gradients, zeros where only other ranks have one.
 
         Raises TypeError on all ranks of the node if one has a sparse gradient.
         """
         parameters = self._tensors.parameters
         if self._communicator.size > 1:
-            kinds = self._agreed_kinds()
+            own = [_kind(parameter.grad) for parameter in parameters]
+            kinds = Vote(own, self._floats.flags(), self._communicator).result()
             for parameter, kind in zip(parameters, kinds, strict=False):
                 if kind == _SPARSE:
                     raise TypeError("gradients must be dense, got a sparse one: give sparse=False")
                 if kind == _DENSE and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            # The mean of equal numbers may differ from them by rounding, so others are left alone.
-            self._changed = [i for i, flag in enumerate(kinds[len(parameters) :]) if flag]
+            self._has_changed = kinds[len(parameters) :]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def _agreed_kinds(self) -> list[int]:
-        """Return what gradients there are, and which other tensors have changed, on any rank."""
-        device = self._communicator.device
-        gradients = [_kind(parameter.grad) for parameter in self._tensors.parameters]
-        pairs = zip(self._tensors.floats, self._last, strict=True)
-        changed = [(tensor != last).any().view(1) for tensor, last in pairs]
-        kinds = torch.cat(
-            [part.to(device, torch.int8) for part in (torch.tensor(gradients), *changed)]
-        )
-        self._communicator.all_reduce(kinds, "max")
-        return kinds.tolist()
 
     def average(self, gradients: Iterable[Tensor]) -> None:
         """Average gradients and changed tensors; buffers of integers become the first rank's."""
         if self._communicator.size > 1:
-            changed = [self._tensors.floats[index] for index in self._changed]
+            changed = compress(self._tensors.floats, self._has_changed)
             mean_in_place([*gradients, *changed], self._communicator, self._limit)
-            for index in self._changed:
-                self._last[index].copy_(self._tensors.floats[index])
+            self._floats.note(self._has_changed)
             broadcast_in_place(self._tensors.integers, self._communicator, 0, self._limit)
 
     def average_parameters(self) -> None:
@@ -125,11 +114,11 @@ class Node:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `Tensors.floats` held when they were last averaged."""
-        return {"last": [last.clone() for last in self._last]}
+        return {"last": [last.clone() for last in self._floats.last]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was called."""
-        for last, saved in zip(self._last, state["last"], strict=True):
+        for last, saved in zip(self._floats.last, state["last"], strict=True):
             last.copy_(saved)
 
 

@@ -7,7 +7,7 @@ add the mean of that to B. See `CompressedMean` for what casting drops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,17 @@ from torch import Tensor
 
 from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.optim.chunks import broadcast_in_place
-from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Lost, nothing_lost
-from tagi_ddp.optim.daso.vectors import NotFinite, all_finite, vectors_of
+from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Residual, no_residual
+from tagi_ddp.optim.daso.finite import NotFinite, all_finite
+from tagi_ddp.optim.flat import Flat
 
 
 @dataclass
-class Arrived:
+class Completed:
     """A mean that is there already, as after `Nodes.load_state_dict`."""
 
     mean: Tensor
-    lost: Lost | None
+    residual: Residual | None
 
     def progress(self) -> None:
         """There is nothing to do."""
@@ -35,11 +36,31 @@ class Arrived:
 
 
 @dataclass
-class Flight:
+class InFlight:
     """What a global group has sent; ``means`` are empty on the ranks of other groups."""
 
     group: int
-    means: list[CompressedMean | Arrived]
+    means: Sequence[CompressedMean | Completed] = ()
+
+
+@dataclass
+class _Vector:
+    """Tensors of one precision, and what all nodes have in common of them."""
+
+    flat: Flat
+    base: Tensor
+    cast: torch.dtype  # of what is sent
+    residual: Residual | None  # None: nothing is cast
+
+    def change(self) -> Tensor:
+        """Return how far the tensors are from the base."""
+        now = self.flat.read()
+        return torch.where(now == self.base, 0.0, now - self.base)  # masks may hold infinities
+
+    def mix(self, part: float) -> None:
+        """Let the tensors hold ``part`` of what they hold, the rest of the base."""
+        now, base = self.flat.read(), self.base
+        self.flat.write(torch.where(now == base, base, torch.lerp(base, now, part)))
 
 
 class Nodes:
@@ -65,115 +86,116 @@ class Nodes:
     ) -> None:
         """Take what the tensors hold as the base."""
         self._levels = levels
-        self._vectors = vectors_of(floats)
         self._integers = integers
         self._limit = limit
         self._weight = weight
-        self._base = [vector.read() for vector in self._vectors]
-        self._casts = [base.dtype if base.dtype == torch.float64 else cast for base in self._base]
-        self._lost = [
-            None if sent == base.dtype else nothing_lost(base, levels.inter_node, limit)
-            for base, sent in zip(self._base, self._casts, strict=True)
-        ]
-        self._flight: Flight | None = None
+        self._vectors = [self._vector(flat, cast) for flat in _by_precision(floats)]
+        self._in_flight: InFlight | None = None
+
+    def _vector(self, flat: Flat, cast: torch.dtype) -> _Vector:
+        base = flat.read()
+        if flat.dtype in (cast, torch.float64):
+            return _Vector(flat, base, flat.dtype, None)
+        return _Vector(flat, base, cast, no_residual(base, self._levels.inter_node, self._limit))
 
     def send(self, group: int) -> None:
-        """Let a global group send what its nodes hold; nobody waits."""
-        self._flight = Flight(group, [])
-        if self._levels.node.rank != group:
-            return
-        for vector, base, lost, cast in zip(
-            self._vectors, self._base, self._lost, self._casts, strict=True
-        ):
-            now = vector.read()
-            change = torch.where(now == base, 0.0, now - base)  # masks may hold infinities
-            mean = CompressedMean(change, lost, self._levels.inter_node, cast, self._limit)
-            self._flight.means.append(mean)
+        """Let a global group send what its nodes hold; no rank waits."""
+        self._in_flight = InFlight(group)
+        if self._levels.node.rank == group:
+            self._in_flight.means = [
+                CompressedMean(
+                    vector.change(),
+                    vector.residual,
+                    self._levels.inter_node,
+                    vector.cast,
+                    self._limit,
+                )
+                for vector in self._vectors
+            ]
 
     @property
     def busy(self) -> bool:
         """Whether this rank has sent something that is not merged."""
-        return self._flight is not None and len(self._flight.means) > 0
+        return len(self._sent) > 0
+
+    @property
+    def _sent(self) -> Sequence[CompressedMean | Completed]:
+        return self._in_flight.means if self._in_flight else ()
 
     def progress(self) -> None:
-        """Do what can be done for what is under way, without waiting."""
-        for mean in self._flight.means if self._flight else ():
+        """Do what can be done for what is in flight, without waiting."""
+        for mean in self._sent:
             mean.progress()
 
     def merge(self, waited: int) -> None:
         """Mix what was sent ``waited`` batches ago into what the nodes hold now.
 
-        Nothing is under way after `set_model`; then there is nothing to do.
+        Nothing is in flight after `set_model`; then there is nothing to do.
 
         With P nodes and the weight w, x = (w S x + sum of the P copies) / (w S + P), S = waited.
         """
-        if self._flight is None:
+        if self._in_flight is None:
             return
         own = self._weight * waited
         part = own / (own + self._levels.nodes)
-        common = self._take(part)
-        for vector, base in zip(self._vectors, common, strict=True):
-            now = vector.read()
-            vector.write(torch.where(now == base, base, torch.lerp(base, now, part)))
+        self._receive(self._in_flight, part)
+        for vector in self._vectors:
+            vector.mix(part)
 
     def average(self) -> None:
-        """Let all nodes hold the mean of them all; everyone waits."""
+        """Let all nodes hold the mean of them all; all ranks wait."""
         self.send(0)
-        for vector, base in zip(self._vectors, self._take(0.0), strict=True):
-            vector.write(base)
+        assert self._in_flight is not None
+        self._receive(self._in_flight, 0.0)
+        for vector in self._vectors:
+            vector.flat.write(vector.base)
         if self._levels.node.rank == 0:
             broadcast_in_place(self._integers, self._levels.inter_node, 0, self._limit)
         broadcast_in_place(self._integers, self._levels.node, 0, self._limit)
 
-    def _take(self, part: float) -> list[Tensor]:
-        """Receive what is under way, and return the new base; ``part`` of what was lost remains."""
-        flight = self._flight
-        assert flight is not None
+    def _receive(self, sent: InFlight, part: float) -> None:
+        """Add what was sent to the base; ``part`` of the residual remains."""
         self._wait()
-        node = self._levels.node
-        if flight.means:
-            means = [mean.mean for mean in flight.means]
-        else:
-            means = [
-                torch.empty(base.shape, dtype=cast, device=node.device)
-                for base, cast in zip(self._base, self._casts, strict=True)
-            ]
-        broadcast_in_place(means, node, flight.group, self._limit)
+        node, vectors = self._levels.node, self._vectors
+        means = [mean.mean for mean in sent.means] or [
+            torch.empty(vector.base.shape, dtype=vector.cast, device=node.device)
+            for vector in vectors
+        ]
+        broadcast_in_place(means, node, sent.group, self._limit)
         if not all_finite(means):
+            half = any(vector.cast == torch.half for vector in vectors)
             raise NotFinite(
                 "what the nodes sent is NaN or infinite; no rank has applied it. Look at the loss "
                 "and the learning rate of the last batches on all ranks"
-                + (", or give downcast_type=torch.bfloat16" if torch.half in self._casts else "")
+                + (", or give downcast_type=torch.bfloat16" if half else "")
             )
-        for base, mean in zip(self._base, means, strict=True):
-            base.add_(mean.to(base.device))
-        for index, mean in enumerate(flight.means):
-            old = self._lost[index]
-            if old is not None and mean.lost is not None:
-                self._lost[index] = old.mixed(mean.lost, part)
-        self._flight = None
-        return self._base
+        for vector, mean in zip(vectors, means, strict=True):
+            vector.base.add_(mean.to(vector.base.device))
+        for vector, own in zip(vectors, sent.means, strict=False):
+            if vector.residual is not None and own.residual is not None:
+                vector.residual = vector.residual.mixed(own.residual, part)
+        self._in_flight = None
 
     def _wait(self) -> None:
-        for mean in self._flight.means if self._flight else ():
+        for mean in self._sent:
             mean.finish()
 
     def drop(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for what is in flight, and forget it."""
         self._wait()
-        self._flight = None
+        self._in_flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for what is under way, but do not merge it; return everything as new tensors."""
+        """Wait for what is in flight, but do not merge it; return everything as new tensors."""
         self._wait()
-        flight = None
-        if self._flight is not None:
-            means = [(mean.mean.clone(), _saved(mean.lost)) for mean in self._flight.means]
-            flight = {"group": self._flight.group, "means": means}
+        in_flight = None
+        if self._in_flight is not None:
+            means = [(mean.mean.clone(), _saved(mean.residual)) for mean in self._sent]
+            in_flight = {"group": self._in_flight.group, "means": means}
         return {
-            "base": [base.clone() for base in self._base],
-            "lost": [_saved(lost) for lost in self._lost],
-            "flight": flight,
+            "base": [vector.base.clone() for vector in self._vectors],
+            "residuals": [_saved(vector.residual) for vector in self._vectors],
+            "in_flight": in_flight,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,42 +203,54 @@ class Nodes:
 
         Raises ValueError if ``state`` is of other tensors, or of another ``cast``.
         """
-        saved = _sizes(state["base"], state["lost"])
-        here = _sizes(self._base, [_saved(lost) for lost in self._lost])
+        saved = _sizes(state["base"], state["residuals"])
+        here = _sizes(
+            [vector.base for vector in self._vectors],
+            [_saved(vector.residual) for vector in self._vectors],
+        )
         if saved != here:
             raise ValueError(
                 f"state has vectors of {saved} elements, this DASO of {here}: give the same model, "
                 "downcast_type, sending_chunk_size and ranks"
             )
-        devices = [base.device for base in self._base]
         self.drop()
-        for base, other in zip(self._base, state["base"], strict=True):
-            base.copy_(other)
-        self._lost = [
-            _loaded(lost, device) for lost, device in zip(state["lost"], devices, strict=True)
-        ]
-        if (flight := state["flight"]) is not None:
+        for vector, base, residual in zip(
+            self._vectors, state["base"], state["residuals"], strict=True
+        ):
+            vector.base.copy_(base)
+            vector.residual = _loaded(residual, vector.base.device)
+        if (in_flight := state["in_flight"]) is not None:
             wire = torch.device(self._levels.inter_node.device)
-            arrived = [
-                Arrived(mean.to(wire, copy=True), _loaded(lost, device))
-                for (mean, lost), device in zip(flight["means"], devices, strict=False)
+            means = [
+                Completed(mean.to(wire, copy=True), _loaded(residual, vector.base.device))
+                for vector, (mean, residual) in zip(self._vectors, in_flight["means"], strict=False)
             ]
-            self._flight = Flight(flight["group"], arrived)
+            self._in_flight = InFlight(in_flight["group"], means)
+
+
+def _by_precision(tensors: Iterable[Tensor]) -> list[Flat]:
+    """Return them as vectors of float64, where they are, and of float32."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            groups.setdefault((wide, tensor.device), []).append(tensor)
+    return [Flat(group, *kind) for kind, group in groups.items()]
 
 
 def _sizes(
-    bases: list[Tensor], lost: list[tuple[Tensor, Tensor] | None]
+    bases: list[Tensor], residuals: list[tuple[Tensor, Tensor] | None]
 ) -> list[tuple[str, int, list[int]]]:
     """Return what must be the same to go on from a state."""
     return [
         (str(base.dtype), base.numel(), [part.numel() for part in parts or ()])
-        for base, parts in zip(bases, lost, strict=True)
+        for base, parts in zip(bases, residuals, strict=True)
     ]
 
 
-def _saved(lost: Lost | None) -> tuple[Tensor, Tensor] | None:
-    return None if lost is None else (lost.own.clone(), lost.share.clone())
+def _saved(residual: Residual | None) -> tuple[Tensor, Tensor] | None:
+    return None if residual is None else (residual.own.clone(), residual.share.clone())
 
 
-def _loaded(saved: tuple[Tensor, Tensor] | None, device: torch.device) -> Lost | None:
-    return None if saved is None else Lost(*(part.to(device, copy=True) for part in saved))
+def _loaded(saved: tuple[Tensor, Tensor] | None, device: torch.device) -> Residual | None:
+    return None if saved is None else Residual(*(part.to(device, copy=True) for part in saved))

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from tagi_ddp.checks import real
-from tagi_ddp.optim.daso.arguments import Arguments
-from tagi_ddp.optim.daso.attributes import Attributes
+from tagi_ddp.checks import integer, real
+from tagi_ddp.communicators import Communicator, CommunicatorError, init
+from tagi_ddp.communicators.guard import Closing, abort, or_abort
+from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.optim.daso.finite import NotFinite
 from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
-from tagi_ddp.optim.daso.ranks import Ranks, adopt
+from tagi_ddp.optim.daso.settings import Settings, adopt
 from tagi_ddp.optim.daso.update import Update
-from tagi_ddp.optim.daso.vectors import NotFinite
-from tagi_ddp.optim.schedule import Sync
+from tagi_ddp.optim.schedule import Skips, Sync
 
 
-class DASO(Attributes):
+class DASO(Settings, Closing):
     """Distributed asynchronous and selective optimization around an optimizer of torch.
 
     The ranks of a node average their gradients after most batches. Nodes exchange their parameters
@@ -79,66 +78,34 @@ class DASO(Attributes):
             any value.
     """
 
-    def __init__(
-        self,
-        local_optimizer: torch.optim.Optimizer,
-        total_epochs: int,
-        comm: Any = None,
-        warmup_epochs: int = 4,
-        cooldown_epochs: int = 4,
-        scheduler: LRScheduler | None = None,
-        stability_level: float = 0.05,
-        max_global_skips: int = 8,
-        sending_chunk_size: int = 10_000_000,
-        downcast_type: torch.dtype = torch.bfloat16,
-        use_mpi_groups: bool = True,
-        skip_reduction_factor: int = 2,
-        local_skip_factor: int = 4,
-        verbose: bool = False,
-        *,
-        node_size: int | None = None,
-        local_weight: float = 2.0,
-    ) -> None:
+    comm: Communicator
+
+    def __post_init__(self) -> None:
         """Check the arguments, split the ranks into nodes, and begin with rank 0's parameters."""
-        self._arguments = Arguments(
-            local_optimizer,
-            total_epochs,
-            warmup_epochs,
-            cooldown_epochs,
-            scheduler,
-            stability_level,
-            max_global_skips,
-            sending_chunk_size,
-            downcast_type,
-            use_mpi_groups,
-            skip_reduction_factor,
-            local_skip_factor,
-            verbose,
-            node_size,
-            local_weight,
-        )
-        self._arguments.check_types()
-        super().__init__(self._arguments)
-        self._update = Update(local_optimizer, scheduler)
+        self._closed = False
+        self._last_batch: int | None = None
         self._batch = 0  # the number of the epoch's next one
         self._sent = 0  # the batch after which the last copy was sent
         self._apart = False  # whether ranks of a node have stepped alone
         with ExitStack() as made:
-            world = adopt(comm, made)
-            self._arguments.check_values()
-            self._ranks = Ranks(world, node_size, made)
+            world = adopt(self.comm, made)
+            super().__post_init__()
+            self.comm = world or made.enter_context(init())
+            self._levels = Hierarchy(self.comm, self.node_size)
+            made.callback(self._levels.close)
+            self._made = made.pop_all()
+        self._schedule = self._new_schedule()
+        self._update = Update(self.local_optimizer, self.scheduler)
         try:
-            self._schedule = self._arguments.schedule()
-            self._begin(None)
-        except BaseException as error:
-            self._ranks.abort(error)
-            self._ranks.close()
+            with self._or_abort():
+                self._begin(None)
+        except BaseException:
+            self.close()
             raise
 
     def _begin(self, model: nn.Module | None) -> None:
         """Let all ranks begin with the parameters of rank 0."""
-        arguments, levels = self._arguments, self._ranks.levels
-        limit = arguments.sending_chunk_size
+        levels, limit = self._levels, self.sending_chunk_size
         tensors = Tensors(model, self.local_optimizer)
         tensors.begin(self.comm, limit)
         self._node = Node(levels.node, tensors, limit)
@@ -148,10 +115,77 @@ class DASO(Attributes):
                 levels,
                 [*tensors.parameters, *tensors.floats],
                 tensors.integers,
-                arguments.downcast_type,
+                self.downcast_type,
                 limit,
-                arguments.local_weight,
+                self.local_weight,
             )
+
+    # --- settings, and where training is ------------------------------------------------------
+
+    @property
+    def max_gs(self) -> int:
+        """``max_global_skips``."""
+        return self.max_global_skips
+
+    @property
+    def cast_dtype(self) -> torch.dtype:
+        """``downcast_type``."""
+        return self.downcast_type
+
+    @property
+    def loc_gpus(self) -> int:
+        """The number of ranks of a node, each with its GPU if there are any."""
+        return self._levels.node.size
+
+    @property
+    def params_ref(self) -> list[Tensor]:
+        """The parameters of the optimizer."""
+        return [p for group in self.local_optimizer.param_groups for p in group["params"]]
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0."""
+        return self._schedule.epoch
+
+    @property
+    def global_skip(self) -> int:
+        """Batches from one exchange between nodes to the next; 0: after each, and all wait."""
+        return self._skips.global_skip
+
+    @property
+    def local_skip(self) -> int:
+        """Batches from one synchronization of a node's ranks to the next."""
+        return self._skips.local_skip
+
+    @property
+    def batches_to_wait(self) -> int:
+        """Batches after which a sent copy is merged; 0: all wait for it."""
+        return self._skips.batches_to_wait
+
+    @property
+    def _skips(self) -> Skips:
+        return self._schedule.skips if self._schedule.phase == "cycling" else Skips(0, 1, 0)
+
+    @property
+    def last_batch(self) -> int | None:
+        """The number of batches of an epoch, the same on all ranks; None until it is set."""
+        return self._last_batch
+
+    @last_batch.setter
+    def last_batch(self, batches: int | None) -> None:
+        self._last_batch = None if batches is None else integer("last_batch", batches, 1)
+
+    @property
+    def amp(self) -> bool:
+        """Whether there is a gradient scaler."""
+        return self._update.scaler is not None
+
+    def print0(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, if ``verbose`` is set."""
+        if self.verbose and self.comm.rank == 0:
+            print(*args, **kwargs)
+
+    # --- training -----------------------------------------------------------------------------
 
     def add_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Let `step` step the optimizer by way of ``scaler``, and update that.
@@ -174,7 +208,7 @@ class DASO(Attributes):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
-        with self._ranks.or_abort():
+        with self._or_abort():
             self._drop()
             self._begin(model)
 
@@ -184,9 +218,9 @@ class DASO(Attributes):
         self.progress()
 
     def progress(self) -> None:
-        """Let what is under way between nodes go on, without waiting for anything."""
+        """Let what is in flight between nodes go on, without waiting for anything."""
         if self._nodes is not None and self._nodes.busy:
-            with self._ranks.or_abort():
+            with self._or_abort():
                 self._nodes.progress()
 
     def step(self) -> None:
@@ -204,7 +238,7 @@ class DASO(Attributes):
                 "epoch_loss_logic at the end of each epoch"
             )
         sync = self._schedule.after(self._batch, self._last_batch)
-        with self._ranks.or_abort():
+        with self._or_abort():
             self._step(sync)
         self._batch += 1
 
@@ -251,9 +285,9 @@ class DASO(Attributes):
                 f"loss_globally_averaged must be a bool, got {loss_globally_averaged!r}"
             )
         value = _number(loss)
-        with self._ranks.or_abort():
+        with self._or_abort():
             if self._nodes is not None and 0 < self._batch != self._last_batch:
-                self._meet_early(self._nodes)
+                self._synchronize_early(self._nodes)
             shared = torch.tensor([value], dtype=torch.float64, device=self.comm.device)
             if loss_globally_averaged:
                 self.comm.broadcast(shared)  # as it may differ in the last bits
@@ -271,8 +305,8 @@ class DASO(Attributes):
         )
 
     @torch.no_grad()
-    def _meet_early(self, nodes: Nodes) -> None:
-        self._node.meet()
+    def _synchronize_early(self, nodes: Nodes) -> None:
+        self._node.vote()
         self._node.average([])
         if self._apart:
             self._node.average_parameters()
@@ -280,10 +314,10 @@ class DASO(Attributes):
         nodes.average()
 
     def reset(self) -> None:
-        """Go back to the first epoch and the first skips; what is under way is dropped."""
-        with self._ranks.or_abort():
+        """Go back to the first epoch and the first skips; what is in flight is dropped."""
+        with self._or_abort():
             self._drop()
-        self._schedule = self._arguments.schedule()
+        self._schedule = self._new_schedule()
         self._batch = 0
 
     def _drop(self) -> None:
@@ -293,12 +327,12 @@ class DASO(Attributes):
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to go on from here, on this rank.
 
-        Every rank saves its own, and its model's beside it. Waits for what is under way.
+        Every rank saves its own, and its model's beside it. Waits for what is in flight.
         """
-        with self._ranks.or_abort():
+        with self._or_abort():
             nodes = None if self._nodes is None else self._nodes.state_dict()
         return {
-            "place": [self.comm.rank, self.comm.size, self.loc_gpus],
+            "layout": [self.comm.rank, self.comm.size, self.loc_gpus],
             "schedule": self._schedule.state_dict(),
             "batch": self._batch,
             "last_batch": self._last_batch,
@@ -330,31 +364,29 @@ class DASO(Attributes):
         """Raise ValueError if ``state`` is not for this rank and these arguments."""
         if missing := self.state_dict().keys() - state.keys():
             raise ValueError(f"state lacks {sorted(missing)}; give what state_dict returned")
-        place = [self.comm.rank, self.comm.size, self.loc_gpus]
-        if state["place"] != place:
+        layout = [self.comm.rank, self.comm.size, self.loc_gpus]
+        if state["layout"] != layout:
             raise ValueError(
-                f"state is of [rank, ranks, ranks of a node] {state['place']}, this is {place}"
+                f"state is of [rank, ranks, ranks of a node] {state['layout']}, this is {layout}"
             )
         self._update.check(state)
 
+    # --- the end ------------------------------------------------------------------------------
+
     def close(self) -> None:
         """Leave the communicators that were made for this; may be called again."""
-        self._ranks.close()
+        self._closed = True
+        self._made.close()
 
-    def __enter__(self) -> DASO:
-        """Return the optimizer itself."""
-        return self
+    def _or_abort(self) -> AbstractContextManager[None]:
+        """Let the other ranks know when this one fails alone, so that none waits for it."""
+        if self._closed:
+            raise CommunicatorError("this DASO is closed; make a new one")
+        return or_abort((self._levels, self.comm))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; when the block ended in an error of this rank alone the others learn it."""
-        if error is not None:
-            self._ranks.abort(error)
-        self.close()
+    def _give_up(self, error: BaseException) -> None:
+        if not self._closed:
+            abort((self._levels, self.comm), error)
 
 
 def _number(loss: Any) -> float:

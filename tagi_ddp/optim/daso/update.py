@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from tagi_ddp.optim.daso.finite import NotFinite, all_finite
 from tagi_ddp.optim.daso.node import Node
-from tagi_ddp.optim.daso.vectors import NotFinite, all_finite
 
 
 class Update:
@@ -31,7 +31,7 @@ class Update:
         With a scaler, ranks skip the step together. Raises NotFinite, without one, on all ranks.
         """
         scaler = self._enabled_scaler()
-        gradients = node.meet()
+        gradients = node.vote()
         if scaler is not None:
             _unscale(scaler, self.optimizer)  # first, as ranks may have different scales
         node.average(gradients)

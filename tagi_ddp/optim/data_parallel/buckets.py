@@ -9,27 +9,25 @@ from torch import Tensor
 
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.chunks import Reduction, start_reduction
+from tagi_ddp.optim.flat import Flat
 
 _ELEMENTS = 2**20  # of a bucket: few enough that backward is not over when it is full
 
 
 class Bucket:
-    """Parameters of one dtype, whose gradients travel together."""
+    """Parameters of one dtype, whose gradients travel together, from ``device``."""
 
-    def __init__(self) -> None:
-        """Begin without parameters."""
-        self.params: list[Tensor] = []
-        self.count = 0  # of elements
-        self._local = torch.empty(0)
-        self._mean = self._local
+    def __init__(self, params: list[Tensor], device: torch.device) -> None:
+        """Begin without gradients."""
+        self.params = params
+        self._flat = Flat(params, params[0].dtype, device)
+        self._local = self._mean = torch.empty(0)
         self._reduction: Reduction | None = None
 
-    def load(self, communicator: Communicator) -> None:
+    def load(self) -> None:
         """Take over the gradients as they are now; one that is missing counts as zero."""
-        self._local = torch.empty(
-            self.count, dtype=self.params[0].dtype, device=communicator.device
-        )
-        for param, part in self._parts(self._local):
+        self._local = self._flat.empty()
+        for param, part in self._flat.parts(self._local):
             if param.grad is None:
                 part.zero_()
             elif param.grad.layout != torch.strided:
@@ -40,32 +38,28 @@ class Bucket:
     def start(self, communicator: Communicator, keep: bool) -> None:
         """Begin to reduce what was loaded; ``keep`` it too, so that this can be done again."""
         self._mean = self._local.clone() if keep else self._local
-        self._reduction = start_reduction([self._mean], communicator, limit=self.count)
+        self._reduction = start_reduction([self._mean], communicator, limit=self._mean.numel())
 
     def means(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Return parameters and the means of their gradients, when these are there."""
         if self._reduction is not None:
             self._reduction.wait()
-        return self._parts(self._mean)
-
-    def _parts(self, flat: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        parts = flat.split([param.numel() for param in self.params])
-        shaped = (part.view(p.shape) for p, part in zip(self.params, parts, strict=True))
-        return zip(self.params, shaped, strict=True)
+        return self._flat.parts(self._mean)
 
 
-def make_buckets(params: Iterable[Tensor]) -> list[Bucket]:
+def make_buckets(params: Iterable[Tensor], device: torch.device) -> list[Bucket]:
     """Return ``params`` in buckets, the last ones first, as backward comes to them."""
-    buckets: list[Bucket] = []
-    filling: dict[torch.dtype, Bucket] = {}
+    groups: list[list[Tensor]] = []
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
     for param in reversed([param for param in params if param.numel()]):
-        bucket = filling.get(param.dtype)
-        if bucket is None or bucket.count + param.numel() > _ELEMENTS:
-            bucket = filling[param.dtype] = Bucket()
-            buckets.append(bucket)
-        bucket.params.append(param)
-        bucket.count += param.numel()
-    return buckets
+        kind, size = param.dtype, param.numel()
+        sizes[kind] = sizes.get(kind, 0) + size
+        if kind not in filling or sizes[kind] > _ELEMENTS:
+            filling[kind], sizes[kind] = [], size
+            groups.append(filling[kind])
+        filling[kind].append(param)
+    return [Bucket(group, device) for group in groups]
 
 
 class Round:
@@ -77,17 +71,18 @@ class Round:
 
     def __init__(self, params: Iterable[Tensor], communicator: Communicator, early: bool) -> None:
         """Begin for these parameters; unless ``early``, nothing is reduced before `finish`."""
-        self.buckets = make_buckets(params)
-        self.early = early
         self._communicator = communicator
+        self._device = torch.device(communicator.device)
+        self.buckets = make_buckets(params, self._device)
+        self.early = early
         self._missing = [set(bucket.params) for bucket in self.buckets]
-        self._place = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.params}
+        self._number = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.params}
         self._started = 0
         self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}  # gradients and versions
 
     def ready(self, param: Tensor) -> None:
         """Take note that backward has left a gradient; reduce what is complete."""
-        number = self._place.get(param)
+        number = self._number.get(param)
         if number is None:
             return
         self._seen.setdefault(param, (param.grad, _version(param.grad)))
@@ -99,14 +94,14 @@ class Round:
 
     def finish(self, params: Iterable[Tensor]) -> bool:
         """Reduce what is left, ``params`` that were not known before too; return `changed`."""
-        self.buckets += make_buckets(p for p in params if p not in self._place)
+        self.buckets += make_buckets((p for p in params if p not in self._number), self._device)
         changed = self.changed()
         started = self._started
         while self._started < len(self.buckets):
             self._start_next()
         if changed:
             for bucket in self.buckets[:started]:
-                bucket.load(self._communicator)
+                bucket.load()
         return changed
 
     def changed(self) -> bool:
@@ -126,7 +121,7 @@ class Round:
 
     def _start_next(self) -> None:
         bucket = self.buckets[self._started]
-        bucket.load(self._communicator)
+        bucket.load()
         bucket.start(self._communicator, keep=self.early)
         self._started += 1
 

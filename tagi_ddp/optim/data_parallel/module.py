@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
+from tagi_ddp.communicators import Communicator, as_communicator
+from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.init import is_made_for
+from tagi_ddp.optim.changes import Changes
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
-from tagi_ddp.optim.data_parallel.updates import (
-    BlockingUpdates,
-    Buffers,
-    LaggingUpdates,
-)
+from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
 
 
-class DataParallel(nn.Module):
+class DataParallel(Closing, nn.Module):
     """A module as one of the equal replicas of all ranks; a context manager.
 
     Each rank runs forward and backward on its own share of a batch, by a loss that is a mean over
@@ -60,10 +57,11 @@ class DataParallel(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         check_blocking(blocking)
         self._optimizers = _checked(optimizer)
-        self.module = module
+        self._modules["module"] = module
         self.blocking = blocking
         self._given: Communicator = as_communicator(comm)
         self._comm = self._given
+        self._groups = [self._given]  # whose ranks learn of errors
         own = is_made_for(self._given, comm)
         self._own = [self._given] if own else []  # to be closed with this
         self._updates: list[BlockingUpdates | LaggingUpdates] = []
@@ -79,15 +77,18 @@ class DataParallel(nn.Module):
             raise
 
     def _attach(self) -> None:
-        module = self._modules["module"]
+        module = self._inner
         if not self.blocking and not self._own and self._given.size > 1:
             # Ranks differ in when reductions begin: these must not meet the caller's operations.
-            self._comm = self._given.split(0, self._given.rank)
+            own = self._given.split(0, self._given.rank)
+            assert own is not None  # this rank has a color
+            self._comm = own
             self._own.append(self._comm)
+            self._groups.insert(0, self._comm)
         optimized = [p for optimizer in self._optimizers for p in optimizer.params_ref]
         tensors = dict.fromkeys([*module.parameters(), *module.buffers(), *optimized])
         broadcast_in_place(tensors, self._comm)
-        buffers = Buffers(module, self._comm)
+        buffers = buffers_of(module, self._comm)
         for optimizer in self._optimizers:
             updates = self._make_updates(optimizer.torch_optimizer, buffers)
             optimizer.attach(updates, self._or_abort)
@@ -96,7 +97,7 @@ class DataParallel(nn.Module):
             self._hook(module)
 
     def _make_updates(
-        self, optimizer: torch.optim.Optimizer, buffers: Buffers
+        self, optimizer: torch.optim.Optimizer, buffers: Changes
     ) -> BlockingUpdates | LaggingUpdates:
         if self.blocking:
             return BlockingUpdates(optimizer, self._comm, buffers)
@@ -118,7 +119,7 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's share of a batch."""
         with self._or_abort():
-            return self._modules["module"](*args, **kwargs)
+            return self._inner(*args, **kwargs)
 
     # --- the update that waits for a forward --------------------------------------------------
 
@@ -159,19 +160,26 @@ class DataParallel(nn.Module):
             for updates in self._updates:
                 updates.apply()
 
+    @property
+    def _inner(self) -> nn.Module:
+        """The wrapped module, as it is now."""
+        module = self._modules["module"]
+        assert module is not None
+        return module
+
     # --- what reads or moves parameters -------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
         self.catch_up()
-        return self._modules["module"]
+        return self._inner
 
     def train(self, mode: bool = True) -> DataParallel:
         """Set the mode of training or, after catching up, of evaluation."""
         if not mode:
             self.catch_up()
-        self._modules["module"].train(mode)
+        self._inner.train(mode)
         self.training = mode
         return self
 
@@ -203,11 +211,12 @@ class DataParallel(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Return all modules, after catching up."""
         self.catch_up()
-        return super().named_modules(*args, **kwargs)
+        named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return named
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset this rank's gradients; an update that waits has its own."""
-        self._modules["module"].zero_grad(set_to_none)
+        self._inner.zero_grad(set_to_none)
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -222,6 +231,7 @@ class DataParallel(nn.Module):
 
     def _close(self) -> None:
         self._closed = True
+        self._groups.clear()
         for optimizer, updates in zip(self._optimizers, self._updates, strict=False):
             optimizer.detach()
             updates.close()
@@ -230,39 +240,13 @@ class DataParallel(nn.Module):
         while self._own:
             self._own.pop().close()
 
-    def __enter__(self) -> DataParallel:
-        """Return the object itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; when the block ended in an error the other ranks learn it."""
-        if error is None:
-            self.close()
-            return
-        if not self._closed:
-            self._abort(error)
-            self._close()
-
-    @contextlib.contextmanager
-    def _or_abort(self) -> Iterator[None]:
+    def _or_abort(self) -> AbstractContextManager[None]:
         """Let the other ranks know when this one fails, so that none waits for it."""
-        try:
-            yield
-        except BaseException as error:
-            self._abort(error)
-            raise
+        return or_abort(self._groups)
 
-    def _abort(self, error: BaseException) -> None:
-        if isinstance(error, CommunicatorError) or self._closed:
-            return
-        for comm in {id(comm): comm for comm in (self._comm, self._given)}.values():
-            with contextlib.suppress(CommunicatorError):  # it has failed, or is closed
-                comm.abort(f"{type(error).__name__}: {error}")
+    def _give_up(self, error: BaseException) -> None:
+        abort(self._groups, error)
+        self._close()  # there is nothing to catch up with
 
 
 class _Hook:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -11,44 +12,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import mean_in_place, start_reduction
 from tagi_ddp.optim.data_parallel.buckets import Round
 
 
-class Buffers:
-    """A module's buffers of floats; those that change are averaged, so that replicas stay equal.
+def buffers_of(module: nn.Module, communicator: Communicator) -> Changes:
+    """Return the module's buffers of floats, equal on all ranks now; in a world of one, none."""
 
-    Others are not: the mean of equal numbers may differ from them by rounding.
-    """
+    def buffers() -> list[Tensor]:
+        found = module.buffers() if communicator.size > 1 else ()
+        return [buffer for buffer in found if buffer.is_floating_point()]
 
-    def __init__(self, module: nn.Module, communicator: Communicator) -> None:
-        """Begin with buffers that are equal on all ranks."""
-        self._module = module
-        self._communicator = communicator
-        self._last = {name: buffer.clone() for name, buffer in self._named().items()}
-
-    def _named(self) -> dict[str, Tensor]:
-        if self._communicator.size == 1:
-            return {}
-        named = self._module.named_buffers()
-        return {name: buffer for name, buffer in named if buffer.is_floating_point()}
-
-    def all(self) -> list[Tensor]:
-        """Return all of them."""
-        return list(self._named().values())
-
-    def changed(self) -> list[Tensor]:
-        """Return for each whether it has changed on this rank, as tensors, for no host to wait."""
-        return [
-            torch.ones((), dtype=torch.bool)
-            if (last := self._last.get(name)) is None or last.shape != buffer.shape
-            else (last.to(buffer.device) != buffer).any()
-            for name, buffer in self._named().items()
-        ]
-
-    def averaged(self) -> None:
-        """Take note of what all ranks hold now."""
-        self._last = {name: buffer.clone() for name, buffer in self._named().items()}
+    return Changes(buffers)
 
 
 class BlockingUpdates:
@@ -57,7 +33,7 @@ class BlockingUpdates:
     pending = False
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, communicator: Communicator, buffers: Buffers
+        self, optimizer: torch.optim.Optimizer, communicator: Communicator, buffers: Changes
     ) -> None:
         """Update with ``optimizer``."""
         self._optimizer = optimizer
@@ -72,17 +48,13 @@ class BlockingUpdates:
 
     def _average(self) -> None:
         params = all_params(self._optimizer)
-        flags = [param.grad is not None for param in params]
-        agreed = Agreement(flags, self._buffers.changed(), self._communicator).result()
-        used = [param for param, flag in zip(params, agreed, strict=False) if flag]
-        for param in used:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        changed = zip(self._buffers.all(), agreed[len(params) :], strict=True)
-        buffers = [buffer for buffer, flag in changed if flag]
-        mean_in_place([*(param.grad for param in used), *buffers], self._communicator)
-        if buffers:
-            self._buffers.averaged()
+        own = [param.grad is not None for param in params]
+        flags = Vote(own, self._buffers.flags(), self._communicator).result()
+        has_gradient, has_changed = flags[: len(params)], flags[len(params) :]
+        gradients = [_gradient(param) for param in compress(params, has_gradient)]
+        buffers = compress(self._buffers.tensors(), has_changed)
+        mean_in_place([*gradients, *buffers], self._communicator)
+        self._buffers.note(has_changed)
 
     def apply(self, params: Iterable[Tensor] | None = None) -> None:
         """Do nothing: nothing is ever left to apply."""
@@ -106,7 +78,7 @@ class LaggingUpdates:
         self,
         optimizer: torch.optim.Optimizer,
         communicator: Communicator,
-        buffers: Buffers,
+        buffers: Changes,
         overlap: bool,
         hook: Callable[[Tensor], None],
     ) -> None:
@@ -164,7 +136,9 @@ class LaggingUpdates:
         params = self._trainable()
         for param in params:
             if param not in self._hooked:
-                self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook)
+                self._hooked[param] = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._hook
+                )
         self._round = Round(params, self._communicator, early)
 
     def _trainable(self) -> list[Tensor]:
@@ -178,39 +152,41 @@ class _Update:
         self,
         optimizer: torch.optim.Optimizer,
         communicator: Communicator,
-        buffers: Buffers,
+        buffers: Changes,
         gradients: Round,
         changed: bool,
     ) -> None:
         self.settled = False
-        self.left: dict[Tensor, Tensor] = {}  # gradients by parameter, once settled
+        self.left: dict[Tensor, Tensor] = {}  # mean gradients by parameter, once settled
         self._optimizer = optimizer
         self._groups = [_copied(group) for group in optimizer.param_groups]
         self._gradients = gradients
         self._buffers = buffers
-        self._buffer_means = [(buffer, buffer.clone()) for buffer in buffers.all()]
-        self._buffer_reduction = start_reduction(
-            [mean for _, mean in self._buffer_means], communicator
-        )
+        self._averaged = buffers.tensors()
+        self._buffer_means = [buffer.clone() for buffer in self._averaged]
+        self._buffer_reduction = start_reduction(self._buffer_means, communicator)
         has = [p.grad is not None for bucket in gradients.buckets for p in bucket.params]
-        self._agreement = Agreement([changed, *has], buffers.changed(), communicator)
+        self._vote = Vote([changed, *has], buffers.flags(), communicator)
 
     def settle(self) -> bool:
         """Wait for the reductions; return whether any rank's gradients had changed."""
-        changed, *flags = self._agreement.result()
+        changed, *flags = self._vote.result()
         if changed and self._gradients.early:
             self._gradients.again()
-        means = (mean for bucket in self._gradients.buckets for mean in bucket.means())
-        used = iter(flags)
-        self.left = {param: mean for param, mean in means if next(used)}
-        self._buffer_reduction.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            for buffer, mean in self._buffer_means:
-                if next(used):
-                    buffer.copy_(mean)
-        self._buffers.averaged()
+        means = [pair for bucket in self._gradients.buckets for pair in bucket.means()]
+        has_gradient, has_changed = flags[: len(means)], flags[len(means) :]
+        self.left = dict(compress(means, has_gradient))
+        self._settle_buffers(has_changed)
         self.settled = True
-        return changed
+        return bool(changed)
+
+    def _settle_buffers(self, has_changed: list[int]) -> None:
+        self._buffer_reduction.wait()
+        pairs = zip(self._averaged, self._buffer_means, strict=True)
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer, mean in compress(pairs, has_changed):
+                buffer.copy_(mean)
+        self._buffers.note(has_changed)
 
     def apply(self, params: Iterable[Tensor] | None) -> None:
         """Let the optimizer update ``params`` and no others, with the settings of the step."""
@@ -232,26 +208,16 @@ class _Update:
                 param.grad = gradient
 
 
-class Agreement:
-    """Flags of which each becomes true on all ranks where any rank's is."""
-
-    def __init__(self, flags: list[bool], more: list[Tensor], communicator: Communicator) -> None:
-        """Begin to agree on ``flags`` and ``more``, single elements, without waiting for them."""
-        device = torch.device(communicator.device)
-        parts = [torch.tensor(flags, dtype=torch.uint8, device=device)]
-        parts += [flag.to(device, torch.uint8).view(1) for flag in more]
-        self._flags = torch.cat(parts)
-        self._reduction = start_reduction([self._flags], communicator, "max")
-
-    def result(self) -> list[bool]:
-        """Return the flags in their order."""
-        self._reduction.wait()
-        return [bool(flag) for flag in self._flags.tolist()]
-
-
 def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """Return the gradient, made of zeros if only other ranks have one."""
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    return param.grad
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

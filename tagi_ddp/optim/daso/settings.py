@@ -1,67 +1,63 @@
-"""What DASO is told, and the checks of it: all types before any value."""
+"""What DASO is told, and the checks of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tagi_ddp.checks import integer, real
+from tagi_ddp.communicators import Communicator, as_communicator
+from tagi_ddp.communicators.init import is_made_for
 from tagi_ddp.optim.schedule import SyncSchedule
 
 CASTS = (torch.bfloat16, torch.half, torch.float)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of `DASO`, but for the communicator."""
+@dataclass(eq=False, repr=False)
+class Settings:
+    """The arguments of `DASO`, where they are described, in their order.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what it got; all types are checked before
+            any value.
+    """
 
     local_optimizer: torch.optim.Optimizer
     total_epochs: int
-    warmup_epochs: int
-    cooldown_epochs: int
-    scheduler: LRScheduler | None
-    stability_level: float
-    max_global_skips: int
-    sending_chunk_size: int
-    downcast_type: torch.dtype
-    use_mpi_groups: bool
-    skip_reduction_factor: int
-    local_skip_factor: int
-    verbose: bool
-    node_size: int | None
-    local_weight: float
+    comm: Any = None
+    warmup_epochs: int = 4
+    cooldown_epochs: int = 4
+    scheduler: LRScheduler | None = None
+    stability_level: float = 0.05
+    max_global_skips: int = 8
+    sending_chunk_size: int = 10_000_000
+    downcast_type: torch.dtype = torch.bfloat16
+    use_mpi_groups: bool = True
+    skip_reduction_factor: int = 2
+    local_skip_factor: int = 4
+    verbose: bool = False
+    node_size: int | None = field(default=None, kw_only=True)
+    local_weight: float = field(default=2.0, kw_only=True)
 
-    def check_types(self) -> None:
-        """Raise TypeError that names the argument and what it got."""
+    def __post_init__(self) -> None:
+        """Check all but ``comm``; those of the schedule check themselves."""
         _check_optimizer(self.local_optimizer)
-        for name in (
-            "total_epochs",
-            "warmup_epochs",
-            "cooldown_epochs",
-            "max_global_skips",
-            "sending_chunk_size",
-            "skip_reduction_factor",
-            "local_skip_factor",
-        ):
-            integer(name, getattr(self, name))
+        _check_scheduler(self.scheduler)
+        integer("sending_chunk_size", self.sending_chunk_size)
         if self.node_size is not None:
             integer("node_size", self.node_size)
-        for name in ("stability_level", "local_weight"):
-            real(name, getattr(self, name))
+        real("local_weight", self.local_weight)
         for name in ("use_mpi_groups", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not isinstance(self.downcast_type, torch.dtype):
             raise TypeError(f"downcast_type must be a torch.dtype, got {self.downcast_type!r}")
-        _check_scheduler(self.scheduler)
-
-    def check_values(self) -> None:
-        """Raise ValueError that names the argument and what it got."""
-        self.schedule()
+        self._new_schedule()  # the last types, the first values
         integer("sending_chunk_size", self.sending_chunk_size, 1)
         if self.node_size is not None:
             integer("node_size", self.node_size, 1)
@@ -75,7 +71,7 @@ class Arguments:
                 f"scheduler must be one of local_optimizer, got one of {self.scheduler.optimizer!r}"
             )
 
-    def schedule(self) -> SyncSchedule:
+    def _new_schedule(self) -> SyncSchedule:
         """Return the schedule at its beginning."""
         return SyncSchedule(
             self.total_epochs,
@@ -88,14 +84,29 @@ class Arguments:
         )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def adopt(comm: Any, made: ExitStack) -> Communicator | None:
+    """Return ``comm`` as a communicator, None as None; one that wraps it closes with ``made``."""
+    if comm is None:
+        return None
+    try:
+        communicator = as_communicator(comm)
+    except TypeError:
+        raise TypeError(
+            "comm must be a communicator, a torch.distributed.ProcessGroup or one of mpi4py, got "
+            f"{comm!r}"
+        ) from None
+    own = is_made_for(communicator, comm)
+    return made.enter_context(communicator) if own else communicator
+
+
+def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"local_optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("local_optimizer must step without a closure, got LBFGS, which needs one")
 
 
-def _check_scheduler(scheduler: Any) -> None:
+def _check_scheduler(scheduler: object) -> None:
     if scheduler is None:
         return
     if not isinstance(scheduler, LRScheduler):
