@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tagi_ddp.communicators.control.channel import Channel, Failure, Kind, Watch
+from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Kind, Series
 from tagi_ddp.communicators.control.mesh import Listener
 
 
@@ -78,12 +78,12 @@ def test_missing_ranks_are_named() -> None:
 
 def test_notes() -> None:
     listeners = [Listener() for _ in range(2)]
-    one, two = (Watch(sockets) for sockets in connect_all(listeners))
+    one, two = (ControlChannel(sockets) for sockets in connect_all(listeners))
     soon = time.monotonic() + 10
-    one.tell([1], Kind.ENTER, Channel.COLLECTIVE, 7, b"x" * 1_000_000)  # in many pieces
-    one.tell_failure(Failure("Timeout", (1,), "tired"))
+    one.send([1], Kind.ENTER, Series.COLLECTIVE, 7, b"x" * 1_000_000)  # in many pieces
+    one.send_failure(Failure("Timeout", (1,), "tired"))
     assert two.until(lambda: bool(two.failures), soon)
-    assert two.entered == {(0, Channel.COLLECTIVE, 7): b"x" * 1_000_000}
+    assert two.entered == {(0, Series.COLLECTIVE, 7): b"x" * 1_000_000}
     assert two.failures == {0: Failure("Timeout", (1,), "tired")}
     assert not two.until(lambda: False, time.monotonic() + 0.05)
     two.close()

@@ -1,8 +1,8 @@
 """What the ranks of a group tell each other beside the data: where they are, and how they end.
 
-Every operation begins with a note to the ranks that take part, and its data moves only when their
-notes have come and fit. So a rank that does not come, differs, fails or dies is known by its number
-before it can do harm to the data.
+Every operation begins with a message to the ranks that take part, and its data moves only when
+their messages have come and fit. So a rank that does not come, differs, fails or dies is known by
+its number before it can do harm to the data.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-_FRAME = struct.Struct("!BBQI")  # kind, channel, number, length of what follows
-_SEND_LIMIT = 10.0  # seconds; a note is small, so only a stopped rank makes one wait
+_FRAME = struct.Struct("!BBQI")  # kind, series, number, length of what follows
+_SEND_LIMIT = 10.0  # seconds; a message is small, so only a stopped rank makes one wait
 
 
 class Kind(IntEnum):
-    """What a note says."""
+    """What a message says."""
 
     ENTER = 1  # I call this operation, with this signature
     LEAVE = 2  # I am through with it
@@ -34,13 +34,13 @@ class Kind(IntEnum):
     BYE = 6  # I close my communicator
 
 
-class Channel(IntEnum):
+class Series(IntEnum):
     """Which operations a number counts."""
 
     SETUP = 0
     COLLECTIVE = 1
-    SEND = 2  # messages from the rank that the note comes from
-    RECV = 3  # messages to it
+    SEND = 2  # data that the sender of the message sends
+    RECV = 3  # data that it receives
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Failure:
     reason: str
 
 
-class Watch:
+class ControlChannel:
     """The connections of one rank to all others, and what came over them.
 
     Read its state in the condition of `until`, which holds the lock.
@@ -71,50 +71,50 @@ class Watch:
         self._changed = threading.Condition(threading.Lock())
         self._send_lock = threading.Lock()
         self._reading = False
-        self.entered: dict[tuple[int, Channel, int], bytes] = {}
-        """The notes of operations not yet begun, by rank, channel and number."""
-        self.left: dict[tuple[int, Channel], int] = {}
+        self.entered: dict[tuple[int, Series, int], bytes] = {}
+        """The messages of operations not yet begun, by rank, series and number."""
+        self.left: dict[tuple[int, Series], int] = {}
         """The number of the last operation that a rank is through with."""
-        self.waiting: dict[tuple[int, Channel], int] = {}
+        self.waiting: dict[tuple[int, Series], int] = {}
         """The number of the last operation that a rank said to be still in."""
         self.failures: dict[int, Failure] = {}
-        self.kept: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
         """The values that ranks asked all others to keep."""
         self.closed: set[int] = set()
         self.died: set[int] = set()
 
-    def tell(
+    def send(
         self,
         ranks: Iterable[int],
         kind: Kind,
-        channel: Channel = Channel.SETUP,
+        series: Series = Series.SETUP,
         number: int = 0,
         content: bytes = b"",
     ) -> None:
-        """Send a note to ``ranks``; those that are gone do not get it."""
-        note = _FRAME.pack(kind, channel, number, len(content)) + content
+        """Send a message to ``ranks``; those that are gone do not get it."""
+        message = _FRAME.pack(kind, series, number, len(content)) + content
         with self._send_lock:
             for rank in ranks:
                 try:
-                    self._sockets[rank].sendall(note)
-                except OSError:  # half a note would spoil the rest: reading finds the end
+                    self._sockets[rank].sendall(message)
+                except OSError:  # half a message would spoil the rest: reading finds the end
                     with contextlib.suppress(OSError):
                         self._sockets[rank].shutdown(socket.SHUT_RDWR)
 
-    def tell_failure(self, failure: Failure) -> None:
-        """Tell all ranks, and wake whoever waits in `until`."""
+    def send_failure(self, failure: Failure) -> None:
+        """Tell all ranks, and wake the threads that wait in `until`."""
         content = json.dumps([failure.error, failure.ranks, failure.reason]).encode()
-        self.tell(self._sockets, Kind.FAIL, content=content)
+        self.send(self._sockets, Kind.FAIL, content=content)
         os.eventfd_write(self._alarm, 1)
 
-    def tell_value(self, key: str, value: bytes) -> None:
+    def send_value(self, key: str, value: bytes) -> None:
         """Have all ranks keep ``value``."""
-        self.kept[key] = value
+        self.values[key] = value
         content = json.dumps([key, value.hex()]).encode()
-        self.tell(self._sockets, Kind.KEEP, content=content)
+        self.send(self._sockets, Kind.KEEP, content=content)
 
     def until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Read notes until ``condition`` holds, and return True; False after ``deadline``.
+        """Read messages until ``condition`` holds, and return True; False after ``deadline``.
 
         It first reads all that has come. What ``condition`` raises ends the wait too. Several
         threads may wait: one of them reads for all.
@@ -153,8 +153,8 @@ class Watch:
         return next((a for a in found if not a.startswith("127.")), "127.0.0.1")
 
     def close(self) -> None:
-        """Say goodbye to all ranks and close; nobody waits any more."""
-        self.tell(self._sockets, Kind.BYE)
+        """Say goodbye to all ranks and close; no thread waits any more."""
+        self.send(self._sockets, Kind.BYE)
         self._selector.close()
         os.close(self._alarm)
         for connection in self._sockets.values():
@@ -181,26 +181,26 @@ class Watch:
         unread = self._unread[rank]
         unread += data
         while len(unread) >= _FRAME.size:
-            kind, channel, number, length = _FRAME.unpack_from(unread)
+            kind, series, number, length = _FRAME.unpack_from(unread)
             end = _FRAME.size + length
             if len(unread) < end:
                 break
             content = bytes(unread[_FRAME.size : end])
             del unread[:end]
-            self._note(rank, Kind(kind), Channel(channel), number, content)
+            self._take(rank, Kind(kind), Series(series), number, content)
 
-    def _note(self, rank: int, kind: Kind, channel: Channel, number: int, content: bytes) -> None:
+    def _take(self, rank: int, kind: Kind, series: Series, number: int, content: bytes) -> None:
         if kind is Kind.ENTER:
-            self.entered[rank, channel, number] = content
+            self.entered[rank, series, number] = content
         elif kind is Kind.LEAVE:
-            self.left[rank, channel] = max(number, self.left.get((rank, channel), -1))
+            self.left[rank, series] = max(number, self.left.get((rank, series), -1))
         elif kind is Kind.WAITING:
-            self.waiting[rank, channel] = number
+            self.waiting[rank, series] = number
         elif kind is Kind.FAIL:
             error, ranks, reason = json.loads(content)
             self.failures.setdefault(rank, Failure(error, tuple(ranks), reason))
         elif kind is Kind.KEEP:
             key, value = json.loads(content)
-            self.kept[key] = bytes.fromhex(value)
+            self.values[key] = bytes.fromhex(value)
         else:
             self.closed.add(rank)

@@ -79,7 +79,7 @@ class Listener:
         return sockets, [r for r in range(len(records)) if r != rank and r not in sockets]
 
     def _admit(self, expected: set[int], deadline: float) -> None:
-        """Accept until all ``expected`` ranks are here; whoever has no proof is shown out.
+        """Accept until all ``expected`` ranks are here; those without a proof are shown out.
 
         A guest says hello with its rank and a proof, is answered with a proof, and confirms.
         """
