@@ -14,6 +14,7 @@ import weakref
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, Call, E
@@ -72,7 +73,7 @@ class CheckedCommunicator(BaseCommunicator[E]):
         self._enter(call).leave()
 
     def _split(self: W, call: Call, color: int | None, key: int) -> W | None:
-        with Listener() as listener:
+        with closing(Listener()) as listener:
             own = [color, key, listener.record.decode()]
             handshake = self._handshake(call)
             messages = {**handshake.gather(own), self.rank: own}
@@ -82,12 +83,12 @@ class CheckedCommunicator(BaseCommunicator[E]):
                 ranks = [rank for _, rank in members]
                 records = [messages[rank][2].encode() for rank in ranks]
                 rank = ranks.index(self.rank)
-                sockets, missing = listener.connect(rank, records, call.deadline)
+                connections, missing = listener.connect(rank, records, call.deadline)
                 if missing:
                     absent = [ranks[r] for r in missing]
                     what = timeout_text(absent, call.limit)
                     raise Timeout(f"{self._where(call.title)}: {what}", absent)
-                part = self._part(rank, len(ranks), ControlChannel(sockets))
+                part = self._part(rank, len(ranks), ControlChannel(connections))
         try:
             self._engine_split(call, color, key, part)
         except BaseException as error:
@@ -176,15 +177,13 @@ def open_channel(
 
     ``exchange(record)`` returns every rank's record; it raises what keeps it from that.
     """
-    with Listener() as listener:
+    with closing(Listener()) as listener:
         records = exchange(listener.record)
-        sockets, missing = listener.connect(rank, records, deadline)
+        connections, missing = listener.connect(rank, records, deadline)
     if missing:
-        for connection in sockets.values():
-            connection.close()
         where = f"init on rank {rank} of {size} ({backend})"
         raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
-    return ControlChannel(sockets)
+    return ControlChannel(connections)
 
 
 def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:
