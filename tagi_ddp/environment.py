@@ -1,4 +1,4 @@
-"""Who started this process, and as which rank of how many: read from the launcher's variables.
+"""The launcher of this process, its rank and world size: read from the launcher's variables.
 
 The first of these whose variables are there decides, the innermost launcher first:
 
@@ -80,7 +80,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     return found
 
 
-def meeting_point(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def rendezvous_endpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return host and port of rank 0, where ranks without MPI find each other.
 
     MASTER_ADDR and MASTER_PORT, which torchrun and our launcher set; in a step of srun, the step's

@@ -10,7 +10,7 @@ import pytest
 from tagi_ddp.environment import (
     LaunchEnvironment,
     detect,
-    meeting_point,
+    rendezvous_endpoint,
     warn_if_launcher_disagrees,
 )
 
@@ -243,15 +243,15 @@ def test_a_real_launcher(launcher, tmp_path):
         ("rack[2,4]node[10-12]-ib,x", "rack2node10-ib"),
     ],
 )
-def test_meeting_point_of_a_slurm_step(nodes: str, host: str) -> None:
+def test_rendezvous_endpoint_of_a_slurm_step(nodes: str, host: str) -> None:
     environ = {**SRUN, "SLURM_STEP_NODELIST": nodes}
-    assert meeting_point(environ) == meeting_point({**environ, "SLURM_PROCID": "0"})
-    address, port = meeting_point(environ)
+    assert rendezvous_endpoint(environ) == rendezvous_endpoint({**environ, "SLURM_PROCID": "0"})
+    address, port = rendezvous_endpoint(environ)
     assert address == host
     assert 1024 < port < 32768
-    assert meeting_point({**environ, "SLURM_STEP_ID": "1"}) != (address, port)
+    assert rendezvous_endpoint({**environ, "SLURM_STEP_ID": "1"}) != (address, port)
     chosen = {**environ, "MASTER_ADDR": "chosen", "MASTER_PORT": "77"}
-    assert meeting_point(chosen) == ("chosen", 77)
+    assert rendezvous_endpoint(chosen) == ("chosen", 77)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,6 @@ def test_meeting_point_of_a_slurm_step(nodes: str, host: str) -> None:
         ({"MASTER_ADDR": "host", "MASTER_PORT": "x"}, "MASTER_PORT"),
     ],
 )
-def test_no_meeting_point(environ: dict[str, str], word: str) -> None:
+def test_no_rendezvous_endpoint(environ: dict[str, str], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        meeting_point(environ)
+        rendezvous_endpoint(environ)

@@ -60,7 +60,7 @@ class Hierarchy:
         return self.inter_node.size
 
     def abort(self, reason: str) -> None:
-        """Give up on both levels, so that nobody waits on either."""
+        """Give up on both levels, so that no rank waits on either."""
         for level in (self.node, self.inter_node):
             with suppress(CommunicatorError):  # it may be closed
                 level.abort(reason)

@@ -83,10 +83,10 @@ def as_communicator(group: Any) -> Communicator:
 
     That is a torch.distributed.ProcessGroup or an intracommunicator of mpi4py. Wrapping is a
     collective call of its ranks. The communicator has connections of its own, so its operations and
-    the group's do not meet; close it when done.
+    the group's do not mix; close it when done.
 
     A group of torch's backend "tagi_ddp" runs on a communicator, and this returns that: nothing is
-    connected, operations of both come in one order, and the group closes it, nobody else.
+    connected, operations of both come in one order, and only the group closes it.
     """
     if (below := _below(group)) is not None:
         return below

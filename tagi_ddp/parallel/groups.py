@@ -14,7 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
-from tagi_ddp.environment import detect, meeting_point
+from tagi_ddp.environment import detect, rendezvous_endpoint
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
@@ -70,7 +70,7 @@ def initialise() -> None:
 
 def _meet(backend: str, rank: int, size: int) -> None:
     try:
-        host, port = meeting_point()
+        host, port = rendezvous_endpoint()
     except ValueError:
         store = _store_by_communicator()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)

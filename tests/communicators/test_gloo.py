@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from contract.deaths import work_until
 from contract.whole import WholeContract
+from support.ipv6 import has_ipv6_loopback
 from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
@@ -107,6 +108,19 @@ def in_a_slurm_step(comm: Any) -> str:
         os.environ.update(saved)
 
 
+def over_ipv6(comm: Any, job: str) -> list[float]:
+    """Ranks that see no address of each other but one of IPv6."""
+    from tagi_ddp.communicators.control import mesh
+
+    mesh._host_id, mesh._addresses = lambda: f"host of {comm.rank}", lambda: ["::1"]
+    with init("gloo", rank=comm.rank, world_size=comm.size, job=job, timeout=20) as second:
+        assert second._channel.own_address() == "::1"
+        buffer, part = np.ones(3), second.split(0)
+        part.all_reduce(buffer)
+        part.close()
+    return buffer.tolist()
+
+
 def read_only_input(comm: Any) -> None:
     buffer = np.ones(4)
     buffer.flags.writeable = False
@@ -135,6 +149,10 @@ class TestTogether:
 
     def test_in_a_slurm_step(self, pool: RankPool, size: int) -> None:
         assert pool.run(in_a_slurm_step, size=2) == ["0 2.0", "1 2.0"]
+
+    @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6")
+    def test_over_ipv6(self, doomed: RankPool, size: int) -> None:
+        assert doomed.run(over_ipv6, "IPv6") == [[size] * 3] * size
 
     def test_nobody_at_the_address(self, pool: RankPool, size: int) -> None:
         for text in pool.run(without_address, "MASTER_ADDR", "192.0.2.1", size=2)[1:]:

@@ -1,4 +1,4 @@
-"""Two levels: who is on a node, and whom its ranks meet."""
+"""Two levels: the ranks of a node, and the ranks on its other level."""
 
 from __future__ import annotations
 

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
+import struct
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from tagi_ddp.communicators.control.channel import Channel, Failure, Kind, Watch
+import pytest
+from support.ipv6 import has_ipv6_loopback
+
+from tagi_ddp.communicators.control import mesh
+from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Kind, Series
 from tagi_ddp.communicators.control.mesh import Listener
 
+Connections = dict[int, Connection]
 
-def connect_all(listeners: list[Listener], seconds: float = 10) -> list[dict[int, socket.socket]]:
-    records = [listener.record for listener in listeners]
-    deadline = time.monotonic() + seconds
+
+@pytest.fixture
+def listeners() -> Iterator[list[Listener]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(Listener())) for _ in range(3)]
+
+
+def connect_all(listeners: list[Listener], **changes: object) -> list[Connections]:
+    """Connect ranks, a thread each, by records with ``changes``."""
+    records = [
+        json.dumps({**json.loads(listener.record), **changes}).encode() for listener in listeners
+    ]
+    deadline = time.monotonic() + 20
     with ThreadPoolExecutor(len(listeners)) as threads:
         calls = [
             threads.submit(listener.connect, rank, records, deadline)
@@ -22,72 +43,203 @@ def connect_all(listeners: list[Listener], seconds: float = 10) -> list[dict[int
         ]
     results = [call.result() for call in calls]
     assert all(missing == [] for _, missing in results)
-    return [sockets for sockets, _ in results]
+    return [connections for connections, _ in results]
 
 
-def close(groups: list[dict[int, socket.socket]], listeners: list[Listener]) -> None:
-    for sockets in groups:
-        for connection in sockets.values():
+def check_mesh(groups: list[Connections]) -> None:
+    """Every two ranks hear each other; then close."""
+    for rank, connections in enumerate(groups):
+        assert sorted(connections) == [r for r in range(len(groups)) if r != rank]
+        for peer, connection in connections.items():
+            connection.send_bytes(bytes([rank]))
+            assert groups[peer][rank].recv_bytes() == bytes([rank])
+    for connections in groups:
+        for connection in connections.values():
             connection.close()
-    for listener in listeners:
-        listener.__exit__(None, None, None)
 
 
-def test_strangers_stay_outside() -> None:
-    listeners = [Listener() for _ in range(3)]
-    port = json.loads(listeners[0].record)["port"]
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
-    strangers[0].sendall(b"GET / HTTP/1.1\r\n" * 10)  # no proof
-    strangers[1].sendall(b"\0\0\0\1")  # not all of it
-    strangers[2].close()
-    groups = connect_all(listeners)  # strangers[3] says nothing
-    for rank, sockets in enumerate(groups):
-        assert sorted(sockets) == [r for r in range(3) if r != rank]
-        for peer, connection in sockets.items():
-            connection.sendall(bytes([rank]))
-            assert groups[peer][rank].recv(10) == bytes([rank])
+def call(listener: Listener) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", json.loads(listener.record)["port"]))
+
+
+def test_strangers_stay_outside(listeners: list[Listener]) -> None:
+    strangers = [call(listeners[0]) for _ in range(8)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n" * 10)  # a message that would be too long
+    strangers[1].sendall(struct.pack("!i", 16) + b"x" * 16)  # no proof
+    strangers[2].sendall(struct.pack("!i", 16) + b"x")  # a part of a message
+    strangers[3].sendall(struct.pack("!i", -7))
+    strangers[4].close()
+    started = time.monotonic()
+    check_mesh(connect_all(listeners))  # the others say nothing
+    assert time.monotonic() - started < mesh._LIMIT / 2
     for stranger in strangers:
         stranger.close()
-    close(groups, listeners)
 
 
-def test_another_rank_at_the_port_is_no_rank() -> None:
-    """A port that answers without the proof is not taken for the rank that should be there."""
-    one, two, impostor = Listener(), Listener(), Listener()
-    record = json.loads(one.record)
-    record["port"] = json.loads(impostor.record)["port"]
-    door = threading.Thread(target=impostor._admit, args=({1}, time.monotonic() + 1))
-    door.start()
+def test_a_guest_with_another_secret_is_refused(listeners: list[Listener]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        guest = Connection(call(listeners[0]).detach())
+        answer = thread.submit(answer_challenge, guest, b"another secret")
+        check_mesh(connect_all(listeners))
+        with pytest.raises(AuthenticationError):
+            answer.result()
+
+
+def test_a_port_with_another_secret_is_no_rank(listeners: list[Listener]) -> None:
+    one, two, impostor = listeners
+    record = {**json.loads(one.record), "port": json.loads(impostor.record)["port"]}
     records = [json.dumps(record).encode(), two.record]
-    sockets, missing = two.connect(1, records, time.monotonic() + 0.5)
-    door.join()
-    assert (sockets, missing) == ({}, [0])
-    close([], [one, two, impostor])
+    impostor._door.start()
+    assert two.connect(1, records, time.monotonic() + 0.5) == ({}, [0])
 
 
-def test_missing_ranks_are_named() -> None:
-    listeners = [Listener() for _ in range(3)]
-    records = [listener.record for listener in listeners]
-    listeners[0].__exit__(None, None, None)
+def test_a_silent_port_is_no_rank(listeners: list[Listener]) -> None:
+    records = [listener.record for listener in listeners[:2]]  # the first never answers
     started = time.monotonic()
-    sockets, missing = listeners[1].connect(1, records, started + 0.5)
-    assert (sockets, missing) == ({}, [0, 2])
+    assert listeners[1].connect(1, records, started + 0.5) == ({}, [0])
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_rank_may_call_again(listeners: list[Listener]) -> None:
+    """A rank that gave up on a slow answer is the one of its later connection."""
+    one, two, _ = listeners
+    secret = bytes.fromhex(json.loads(one.record)["secret"])
+    one._door.start()
+    guest = Connection(call(one).detach())
+    answer_challenge(guest, secret)
+    deliver_challenge(guest, secret)
+    guest.send_bytes(struct.pack("!I", 1))
+    with one._changed:
+        assert one._changed.wait_for(lambda: 1 in one._admitted, 10)
+        first = one._admitted[1]
+    records = [one.record, two.record]
+    found, missing = two.connect(1, records, time.monotonic() + 10)
+    assert missing == []
+    with one._changed:
+        assert one._changed.wait_for(lambda: one._admitted[1] is not first, 10)
+    found[0].send_bytes(b"hello")
+    assert one._admitted[1].recv_bytes() == b"hello"
+
+
+def test_missing_ranks_are_named(listeners: list[Listener]) -> None:
+    records = [listener.record for listener in listeners]
+    listeners[0].close()
+    started = time.monotonic()
+    assert listeners[1].connect(1, records, started + 0.5) == ({}, [0, 2])
     assert time.monotonic() - started < 5
-    close([], listeners[1:])
 
 
-def test_notes() -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6")),
+    ],
+)
+def test_addresses_of_both_families(listeners: list[Listener], address: str) -> None:
+    groups = connect_all(listeners, host="elsewhere", addresses=[address])
+    assert mesh.own_address(groups[0].values()) == address
+    check_mesh(groups)
+
+
+def test_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     listeners = [Listener() for _ in range(2)]
-    one, two = (Watch(sockets) for sockets in connect_all(listeners))
+    assert all(listener._server.family == socket.AF_INET for listener in listeners)
+    check_mesh(connect_all(listeners))
+    for listener in listeners:
+        listener.close()
+
+
+def test_addresses_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    everywhere = mesh._addresses()
+    assert not {"127.0.0.1", "::1"} & set(everywhere)
+    assert not any(address.startswith("fe80") for address in everywhere)
+    chosen = []
+    for _, name in socket.if_nameindex():
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"none,{name}")
+        chosen += mesh._addresses()
+    assert sorted(chosen) == sorted(everywhere)
+
+
+@pytest.fixture
+def channels(listeners: list[Listener]) -> Iterator[tuple[ControlChannel, ControlChannel]]:
+    one, two = (ControlChannel(connections) for connections in connect_all(listeners[:2]))
+    yield one, two
+    two.close()
+    one.close()
+
+
+Channels = tuple[ControlChannel, ControlChannel]
+
+
+def test_messages(channels: Channels) -> None:
+    one, two = channels
     soon = time.monotonic() + 10
-    one.tell([1], Kind.ENTER, Channel.COLLECTIVE, 7, b"x" * 1_000_000)  # in many pieces
-    one.tell_failure(Failure("Timeout", (1,), "tired"))
+    large = threading.Thread(
+        target=one.send, args=([1], Kind.ENTER, Series.COLLECTIVE, 7, b"x" * 10_000_000)
+    )
+    large.start()  # what both have in their buffers is less
+    assert two.until(lambda: bool(two.entered), soon)
+    large.join()
+    one.send_value("key", b"value")
+    one.send_failure(Failure("Timeout", (1,), "tired"))
     assert two.until(lambda: bool(two.failures), soon)
-    assert two.entered == {(0, Channel.COLLECTIVE, 7): b"x" * 1_000_000}
+    assert two.entered == {(0, Series.COLLECTIVE, 7): b"x" * 10_000_000}
+    assert two.values == {"key": b"value"}
     assert two.failures == {0: Failure("Timeout", (1,), "tired")}
     assert not two.until(lambda: False, time.monotonic() + 0.05)
+
+
+def test_a_goodbye_is_no_death(listeners: list[Listener]) -> None:
+    one, two = (ControlChannel(connections) for connections in connect_all(listeners[:2]))
+    one.send([1], Kind.LEAVE, Series.COLLECTIVE, 1)  # which the other has not read
     two.close()
-    assert one.until(lambda: bool(one.closed), soon)
-    assert one.died == set()
+    assert one.until(lambda: bool(one.closed), time.monotonic() + 10)
+    assert not one.until(lambda: bool(one.died), time.monotonic() + 0.1)
     one.close()
-    close([], listeners)
+
+
+def test_all_that_has_come_is_read_at_first(channels: Channels) -> None:
+    one, two = channels
+    for number in range(100):
+        one.send([1], Kind.LEAVE, Series.COLLECTIVE, number)
+    time.sleep(0.1)
+    assert two.until(lambda: True, 0.0)
+    assert two.left == {(0, Series.COLLECTIVE): 99}
+
+
+def test_a_message_in_pieces(channels: Channels) -> None:
+    one, two = channels
+    message = struct.pack("!iBBQ", 10, Kind.LEAVE, Series.COLLECTIVE, 5)
+    for piece in (message[:2], message[2:9], message[9:]):
+        os.write(one._connections[1].fileno(), piece)
+        assert not two.left
+        if piece is not message[9:]:
+            time.sleep(0.1)
+    assert two.until(lambda: bool(two.left), time.monotonic() + 10)
+    assert not two.died
+
+
+def test_a_partial_message_blocks_no_reader_for_ever(channels: Channels) -> None:
+    """A rank that is stopped within a message counts as lost when its limit is over."""
+    one, two = channels
+    mesh.set_limit(two._connections[0], 0.5)
+    os.write(one._connections[1].fileno(), struct.pack("!i", 1000) + b"\x01")
+    started = time.monotonic()
+    reader = threading.Thread(target=two.until, args=(lambda: bool(two.died), started + 20))
+    reader.start()
+    time.sleep(0.1)
+    assert not two.until(lambda: False, time.monotonic() + 0.1), "another thread goes on"
+    assert time.monotonic() - started < 0.5
+    reader.join(20)
+    assert two.died == {0}
+    assert 0.4 < time.monotonic() - started < 5
+
+
+def test_a_rank_that_takes_nothing_blocks_no_sender_for_ever(channels: Channels) -> None:
+    one, _ = channels
+    mesh.set_limit(one._connections[1], 0.3)
+    one.send([1], Kind.ENTER, Series.COLLECTIVE, 1, b"x" * 50_000_000)
+    assert one.until(lambda: one.died == {1}, time.monotonic() + 10)

@@ -151,7 +151,7 @@ def test_without_thread_support(tmp_path: Path) -> None:
 
 
 def test_a_communicator_of_mpi4py(tmp_path: Path) -> None:
-    """Of all ranks or some; neither's operations meet the other's, and closing leaves it be."""
+    """Of all ranks or some; neither's operations mix with the other's, and closing leaves it be."""
     source = """
         from mpi4py import MPI
         import numpy as np

@@ -181,7 +181,7 @@ def never_waited_for(comm: Any) -> None:
 
 
 def close_in_turn(comm: Any) -> float:
-    """Who closes waits until the others are through with what it called, and no longer."""
+    """A rank that closes waits until the others are through with what it called, and no longer."""
     for i in range(3):
         comm.all_reduce(np.ones(COUNT), async_op=True)
         if comm.rank == 0 and i == 1:
@@ -230,7 +230,7 @@ class TestDevices:
     def test_streams(self, pool: RankPool, size: int) -> None:
         pool.run(streams, size=size)
 
-    def test_buffers_go_when_nobody_waits(self, pool: RankPool, size: int) -> None:
+    def test_buffers_go_when_nothing_waits(self, pool: RankPool, size: int) -> None:
         pool.run(never_waited_for, size=size)
 
     def test_close(self, pool: RankPool, size: int) -> None:

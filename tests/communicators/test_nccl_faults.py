@@ -53,7 +53,7 @@ def ones(count: int = 8) -> np.ndarray:
 
 @contextlib.contextmanager
 def fault(rank: int, text: str) -> Iterator[None]:
-    handshake._GRACE = 0.3  # nobody explains what happens here
+    handshake._GRACE = 0.3  # no message explains what happens here
     os.environ["TAGI_DDP_STAND_IN_FAULT"] = text
     os.environ["TAGI_DDP_STAND_IN_RANK"] = str(rank)
     try:
@@ -68,13 +68,13 @@ def fail(comm: Any, call: Callable[[Any], Any], text: str) -> list[Report]:
 
         def run() -> None:
             call(comm)
-            comm.barrier()  # for those who have no part in a message
+            comm.barrier()  # for the ranks that have no part in a message
 
         return [report(run), report(comm.barrier)]
 
 
 def fail_unseen(comm: Any, text: str) -> list[Report]:
-    """Nobody waits for the operation that fails."""
+    """Nothing waits for the operation that fails."""
     comm.all_reduce(ones())
     buffer = ones()
     with fault(comm.rank, text), contextlib.suppress(CommunicatorError):
@@ -165,7 +165,7 @@ class TestFaults:
         assert any(first[0] is Timeout for first, _ in answers)
 
     @pytest.mark.parametrize("text", ["ncclAllReduce:async=6@1", "ncclAllReduce:hang@1"])
-    def test_error_that_nobody_waits_for(self, pool: RankPool, size: int, text: str) -> None:
+    def test_error_that_nothing_waits_for(self, pool: RankPool, size: int, text: str) -> None:
         answers = pool.run(fail_unseen, text, size=size, fresh=True, timeout=LIMIT)
         for first, second in answers:
             assert first[0] is second[0]

@@ -1,30 +1,33 @@
 """What the ranks of a group tell each other beside the data: where they are, and how they end.
 
-Every operation begins with a note to the ranks that take part, and its data moves only when their
-notes have come and fit. So a rank that does not come, differs, fails or dies is known by its number
-before it can do harm to the data.
+Every operation begins with a message to the ranks that take part, and its data moves only when
+their messages have come and fit. So a rank that does not come, differs, fails or dies is known by
+its number before it can do harm to the data.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
-import socket
 import struct
+import termios
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from multiprocessing.connection import Connection
 
-_FRAME = struct.Struct("!BBQI")  # kind, channel, number, length of what follows
-_SEND_LIMIT = 10.0  # seconds; a note is small, so only a stopped rank makes one wait
+from tagi_ddp.communicators.control import mesh
+
+_HEADER = struct.Struct("!BBQ")  # kind, series, number; the content follows
 
 
 class Kind(IntEnum):
-    """What a note says."""
+    """What a message says."""
 
     ENTER = 1  # I call this operation, with this signature
     LEAVE = 2  # I am through with it
@@ -34,13 +37,13 @@ class Kind(IntEnum):
     BYE = 6  # I close my communicator
 
 
-class Channel(IntEnum):
+class Series(IntEnum):
     """Which operations a number counts."""
 
     SETUP = 0
     COLLECTIVE = 1
-    SEND = 2  # messages from the rank that the note comes from
-    RECV = 3  # messages to it
+    SEND = 2  # data that the sender of the message sends
+    RECV = 3  # data that it receives
 
 
 @dataclass(frozen=True)
@@ -52,69 +55,66 @@ class Failure:
     reason: str
 
 
-class Watch:
+class ControlChannel:
     """The connections of one rank to all others, and what came over them.
 
     Read its state in the condition of `until`, which holds the lock.
     """
 
-    def __init__(self, sockets: dict[int, socket.socket]) -> None:
-        """Take over ``sockets``, one by each other rank."""
-        self._sockets = sockets
-        self._unread = {rank: bytearray() for rank in sockets}
+    def __init__(self, connections: dict[int, Connection]) -> None:
+        """Take over ``connections``, one by each other rank."""
+        self._connections = connections
         self._selector = selectors.DefaultSelector()
-        for rank, connection in sockets.items():
-            connection.settimeout(_SEND_LIMIT)
+        for rank, connection in connections.items():
             self._selector.register(connection, selectors.EVENT_READ, rank)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
         self._changed = threading.Condition(threading.Lock())
         self._send_lock = threading.Lock()
         self._reading = False
-        self.entered: dict[tuple[int, Channel, int], bytes] = {}
-        """The notes of operations not yet begun, by rank, channel and number."""
-        self.left: dict[tuple[int, Channel], int] = {}
+        self.entered: dict[tuple[int, Series, int], bytes] = {}
+        """The messages of operations not yet begun, by rank, series and number."""
+        self.left: dict[tuple[int, Series], int] = {}
         """The number of the last operation that a rank is through with."""
-        self.waiting: dict[tuple[int, Channel], int] = {}
+        self.waiting: dict[tuple[int, Series], int] = {}
         """The number of the last operation that a rank said to be still in."""
         self.failures: dict[int, Failure] = {}
-        self.kept: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
         """The values that ranks asked all others to keep."""
         self.closed: set[int] = set()
         self.died: set[int] = set()
 
-    def tell(
+    def send(
         self,
         ranks: Iterable[int],
         kind: Kind,
-        channel: Channel = Channel.SETUP,
+        series: Series = Series.SETUP,
         number: int = 0,
         content: bytes = b"",
     ) -> None:
-        """Send a note to ``ranks``; those that are gone do not get it."""
-        note = _FRAME.pack(kind, channel, number, len(content)) + content
+        """Send a message to ``ranks``; those that are gone do not get it."""
+        message = _HEADER.pack(kind, series, number) + content
         with self._send_lock:
             for rank in ranks:
                 try:
-                    self._sockets[rank].sendall(note)
-                except OSError:  # half a note would spoil the rest: reading finds the end
-                    with contextlib.suppress(OSError):
-                        self._sockets[rank].shutdown(socket.SHUT_RDWR)
+                    self._connections[rank].send_bytes(message)
+                except OSError:  # half a message would spoil the rest
+                    mesh.cut(self._connections[rank])
 
-    def tell_failure(self, failure: Failure) -> None:
-        """Tell all ranks, and wake whoever waits in `until`."""
+    def send_failure(self, failure: Failure) -> None:
+        """Tell all ranks, and wake the threads that wait in `until`."""
         content = json.dumps([failure.error, failure.ranks, failure.reason]).encode()
-        self.tell(self._sockets, Kind.FAIL, content=content)
+        self.send(self._connections, Kind.FAIL, content=content)
         os.eventfd_write(self._alarm, 1)
 
-    def tell_value(self, key: str, value: bytes) -> None:
+    def send_value(self, key: str, value: bytes) -> None:
         """Have all ranks keep ``value``."""
-        self.kept[key] = value
+        self.values[key] = value
         content = json.dumps([key, value.hex()]).encode()
-        self.tell(self._sockets, Kind.KEEP, content=content)
+        self.send(self._connections, Kind.KEEP, content=content)
 
     def until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Read notes until ``condition`` holds, and return True; False after ``deadline``.
+        """Read messages until ``condition`` holds, and return True; False after ``deadline``.
 
         It first reads all that has come. What ``condition`` raises ends the wait too. Several
         threads may wait: one of them reads for all.
@@ -134,73 +134,73 @@ class Watch:
             return
         self._reading = True
         self._changed.release()
+        came: list[tuple[int, bytes | None]] = []
         try:
-            ready = self._selector.select(seconds)
+            for key, _ in self._selector.select(seconds):
+                came += self._receive(key.data)
         finally:
             self._changed.acquire()
             self._reading = False
             self._changed.notify_all()
-        for key, _ in ready:
-            self._read(key.data)
+        for rank, message in came:
+            self._take(rank, message)
 
-    def address_of(self, rank: int) -> str:
-        """Return the address by which this rank reaches ``rank``."""
-        return str(self._sockets[rank].getpeername()[0])
-
-    def own_address(self) -> str:
-        """Return the address by which ranks on other hosts, if there are any, reach this one."""
-        found = sorted({str(s.getsockname()[0]) for s in self._sockets.values()})
-        return next((a for a in found if not a.startswith("127.")), "127.0.0.1")
-
-    def close(self) -> None:
-        """Say goodbye to all ranks and close; nobody waits any more."""
-        self.tell(self._sockets, Kind.BYE)
-        self._selector.close()
-        os.close(self._alarm)
-        for connection in self._sockets.values():
-            # What is left unread would make the kernel reset the connection, and the bye be lost.
-            with contextlib.suppress(OSError):
-                connection.setblocking(False)
-                while connection.recv(65536):
-                    pass
-            connection.close()
-
-    def _read(self, rank: int | None) -> None:
+    def _receive(self, rank: int | None) -> Iterator[tuple[int, bytes | None]]:
+        """Return what has come from ``rank``, None for the end; None is the alarm's rank."""
         if rank is None:
             os.eventfd_read(self._alarm)
             return
+        connection = self._connections[rank]
         try:
-            data = self._sockets[rank].recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self._selector.unregister(self._sockets[rank])
+            yield rank, connection.recv_bytes()
+            while _unread(connection):
+                yield rank, connection.recv_bytes()
+        except (OSError, EOFError):  # or the rest of a message does not come
+            self._selector.unregister(connection)
+            yield rank, None
+
+    def own_address(self) -> str:
+        """Return the address by which ranks on other hosts, if there are any, reach this one."""
+        return mesh.own_address(self._connections.values())
+
+    def close(self) -> None:
+        """Say goodbye to all ranks and close; no thread waits any more."""
+        self.send(self._connections, Kind.BYE)
+        self._selector.close()
+        os.close(self._alarm)
+        for connection in self._connections.values():
+            # What is left unread would make the kernel reset the connection, and the bye be lost.
+            with contextlib.suppress(OSError):
+                os.set_blocking(connection.fileno(), False)
+                while os.read(connection.fileno(), 65536):
+                    pass
+            connection.close()
+
+    def _take(self, rank: int, message: bytes | None) -> None:
+        if message is None:
             if rank not in self.closed:
                 self.died.add(rank)
             return
-        unread = self._unread[rank]
-        unread += data
-        while len(unread) >= _FRAME.size:
-            kind, channel, number, length = _FRAME.unpack_from(unread)
-            end = _FRAME.size + length
-            if len(unread) < end:
-                break
-            content = bytes(unread[_FRAME.size : end])
-            del unread[:end]
-            self._note(rank, Kind(kind), Channel(channel), number, content)
-
-    def _note(self, rank: int, kind: Kind, channel: Channel, number: int, content: bytes) -> None:
+        code, count, number = _HEADER.unpack_from(message)
+        kind, series, content = Kind(code), Series(count), message[_HEADER.size :]
         if kind is Kind.ENTER:
-            self.entered[rank, channel, number] = content
+            self.entered[rank, series, number] = content
         elif kind is Kind.LEAVE:
-            self.left[rank, channel] = max(number, self.left.get((rank, channel), -1))
+            self.left[rank, series] = max(number, self.left.get((rank, series), -1))
         elif kind is Kind.WAITING:
-            self.waiting[rank, channel] = number
+            self.waiting[rank, series] = number
         elif kind is Kind.FAIL:
             error, ranks, reason = json.loads(content)
             self.failures.setdefault(rank, Failure(error, tuple(ranks), reason))
         elif kind is Kind.KEEP:
             key, value = json.loads(content)
-            self.kept[key] = bytes.fromhex(value)
+            self.values[key] = bytes.fromhex(value)
         else:
             self.closed.add(rank)
+
+
+def _unread(connection: Connection) -> bool:
+    """Tell whether a part of the next message has come."""
+    count = bytearray(4)
+    fcntl.ioctl(connection.fileno(), termios.FIONREAD, count)
+    return any(count)

@@ -1,7 +1,7 @@
-"""Communicators over somebody else's engine, made safe by a `Watch` beside it.
+"""Communicators over another library, made safe by a `ControlChannel` beside it.
 
 An engine may hang, crash or mix up data when ranks fail or do not call the same. So the ranks tell
-each other over the watch what they call, how it ends, and that they are still there.
+each other over the channel what they call, how it ends, and that they are still there.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import weakref
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, Call, E
-from tagi_ddp.communicators.control.channel import Channel, Failure, Watch
-from tagi_ddp.communicators.control.handshake import Meeting, Transfer
+from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Series
+from tagi_ddp.communicators.control.handshake import Handshake, Transfer
 from tagi_ddp.communicators.control.mesh import Listener
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 
-W = TypeVar("W", bound="WatchedCommunicator")
+W = TypeVar("W", bound="CheckedCommunicator")
 
 
-class WatchedCommunicator(BaseCommunicator[E]):
-    """A rank with a watch on all others; a subclass adds the engine and its collectives."""
+class CheckedCommunicator(BaseCommunicator[E]):
+    """A rank with a control channel; a subclass adds the engine and its collectives."""
 
-    def __init__(self, rank: int, size: int, timeout: float, watch: Watch) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
         """Make rank ``rank`` of ``size``; its engine is yet to be opened."""
         super().__init__(rank, size, timeout)
-        self._watch = watch
+        self._channel = channel
         self._others = [r for r in range(size) if r != rank]
         self._copied = 0  # the last collective that used the engine
         self._sent: defaultdict[int, int] = defaultdict(int)
@@ -52,42 +53,42 @@ class WatchedCommunicator(BaseCommunicator[E]):
     def _engine_close(self, clean: bool) -> None:
         """Free the engine; unless ``clean``, without waiting for what may be stuck in it."""
 
-    def _part(self: W, rank: int, size: int, watch: Watch) -> W:
+    def _part(self: W, rank: int, size: int, channel: ControlChannel) -> W:
         """Return a communicator of some of the ranks, whose engine is yet to be opened."""
-        return type(self)(rank, size, self.timeout, watch)
+        return type(self)(rank, size, self.timeout, channel)
 
     def _send(self, call: Call, data: E, dst: int) -> None:
-        meeting = self._meeting(call, [dst], (Channel.SEND, Channel.RECV))
-        meeting.gather(None)
-        meeting.carry(self._engine_send(data, dst, call.left()))
+        handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
+        handshake.gather(None)
+        handshake.carry(self._engine_send(data, dst, call.left()))
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
-        meeting = self._meeting(call, [src], (Channel.RECV, Channel.SEND))
-        meeting.gather(None)
-        meeting.carry(self._engine_recv(data, src, call.left()))
-        meeting.leave()
+        handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
+        handshake.gather(None)
+        handshake.carry(self._engine_recv(data, src, call.left()))
+        handshake.leave()
 
     def _barrier(self, call: Call) -> None:
-        self._meet(call).leave()
+        self._enter(call).leave()
 
     def _split(self: W, call: Call, color: int | None, key: int) -> W | None:
-        with Listener() as listener:
+        with closing(Listener()) as listener:
             own = [color, key, listener.record.decode()]
-            meeting = self._meeting(call)
-            notes = {**meeting.gather(own), self.rank: own}
+            handshake = self._handshake(call)
+            messages = {**handshake.gather(own), self.rank: own}
             part: W | None = None
             if color is not None:
-                members = sorted((notes[r][1], r) for r in notes if notes[r][0] == color)
+                members = sorted((messages[r][1], r) for r in messages if messages[r][0] == color)
                 ranks = [rank for _, rank in members]
-                records = [notes[rank][2].encode() for rank in ranks]
+                records = [messages[rank][2].encode() for rank in ranks]
                 rank = ranks.index(self.rank)
-                sockets, missing = listener.connect(rank, records, call.deadline)
+                connections, missing = listener.connect(rank, records, call.deadline)
                 if missing:
                     absent = [ranks[r] for r in missing]
                     what = timeout_text(absent, call.limit)
                     raise Timeout(f"{self._where(call.title)}: {what}", absent)
-                part = self._part(rank, len(ranks), Watch(sockets))
+                part = self._part(rank, len(ranks), ControlChannel(connections))
         try:
             self._engine_split(call, color, key, part)
         except BaseException as error:
@@ -95,53 +96,53 @@ class WatchedCommunicator(BaseCommunicator[E]):
                 part.abort(f"{call.title} ended in {error!r}")
                 part.close()
             raise
-        meeting.leave()
+        handshake.leave()
         return part
 
-    # Meetings, and the end.
+    # Handshakes, and the end.
 
-    def _meet(self, call: Call) -> Meeting:
-        """Return the meeting of all ranks for ``call`` once they have come."""
-        meeting = self._meeting(call)
-        meeting.gather(None)
-        return meeting
+    def _enter(self, call: Call) -> Handshake:
+        """Return the handshake of all ranks for ``call`` once they have come."""
+        handshake = self._handshake(call)
+        handshake.gather(None)
+        return handshake
 
-    def _meeting(
+    def _handshake(
         self,
         call: Call,
         peers: list[int] | None = None,
-        channels: tuple[Channel, Channel] = (Channel.COLLECTIVE, Channel.COLLECTIVE),
-    ) -> Meeting:
-        return Meeting(
-            self._watch,
+        series: tuple[Series, Series] = (Series.COLLECTIVE, Series.COLLECTIVE),
+    ) -> Handshake:
+        return Handshake(
+            self._channel,
             self._where(call.title),
             self.rank,
             call,
             self._others if peers is None else peers,
-            channels,
+            series,
             lambda: self._failure,
         )
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
-        self._watch.tell_failure(Failure(type(error).__name__, error.ranks, reason))
+        self._channel.send_failure(Failure(type(error).__name__, error.ranks, reason))
 
     def _leave(self) -> None:
         # The others may still be reading what this rank's engine sent.
-        self._watch.until(self._all_through, time.monotonic() + self.timeout)
-        clean = self._failure is None and not self._watch.failures
+        self._channel.until(self._all_through, time.monotonic() + self.timeout)
+        clean = self._failure is None and not self._channel.failures
         self._engine_close(clean)
-        self._watch.close()
+        self._channel.close()
         _open.discard(self)
 
     def _all_through(self) -> bool:
-        watch = self._watch
-        if self._failure is not None or watch.failures:
+        channel = self._channel
+        if self._failure is not None or channel.failures:
             return True
         return all(
-            watch.left.get((rank, Channel.COLLECTIVE), 0) >= self._copied
-            and watch.left.get((rank, Channel.RECV), 0) >= self._sent[rank]
+            channel.left.get((rank, Series.COLLECTIVE), 0) >= self._copied
+            and channel.left.get((rank, Series.RECV), 0) >= self._sent[rank]
             for rank in self._others
-            if rank not in watch.died | watch.closed
+            if rank not in channel.died | channel.closed
         )
 
     def end_with_process(self) -> None:
@@ -154,7 +155,7 @@ class WatchedCommunicator(BaseCommunicator[E]):
         self.close()
 
 
-_open: weakref.WeakSet[WatchedCommunicator] = weakref.WeakSet()
+_open: weakref.WeakSet[CheckedCommunicator] = weakref.WeakSet()
 
 
 @atexit.register
@@ -164,27 +165,25 @@ def close_all() -> None:
         communicator.end_with_process()
 
 
-def meet(
+def open_channel(
     backend: str,
     rank: int,
     size: int,
     timeout: float,
     deadline: float,
     exchange: Callable[[bytes], Sequence[bytes]],
-) -> Watch:
-    """Return this rank's watch on all others.
+) -> ControlChannel:
+    """Return this rank's control channel to all others.
 
     ``exchange(record)`` returns every rank's record; it raises what keeps it from that.
     """
-    with Listener() as listener:
+    with closing(Listener()) as listener:
         records = exchange(listener.record)
-        sockets, missing = listener.connect(rank, records, deadline)
+        connections, missing = listener.connect(rank, records, deadline)
     if missing:
-        for connection in sockets.values():
-            connection.close()
         where = f"init on rank {rank} of {size} ({backend})"
         raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
-    return Watch(sockets)
+    return ControlChannel(connections)
 
 
 def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:

@@ -1,4 +1,4 @@
-"""One operation of a `WatchedCommunicator`: who must come, who has, and who is through."""
+"""One operation of a `CheckedCommunicator`: the ranks that must come, have come, are through."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NoReturn, Protocol
 
 from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.base import Call
-from tagi_ddp.communicators.control.channel import Channel, Kind, Watch
+from tagi_ddp.communicators.control.channel import ControlChannel, Kind, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
-_SLICE = 0.02  # seconds in the engine between two looks at the notes
-_GRACE = 2.0  # seconds in which the notes should explain an engine's error
+_SLICE = 0.02  # seconds in the engine between two looks at the messages
+_GRACE = 2.0  # seconds in which the messages should explain an engine's error
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 
@@ -25,49 +25,49 @@ class Transfer(Protocol):
         ...
 
 
-class Meeting:
+class Handshake:
     """The part of ``peers`` in ``call``; raises what went wrong, naming the ranks at fault.
 
-    ``own`` and ``theirs`` are the channels on which this rank and its peers count the operation;
+    ``own`` and ``theirs`` are the series on which this rank and its peers count the operation;
     ``failure`` returns the error that broke this rank's communicator meanwhile, if one did.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        channel: ControlChannel,
         where: str,
         rank: int,
         call: Call,
         peers: list[int],
-        channels: tuple[Channel, Channel],
+        series: tuple[Series, Series],
         failure: Callable[[], CommunicatorError | None],
     ) -> None:
         """Prepare; nothing is sent yet."""
-        self._watch = watch
+        self._channel = channel
         self._where = where
         self._rank = rank
         self._call = call
         self._peers = peers
-        self._own, self._theirs = channels
+        self._own, self._theirs = series
         self._failure = failure
         self._announced = False
 
     def gather(self, content: Any) -> dict[int, Any]:
         """Tell this call and a small ``content`` to the peers; return theirs once all have come."""
-        call, watch = self._call, self._watch
-        note = json.dumps([call.name, call.arguments, content]).encode()
-        watch.tell(self._peers, Kind.ENTER, self._own, call.number, note)
+        call, channel = self._call, self._channel
+        message = json.dumps([call.name, call.arguments, content]).encode()
+        channel.send(self._peers, Kind.ENTER, self._own, call.number, message)
         call.waits_for = self._absent
-        if not watch.until(self._all_here, call.deadline - call.limit / 2):
+        if not channel.until(self._all_here, call.deadline - call.limit / 2):
             self._announce()
-            if not watch.until(self._all_here, call.deadline):
+            if not channel.until(self._all_here, call.deadline):
                 self._time_out(self._to_blame(self._absent()) or self._absent())
-        notes = {r: watch.entered.pop((r, self._theirs, call.number)) for r in self._peers}
-        return {r: json.loads(note)[2] for r, note in notes.items()}
+        messages = {r: channel.entered.pop((r, self._theirs, call.number)) for r in self._peers}
+        return {r: json.loads(message)[2] for r, message in messages.items()}
 
     def carry(self, transfer: Transfer) -> None:
-        """Wait until the engine is done, with an eye on the notes."""
-        call, watch = self._call, self._watch
+        """Wait until the engine is done, with an eye on the messages."""
+        call, channel = self._call, self._channel
         call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             try:
@@ -75,7 +75,7 @@ class Meeting:
                     return
             except RuntimeError as error:
                 self.explain(error)
-            watch.until(self._interrupted, 0.0)
+            channel.until(self._interrupted, 0.0)
             now = time.monotonic()
             if now > call.deadline - call.limit / 2:
                 self._announce()
@@ -84,73 +84,73 @@ class Meeting:
 
     def leave(self) -> None:
         """Tell the peers that this rank is through."""
-        self._watch.tell(self._peers, Kind.LEAVE, self._own, self._call.number)
+        self._channel.send(self._peers, Kind.LEAVE, self._own, self._call.number)
 
     def _announce(self) -> None:
-        """Tell the peers, once, that this rank waits: who does not is the one to blame."""
+        """Tell the peers, once, that this rank waits: the ranks that do not are to blame."""
         if not self._announced:
             self._announced = True
-            self._watch.tell(self._peers, Kind.WAITING, self._own, self._call.number)
+            self._channel.send(self._peers, Kind.WAITING, self._own, self._call.number)
 
     def _absent(self) -> list[int]:
-        entered = self._watch.entered
+        entered = self._channel.entered
         return [r for r in self._peers if (r, self._theirs, self._call.number) not in entered]
 
     def _unfinished(self) -> list[int]:
-        left = self._watch.left
+        left = self._channel.left
         return [r for r in self._peers if left.get((r, self._theirs), -1) < self._call.number]
 
     def _to_blame(self, ranks: list[int]) -> list[int]:
         """Return those of ``ranks`` that did not say that they wait, in this call or before."""
-        left, waiting = self._watch.left, self._watch.waiting
-        channel = self._theirs
-        return [r for r in ranks if waiting.get((r, channel), -1) <= left.get((r, channel), -1)]
+        left, waiting = self._channel.left, self._channel.waiting
+        series = self._theirs
+        return [r for r in ranks if waiting.get((r, series), -1) <= left.get((r, series), -1)]
 
     def _all_here(self) -> bool:
         call, absent = self._call, self._absent()
         others: dict[int, str] = {}
         for rank in self._peers:
             if rank not in absent:
-                note = self._watch.entered[rank, self._theirs, call.number]
-                name, arguments, _ = json.loads(note)
-                # The channels of messages pair a send with a recv, whose names differ.
+                message = self._channel.entered[rank, self._theirs, call.number]
+                name, arguments, _ = json.loads(message)
+                # The series of messages pair a send with a recv, whose names differ.
                 if arguments != call.arguments or (name != call.name and not call.peer):
                     others[rank] = f"{name}({arguments})"
         if others:
             what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
             raise Mismatch(f"{self._where}: {what}", sorted(others))
-        self._check(absent, self._watch.died | self._watch.closed)
+        self._check(absent, self._channel.died | self._channel.closed)
         return not absent
 
     def _interrupted(self) -> bool:
         # A rank that came and closed had done its part before.
-        self._check(self._unfinished(), self._watch.died)
+        self._check(self._unfinished(), self._channel.died)
         return False
 
     def _check(self, needed: list[int], gone: set[int]) -> None:
         """Raise if this rank or another failed, or if a needed one is gone."""
-        watch, failure = self._watch, self._failure()
+        channel, failure = self._channel, self._failure()
         if failure is not None:
             raise type(failure)(f"{self._where}: stopped ({failure})", failure.ranks)
         # A peer that is through with this operation failed in a later one.
         through = set(self._peers).difference(self._unfinished())
-        failures = {r: f for r, f in watch.failures.items() if r not in through}
+        failures = {r: f for r, f in channel.failures.items() if r not in through}
         for rank, said in failures.items():
             kind, ranks = _SHARED.get(said.error, PeerLost), list(said.ranks) or [rank]
             if self._rank in ranks:  # they gave up on this rank, or differ from it
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
             raise kind(f"{self._where}: rank {rank} gave up: {said.reason}", ranks)
-        if died := [rank for rank in needed if rank in gone & watch.died]:
+        if died := [rank for rank in needed if rank in gone & channel.died]:
             raise PeerLost(f"{self._where}: {errors.died_text(died)}", died)
         if closed := [rank for rank in needed if rank in gone]:
             raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """Raise what the notes say about an engine's error, else the error itself."""
+        """Raise what the messages say about an engine's error, else the error itself."""
         call = self._call
         late = time.monotonic() > call.deadline - _SLICE  # the engine's own limit is the call's
-        self._watch.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
+        self._channel.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
         if late:
             self._time_out(self._to_blame(self._unfinished()))
         raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error

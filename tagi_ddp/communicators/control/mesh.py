@@ -1,28 +1,44 @@
-"""One TCP connection between every two ranks of a group, which no stranger can join."""
+"""One TCP connection between every two ranks of a group, which no stranger can join.
+
+`multiprocessing.connection` frames the messages, and proves to each side that the other one has the
+secret. Only bytes travel: nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from ipaddress import IPv6Address, ip_address
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from types import TracebackType
+from typing import TypedDict
 
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")
-_PROOF = 32  # bytes of a SHA-256
-_HELLO = _RANK.size + _PROOF
-_CONFIRM = b"!"
 _ATTEMPT = 3.0  # seconds for one address, which a firewall may swallow
+_LIMIT = (
+    10.0  # seconds; what a rank has begun to send or take is small, so only a stopped one waits
+)
+# What strangers cause: silence, an early end, nonsense, a wrong secret.
+_REFUSED = (OSError, EOFError, AssertionError, AuthenticationError, ValueError, struct.error)
+
+
+class _Record(TypedDict):
+    """What a rank must know of another one to call it."""
+
+    host: str
+    addresses: list[str]
+    port: int
+    secret: str
 
 
 class Listener:
@@ -30,140 +46,162 @@ class Listener:
 
     def __init__(self) -> None:
         """Listen on every interface of this host."""
-        self._socket = socket.create_server(("", 0), backlog=4096)
-        self._secret = secrets.token_bytes(16)
-        self._accepted: dict[int, socket.socket] = {}
-        self.record = json.dumps(
-            {
-                "host": _host_id(),
-                "addresses": _addresses(),
-                "port": self._socket.getsockname()[1],
-                "secret": self._secret.hex(),
-            }
-        ).encode()
+        self._server = _open_port()
+        self._secret = secrets.token_bytes(32)
+        self._admitted: dict[int, Connection] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._door = threading.Thread(target=self._accept, daemon=True)
+        port = self._server.getsockname()[1]
+        record = _Record(
+            host=_host_id(), addresses=_addresses(), port=port, secret=self._secret.hex()
+        )
+        self.record = json.dumps(record).encode()
         """What the other ranks must know; it holds the secret that admits them."""
 
-    def __enter__(self) -> Listener:
-        """Return the listener itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the port."""
-        self._socket.close()
+    def close(self) -> None:
+        """Close the port; guests that come later, or are not done, stay outside."""
+        with self._changed:
+            self._closed = True
+        if self._door.is_alive():
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # wakes it
+            self._door.join()
+        self._server.close()
 
     def connect(
         self, rank: int, records: Sequence[bytes], deadline: float
-    ) -> tuple[dict[int, socket.socket], list[int]]:
-        """Connect this rank to all others; return the sockets by rank, and the ranks missing.
+    ) -> tuple[dict[int, Connection], list[int]]:
+        """Connect this rank to all others; return the connections by rank, or the ranks missing.
 
-        ``records`` holds the record of every rank, in rank order. Ranks below this one are called,
+        ``records`` holds the record of every rank, in rank order. This rank calls those below it;
         those above call.
         """
         above = set(range(rank + 1, len(records)))
-        door = threading.Thread(target=self._admit, args=(above, deadline), daemon=True)
-        door.start()
-        sockets: dict[int, socket.socket] = {}
-        for peer in range(rank):
-            found = _call(rank, json.loads(records[peer]), deadline)
-            if found is not None:
-                sockets[peer] = found
-        door.join()
-        sockets.update(self._accepted)
-        for connection in sockets.values():
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sockets, [r for r in range(len(records)) if r != rank and r not in sockets]
-
-    def _admit(self, expected: set[int], deadline: float) -> None:
-        """Accept until all ``expected`` ranks are here; whoever has no proof is shown out.
-
-        A guest says hello with its rank and a proof, is answered with a proof, and confirms.
-        """
-        guests: dict[socket.socket, bytes] = {}
-        with selectors.DefaultSelector() as selector:
-            self._socket.setblocking(False)
-            selector.register(self._socket, selectors.EVENT_READ)
-            while expected and (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    if key.fileobj is self._socket:
-                        with contextlib.suppress(OSError):
-                            guest, _ = self._socket.accept()
-                            guest.setblocking(False)
-                            guests[guest] = b""
-                            selector.register(guest, selectors.EVENT_READ)
-                        continue
-                    guest = key.fileobj
-                    assert isinstance(guest, socket.socket)
-                    with contextlib.suppress(OSError):
-                        if self._listen_to(guest, guests):
-                            continue
-                    selector.unregister(guest)
-                    said = guests.pop(guest)
-                    if len(said) > _HELLO:
-                        (rank,) = _RANK.unpack_from(said)
-                        self._accepted[rank] = guest
-                        expected.discard(rank)
-                    else:
-                        guest.close()
-        for guest in guests:
-            guest.close()
-
-    def _listen_to(self, guest: socket.socket, guests: dict[socket.socket, bytes]) -> bool:
-        """Read and answer what ``guest`` says; return whether there is more to hear."""
-        proved = len(guests[guest]) == _HELLO
-        data = guest.recv(len(_CONFIRM) if proved else _HELLO - len(guests[guest]))
-        guests[guest] += data
-        said = guests[guest]
-        if len(said) != _HELLO or not data:
-            return len(data) > 0 and len(said) < _HELLO
-        name, proof = said[: _RANK.size], said[_RANK.size :]
-        if not hmac.compare_digest(proof, _proof(self._secret, b"hello" + name)):
-            return False
-        guest.send(_proof(self._secret, b"welcome" + name))
-        return True
-
-
-def _call(rank: int, record: dict[str, object], deadline: float) -> socket.socket | None:
-    """Try the addresses of ``record`` until the one with the right proof answers."""
-    secret, port = bytes.fromhex(str(record["secret"])), int(str(record["port"]))
-    name = _RANK.pack(rank)
-    addresses = [str(address) for address in record["addresses"]]  # type: ignore[attr-defined]
-    if record["host"] == _host_id():
-        addresses.insert(0, "127.0.0.1")
-    while (left := deadline - time.monotonic()) > 0:
-        for address in addresses:
-            connection = None
-            try:
-                connection = socket.create_connection((address, port), min(_ATTEMPT, left))
-                connection.sendall(name + _proof(secret, b"hello" + name))
-                answer = _receive(connection, _PROOF)
-                if hmac.compare_digest(answer, _proof(secret, b"welcome" + name)):
-                    connection.sendall(_CONFIRM)
-                    return connection
-            except OSError:
-                pass
-            if connection is not None:
+        if above:
+            self._door.start()
+        called = {r: _call(rank, json.loads(records[r]), deadline) for r in range(rank)}
+        found = {peer: connection for peer, connection in called.items() if connection is not None}
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: above <= self._admitted.keys(), left)
+            found |= self._admitted
+            self._admitted = {}
+        missing = [r for r in range(len(records)) if r != rank and r not in found]
+        if missing:
+            for connection in found.values():
                 connection.close()
+            return {}, missing
+        return found, []
+
+    def _accept(self) -> None:
+        """Give each guest a thread until the port closes: a silent one holds up no other."""
+        while not self._closed:
+            try:
+                guest, _ = self._server.accept()
+                threading.Thread(target=self._admit, args=(guest,), daemon=True).start()
+            except (OSError, RuntimeError):  # it is gone, or there is no room for it now
+                time.sleep(0.01)
+
+    def _admit(self, guest: socket.socket) -> None:
+        """Let a guest in that has the secret, as the rank that it says it is."""
+        connection = _connection(guest, _LIMIT)
+        try:
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+            (rank,) = _RANK.unpack(connection.recv_bytes(_RANK.size))
+        except _REFUSED:
+            connection.close()
+            return
+        with self._changed:
+            if not self._closed:  # the later of two connections is the one that the rank uses
+                self._admitted[rank] = connection
+                self._changed.notify_all()
+
+
+def _call(rank: int, record: _Record, deadline: float) -> Connection | None:
+    """Try the addresses of ``record`` until the rank that has the secret answers."""
+    here = ["127.0.0.1", "::1"] if record["host"] == _host_id() else []
+    secret, port = bytes.fromhex(record["secret"]), record["port"]
+    while time.monotonic() < deadline:
+        for address in [*here, *record["addresses"]]:
+            limit = min(_ATTEMPT, max(0.01, deadline - time.monotonic()))
+            with contextlib.suppress(*_REFUSED):
+                return _introduce(rank, (address, port), secret, limit)
         time.sleep(0.05)
     return None
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            break
-        data += part
-    return data
+def _introduce(rank: int, address: tuple[str, int], secret: bytes, limit: float) -> Connection:
+    """Return a connection to the listener that has ``secret``; raise one of _REFUSED."""
+    connection = _connection(socket.create_connection(address, limit), limit)
+    try:
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
+        set_limit(connection, _LIMIT)
+        connection.send_bytes(_RANK.pack(rank))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def _proof(secret: bytes, text: bytes) -> bytes:
-    return hmac.digest(secret, text, "sha256")
+# What a socket can do and a connection cannot.
+
+
+def _connection(connected: socket.socket, limit: float) -> Connection:
+    """Take over a socket; no read or write of it takes longer than ``limit`` seconds."""
+    connected.setblocking(True)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection = Connection(connected.detach())
+    set_limit(connection, limit)
+    return connection
+
+
+@contextlib.contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        yield same
+
+
+def set_limit(connection: Connection, seconds: float) -> None:
+    """Let no single read or write take longer; it then raises an OSError."""
+    limit = struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
+    with _socket_of(connection) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def cut(connection: Connection) -> None:
+    """End a connection for both sides, whose readers find the end."""
+    with contextlib.suppress(OSError), _socket_of(connection) as same:
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def own_address(connections: Iterable[Connection]) -> str:
+    """Return the address by which ranks on other hosts, if there are any, reach this one."""
+    found = []
+    for connection in connections:
+        with _socket_of(connection) as same:
+            address = ip_address(same.getsockname()[0])
+        mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+        found.append(mapped or address)
+    # All ranks choose alike: an engine may not connect addresses of two families.
+    found.sort(key=lambda address: (address.is_loopback, address.version, str(address)))
+    return str(found[0]) if found else "127.0.0.1"
+
+
+# This host.
+
+
+def _open_port() -> socket.socket:
+    """Return a listening socket for IPv4 and IPv6, where the machine has both."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+            )
+    return socket.create_server(("", 0), backlog=4096)
 
 
 def _host_id() -> str:
@@ -174,18 +212,31 @@ def _host_id() -> str:
 
 
 def _addresses() -> list[str]:
-    """Return this host's IPv4 addresses that other hosts may reach.
+    """Return this host's addresses that other hosts may reach, those of IPv4 first.
 
     GLOO_SOCKET_IFNAME, a list of interfaces, restricts them.
     """
     chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    found = []
+    names = [name for _, name in socket.if_nameindex() if not chosen or name in chosen]
+    return [*_ipv4_addresses(names), *_ipv6_addresses(names)]
+
+
+def _ipv4_addresses(interfaces: Iterable[str]) -> Iterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            if chosen and name not in chosen:
-                continue
+        for name in interfaces:
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not address.startswith("127.")]
+                address = ip_address(answer[20:24])
+                if not address.is_loopback:
+                    yield str(address)
+
+
+def _ipv6_addresses(interfaces: Sequence[str]) -> Iterator[str]:
+    """Leave out those of one link, which mean nothing on another host."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ip_address(bytes.fromhex(digits))
+            if name in interfaces and not (address.is_loopback or address.is_link_local):
+                yield str(address)

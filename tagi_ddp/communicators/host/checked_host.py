@@ -13,8 +13,8 @@ import numpy as np
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.communicator import ReduceOp
-from tagi_ddp.communicators.control.checked import WatchedCommunicator
-from tagi_ddp.communicators.control.handshake import Meeting, Transfer
+from tagi_ddp.communicators.control.checked import CheckedCommunicator
+from tagi_ddp.communicators.control.handshake import Handshake, Transfer
 from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.host.reduce import reduce_rows
 
@@ -22,8 +22,8 @@ _PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memor
 _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
 
 
-class PeerCommunicator(WatchedCommunicator[HostElements]):
-    """A rank whose collectives start with a meeting of all; a subclass adds the engine."""
+class CheckedHostCommunicator(CheckedCommunicator[HostElements]):
+    """A rank whose collectives start with a handshake of all; a subclass adds the engine."""
 
     _elements = staticmethod(elements)
 
@@ -52,17 +52,17 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
     def _all_reduce(
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        meeting = self._meet(call)
+        handshake = self._enter(call)
         step = _PART // source.array.itemsize
         for start in range(0, source.count, step):
             part = slice(start, min(start + step, source.count))
             base, more = divmod(part.stop - start, self.size)
             counts = [base + (rank < more) for rank in range(self.size)]
             mine = np.empty(counts[self.rank], source.array.dtype)
-            self._scatter(meeting, call, source, source.array[part], mine, counts, op)
+            self._scatter(handshake, call, source, source.array[part], mine, counts, op)
             out = target.array[part]
-            meeting.carry(self._engine_all_gather(mine, out, counts, call.left()))
-        self._done(meeting, call)
+            handshake.carry(self._engine_all_gather(mine, out, counts, call.left()))
+        self._done(handshake, call)
 
     def _reduce_scatter(
         self,
@@ -72,13 +72,13 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        meeting = self._meet(call)
-        self._scatter(meeting, call, source, source.array, target.array, counts, op)
-        self._done(meeting, call)
+        handshake = self._enter(call)
+        self._scatter(handshake, call, source, source.array, target.array, counts, op)
+        self._done(handshake, call)
 
     def _scatter(
         self,
-        meeting: Meeting,
+        handshake: Handshake,
         call: Call,
         source: HostElements,
         array: np.ndarray,
@@ -100,23 +100,23 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
             received = [own.size * (rank != self.rank) for rank in range(self.size)]
             rows = np.empty((self.size - 1, own.size), array.dtype)
             there = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            meeting.carry(
+            handshake.carry(
                 self._engine_all_to_all(there, rows.reshape(-1), sent, received, call.left())
             )
             ordered = [*rows[: self.rank], own, *rows[self.rank :]]
             reduce_rows(ordered, source.dtype, op, out[start : start + step])
 
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
-        meeting = self._meet(call)
-        meeting.carry(self._engine_broadcast(data.array, root, call.left()))
-        self._done(meeting, call)
+        handshake = self._enter(call)
+        handshake.carry(self._engine_broadcast(data.array, root, call.left()))
+        self._done(handshake, call)
 
     def _all_gather(
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
-        meeting = self._meet(call)
-        meeting.carry(self._engine_all_gather(source.array, target.array, counts, call.left()))
-        self._done(meeting, call)
+        handshake = self._enter(call)
+        handshake.carry(self._engine_all_gather(source.array, target.array, counts, call.left()))
+        self._done(handshake, call)
 
     def _all_to_all(
         self,
@@ -126,8 +126,8 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
         sent: list[int],
         received: list[int],
     ) -> None:
-        meeting = self._meeting(call)
-        tables = {**meeting.gather([sent, received]), self.rank: [sent, received]}
+        handshake = self._handshake(call)
+        tables = {**handshake.gather([sent, received]), self.rank: [sent, received]}
         for a in range(self.size):
             for b in range(self.size):
                 sends, expects = tables[a][0][b], tables[b][1][a]
@@ -137,11 +137,11 @@ class PeerCommunicator(WatchedCommunicator[HostElements]):
                         f"which expects {expects}. Make what a rank sends what the other expects.",
                         [rank for rank in (a, b) if rank != self.rank],
                     )
-        meeting.carry(
+        handshake.carry(
             self._engine_all_to_all(source.array, target.array, sent, received, call.left())
         )
-        self._done(meeting, call)
+        self._done(handshake, call)
 
-    def _done(self, meeting: Meeting, call: Call) -> None:
+    def _done(self, handshake: Handshake, call: Call) -> None:
         self._copied = call.number
-        meeting.leave()
+        handshake.leave()

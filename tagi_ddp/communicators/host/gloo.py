@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements
-from tagi_ddp.communicators.control.channel import Channel, Watch
-from tagi_ddp.communicators.control.checked import meet, opened
+from tagi_ddp.communicators.control.channel import ControlChannel, Series
+from tagi_ddp.communicators.control.checked import open_channel, opened
 from tagi_ddp.communicators.control.handshake import Transfer
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
-from tagi_ddp.communicators.host.checked_host import PeerCommunicator
-from tagi_ddp.environment import meeting_point
+from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
+from tagi_ddp.environment import rendezvous_endpoint
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -32,30 +32,30 @@ if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
 _STORE_SLICE = 0.01  # seconds between two looks at the store
 
 
-class GlooCommunicator(PeerCommunicator):
+class GlooCommunicator(CheckedHostCommunicator):
     """A rank of a gloo context of its own."""
 
     backend = "gloo"
 
-    def __init__(self, rank: int, size: int, timeout: float, watch: Watch) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
         """Make rank ``rank`` of ``size``; `open_engine` comes next."""
-        super().__init__(rank, size, timeout, watch)
+        super().__init__(rank, size, timeout, channel)
         self._group: Any = None
 
     def open_engine(self, call: Call) -> None:
         """Connect the contexts of all ranks; ``call`` is what their errors name."""
         options = dist.ProcessGroupGloo._Options()
-        options._devices = _devices(self._watch.own_address())
+        options._devices = _devices(self._channel.own_address())
         options._timeout = timedelta(seconds=call.left())
         options._threads = 2
-        meeting = self._meeting(call, channels=(Channel.SETUP, Channel.SETUP))
+        handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
         try:
-            store = _NoteStore(self._watch, call.deadline)
+            store = _ChannelStore(self._channel, call.deadline)
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            meeting.explain(error)
-        meeting.gather(None)
-        meeting.leave()
+            handshake.explain(error)
+        handshake.gather(None)
+        handshake.leave()
 
     def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Transfer:
         return _Collective([] if array.size == 0 else [self._broadcast_async(array, root, limit)])
@@ -121,31 +121,31 @@ class GlooCommunicator(PeerCommunicator):
         self._group = None
 
 
-class _NoteStore(dist.Store):
-    """What gloo asks of a store while it connects, by notes."""
+class _ChannelStore(dist.Store):
+    """What gloo asks of a store while it connects, by messages."""
 
-    def __init__(self, watch: Watch, deadline: float) -> None:
+    def __init__(self, channel: ControlChannel, deadline: float) -> None:
         super().__init__()
-        self._watch = watch
+        self._channel = channel
         self._deadline = deadline
 
     def set(self, key: str, value: bytes) -> None:
-        self._watch.tell_value(key, value)
+        self._channel.send_value(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._watch.kept[key]
+        return self._channel.values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        watch = self._watch
-        watch.until(
+        channel = self._channel
+        channel.until(
             lambda: (
-                all(key in watch.kept for key in keys)
-                or bool(watch.failures or watch.died or watch.closed)
+                all(key in channel.values for key in keys)
+                or bool(channel.failures or channel.died or channel.closed)
             ),
             self._deadline,
         )
-        if missing := [key for key in keys if key not in watch.kept]:
+        if missing := [key for key in keys if key not in channel.values]:
             raise RuntimeError(f"no address came for {missing}")
 
 
@@ -181,7 +181,7 @@ class _Message:
 
 
 def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooCommunicator:
-    """Return this rank's communicator; ranks meet at `meeting_point`.
+    """Return this rank's communicator; ranks find each other at `rendezvous_endpoint`.
 
     torchrun's agent listens there, or else rank 0 does, beside a default process group if there is
     one. Raises BackendUnavailable when the variables are not set.
@@ -225,18 +225,19 @@ def _connect(
             time.sleep(_STORE_SLICE)
         return [store.get(name) for name in names]
 
-    watch = meet(GlooCommunicator.backend, rank, size, timeout, deadline, exchange)
-    return GlooCommunicator(rank, size, timeout, watch)
+    channel = open_channel(GlooCommunicator.backend, rank, size, timeout, deadline, exchange)
+    return GlooCommunicator(rank, size, timeout, channel)
 
 
 def _environment_store(rank: int, deadline: float) -> dist.Store:
-    """Return the store where the ranks meet."""
+    """Return the store by which the ranks find each other."""
     try:
-        address, port = meeting_point()
+        address, port = rendezvous_endpoint()
     except ValueError as error:
         raise BackendUnavailable(
-            "gloo's ranks meet at rank 0's host: start them with torchrun or tagi-ddp run, or set "
-            f"MASTER_ADDR to its name and MASTER_PORT to a free port on all ranks ({error})"
+            "gloo's ranks find each other at rank 0's host: start them with torchrun or tagi-ddp "
+            "run, or set MASTER_ADDR to its name and MASTER_PORT to a free port on all ranks "
+            f"({error})"
         ) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
@@ -255,7 +256,7 @@ def _environment_store(rank: int, deadline: float) -> dist.Store:
 
 
 def _await_listener(address: str, port: int, deadline: float) -> None:
-    """Return when somebody listens there, or at the deadline.
+    """Return when a store listens there, or at the deadline.
 
     A TCPStore that comes too early tries again after a third of a second or more.
     """

@@ -16,11 +16,11 @@ import numpy as np
 
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements
-from tagi_ddp.communicators.control.channel import Watch
-from tagi_ddp.communicators.control.checked import close_all, meet
+from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.control.checked import close_all, open_channel
 from tagi_ddp.communicators.control.handshake import Transfer
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
-from tagi_ddp.communicators.host.checked_host import PeerCommunicator
+from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
@@ -36,17 +36,17 @@ _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
 _broken = False
-_pending: set[_Request] = set()  # MPI may write to their buffers, even if nobody waits any more
+_pending: set[_Request] = set()  # MPI may write to their buffers, even when nothing waits
 
 
-class MpiCommunicator(PeerCommunicator):
+class MpiCommunicator(CheckedHostCommunicator):
     """A rank of an MPI communicator of its own."""
 
     backend = "mpi"
 
-    def __init__(self, rank: int, size: int, timeout: float, watch: Watch) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
         """Make rank ``rank`` of ``size``; `open_engine` comes next."""
-        super().__init__(rank, size, timeout, watch)
+        super().__init__(rank, size, timeout, channel)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._mpi: MPI.Comm = MPI.COMM_NULL
 
@@ -161,8 +161,8 @@ def wrap(group: MPI.Intracomm, timeout: float = 300.0) -> MpiCommunicator:
 
     copy, request = group.Idup()
     complete(request, "copy the group")
-    watch = meet(MpiCommunicator.backend, rank, size, timeout, deadline, exchange)
-    comm = MpiCommunicator(rank, size, timeout, watch)
+    channel = open_channel(MpiCommunicator.backend, rank, size, timeout, deadline, exchange)
+    comm = MpiCommunicator(rank, size, timeout, channel)
     comm.open_engine(copy)
     return comm
 

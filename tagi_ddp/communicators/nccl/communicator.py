@@ -1,8 +1,8 @@
-"""Ranks with a CUDA device each, by NCCL: operations are put into a stream, nobody waits for them.
+"""Ranks with a CUDA device each, by NCCL: operations are put into a stream.
 
 Buffers live on the device. A blocking call returns when its operation is complete; with
 ``async_op=True`` it returns an `NcclWork`, whose ``order()`` lets the caller's stream wait instead
-of the host. A thread looks after operations that nobody waits for: when one fails or its time is
+of the host. A thread looks after operations that nothing waits for: when one fails or its time is
 up, the communicator is aborted on all ranks, and the next call says why.
 """
 
@@ -22,31 +22,33 @@ from typing import Any
 from tagi_ddp._backend import Device, NcclRank
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
-from tagi_ddp.communicators.control.channel import Channel, Kind, Watch
-from tagi_ddp.communicators.control.checked import WatchedCommunicator
+from tagi_ddp.communicators.control.channel import ControlChannel, Kind, Series
+from tagi_ddp.communicators.control.checked import CheckedCommunicator
 from tagi_ddp.communicators.control.handshake import Transfer
 from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
-from tagi_ddp.communicators.nccl.ring import RingMeeting
+from tagi_ddp.communicators.nccl.ring import StreamHandshake
 from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
 from tagi_ddp.communicators.nccl.work import Group, NcclWork
 from tagi_ddp.communicators.operation_queue import Lane
 
 # NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
-_TICK = 0.05  # seconds between two looks at what nobody waits for
+_TICK = 0.05  # seconds between two looks at operations that nothing waits for
 
 
-class NcclCommunicator(WatchedCommunicator[DeviceElements]):
+class NcclCommunicator(CheckedCommunicator[DeviceElements]):
     """A rank of an NCCL communicator of its own."""
 
     backend = "nccl"
 
-    def __init__(self, rank: int, size: int, timeout: float, watch: Watch, device: Device) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: float, channel: ControlChannel, device: Device
+    ) -> None:
         """Make rank ``rank`` of ``size`` on ``device``; `open_engine` comes next."""
-        super().__init__(rank, size, timeout, watch)
+        super().__init__(rank, size, timeout, channel)
         self.device = f"cuda:{device.ordinal}"
         self._device = device
         self._nccl = open_nccl()
@@ -65,10 +67,10 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
 
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
-        meeting = self._meeting(call, channels=(Channel.SETUP, Channel.SETUP))
-        meeting.carry(Connection(self, "all", self.rank, self.size))
-        meeting.gather(None)
-        meeting.leave()
+        handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
+        handshake.carry(Connection(self, "all", self.rank, self.size))
+        handshake.gather(None)
+        handshake.leave()
         self._helper.start()
 
     # Several operations as one, and objects of the host.
@@ -101,10 +103,10 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
 
         def gather() -> None:
             own = base64.b64encode(pickle.dumps(value)).decode()
-            meeting = self._meeting(call)
-            notes = {**meeting.gather(own), self.rank: own}
-            meeting.leave()
-            gathered.extend(pickle.loads(base64.b64decode(notes[r])) for r in range(self.size))
+            handshake = self._handshake(call)
+            messages = {**handshake.gather(own), self.rank: own}
+            handshake.leave()
+            gathered.extend(pickle.loads(base64.b64decode(messages[r])) for r in range(self.size))
 
         call = self._call("all_gather_object", "", None)
         self._run(call, gather, False)
@@ -175,7 +177,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
             lambda: self._engine.all_to_all(source.memory, target.memory, sent, received),
             source.stream,
             [source, target],
-            notes={r: fits(sent[r], received[r]) for r in self._others},
+            messages={r: fits(sent[r], received[r]) for r in self._others},
             expected={r: fits(received[r], sent[r]) for r in self._others},
         )
 
@@ -198,8 +200,8 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         if part is not None:
             part.open_engine(Call("init", "", call.left(), deadline=call.deadline))
 
-    def _part(self, rank: int, size: int, watch: Watch) -> NcclCommunicator:
-        return NcclCommunicator(rank, size, self.timeout, watch, self._device)
+    def _part(self, rank: int, size: int, channel: ControlChannel) -> NcclCommunicator:
+        return NcclCommunicator(rank, size, self.timeout, channel, self._device)
 
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
         """Return a copy in the dtype in which its sums are made."""
@@ -225,19 +227,19 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         if name in self._engines:
             return self._engines[name]
         key = f"nccl {name}"
-        if rank == 0 and key not in self._watch.kept:
-            self._watch.tell_value(key, self._nccl.unique_id())
-        invitation = self._watch.kept.get(key)
+        if rank == 0 and key not in self._channel.values:
+            self._channel.send_value(key, self._nccl.unique_id())
+        invitation = self._channel.values.get(key)
         if invitation is None:
             return None
         engine = NcclRank.connect(self._nccl, self._device, rank, size, invitation)
         self._engines[name] = engine
         return engine
 
-    def await_note(self, seconds: float) -> None:
+    def await_message(self, seconds: float) -> None:
         """Wait until something is heard of another rank, at most ``seconds``."""
-        known = len(self._watch.kept)
-        self._watch.until(lambda: len(self._watch.kept) > known, time.monotonic() + seconds)
+        known = len(self._channel.values)
+        self._channel.until(lambda: len(self._channel.values) > known, time.monotonic() + seconds)
 
     def _run(
         self, call: Call, body: Callable[[], Any], async_op: bool, lane: Lane | None = None
@@ -267,14 +269,14 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
                 call.number = self._numbers["collectives"]
             self._check_failure(call)
             call.deadline = time.monotonic() + call.limit
-            meeting = self._ring(call)
+            handshake = self._ring(call)
             try:
-                meeting.enter(plan)
+                handshake.enter(plan)
                 try:
                     operation = self._engine.group(plan.stream, plan.enqueue)
                 except RuntimeError as error:
-                    meeting.explain(error)
-                meeting.carry(Enqueued(operation))
+                    handshake.explain(error)
+                handshake.carry(Enqueued(operation))
             except CommunicatorError as error:
                 self._fail(error, str(error))
                 raise
@@ -287,7 +289,7 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
                 call,
                 plan,
                 operation,
-                meeting,
+                handshake,
                 self._where(call.title),
                 lambda error: self._fail(error, str(error)),
             )
@@ -295,14 +297,14 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
             work.finish()
             return work
 
-    def _ring(self, call: Call) -> RingMeeting:
-        return RingMeeting(
-            self._watch,
+    def _ring(self, call: Call) -> StreamHandshake:
+        return StreamHandshake(
+            self._channel,
             self._where(call.title),
             self.rank,
             call,
             self._others,
-            (Channel.COLLECTIVE, Channel.COLLECTIVE),
+            (Series.COLLECTIVE, Series.COLLECTIVE),
             lambda: self._failure,
         )
 
@@ -314,16 +316,16 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
         with self._looking:
             while self._pending and self._pending[0].poll():
                 self._completed = self._pending.popleft().number
-        watch = self._watch
-        watch.until(lambda: True, 0.0)
+        channel = self._channel
+        channel.until(lambda: True, 0.0)
         waiting = [
             rank
-            for (rank, channel), number in list(watch.waiting.items())
-            if channel is Channel.COLLECTIVE and self._told.get(rank, 0) < number <= self._completed
+            for (rank, series), number in list(channel.waiting.items())
+            if series is Series.COLLECTIVE and self._told.get(rank, 0) < number <= self._completed
         ]
         for rank in waiting:
             self._told[rank] = self._completed
-        watch.tell(waiting, Kind.LEAVE, Channel.COLLECTIVE, self._completed)
+        channel.send(waiting, Kind.LEAVE, Series.COLLECTIVE, self._completed)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
@@ -336,8 +338,8 @@ class NcclCommunicator(WatchedCommunicator[DeviceElements]):
             self.look_after()
         self._copied = self._completed
         for kind in (Kind.WAITING, Kind.LEAVE):  # the others answer how far they are
-            self._watch.tell(self._others, kind, Channel.COLLECTIVE, self._completed)
-        # The helper must not meet a closed watch, nor the interpreter's end inside of NCCL.
+            self._channel.send(self._others, kind, Series.COLLECTIVE, self._completed)
+        # The helper must not meet a closed channel, nor the interpreter's end inside of NCCL.
         self._ending.set()
         if self._helper.is_alive():
             self._helper.join(self.timeout)
@@ -362,7 +364,7 @@ def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> Callable[[], Non
 
 
 def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
-    """Look after a communicator now and then, until it ends or nobody has it any more."""
+    """Look after a communicator now and then, until it ends or nothing refers to it any more."""
 
     def exists() -> bool:
         comm = reference()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tagi_ddp._backend import Device
-from tagi_ddp.communicators.control.checked import meet, opened
+from tagi_ddp.communicators.control.checked import open_channel, opened
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
 from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
@@ -46,7 +46,9 @@ def create(
             raise kind("; ".join(texts), list(problems))
         return [record for _, record in answers]
 
-    watch = meet(NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records)
+    channel = open_channel(
+        NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records
+    )
     assert found is not None, "else exchange_records has raised"
-    comm = NcclCommunicator(rank, world_size, timeout, watch, found)
+    comm = NcclCommunicator(rank, world_size, timeout, channel, found)
     return opened(comm, comm.open_engine, timeout, deadline)

@@ -12,15 +12,15 @@ class Plan:
     """What a call asks of NCCL.
 
     ``stream`` is the caller's; ``enqueue`` calls NCCL; ``after`` finishes the result, in the
-    caller's stream; ``buffers`` are kept until then. ``notes`` is what a rank should know of this
-    rank's call, if not only that it is the same; ``expected`` what it should say.
+    caller's stream; ``buffers`` are kept until then. ``messages`` is what a rank should know of
+    this rank's call, if not only that it is the same; ``expected`` what it should say.
     """
 
     enqueue: Callable[[], None]
     stream: int | None
     buffers: list[Any]
     after: Callable[[], None] | None = None
-    notes: dict[int, str] = field(default_factory=dict)
+    messages: dict[int, str] = field(default_factory=dict)
     expected: dict[int, str] = field(default_factory=dict)
 
 
@@ -51,6 +51,6 @@ def merge(plans: list[Plan]) -> Plan:
         plans[0].stream,
         [buffer for plan in plans for buffer in plan.buffers],
         after if steps else None,
-        joined([plan.notes for plan in plans]),
+        joined([plan.messages for plan in plans]),
         joined([plan.expected for plan in plans]),
     )

@@ -1,4 +1,4 @@
-"""The meeting of ranks for an operation in a stream, which starts before they have met."""
+"""The handshake of ranks for an operation in a stream, which starts before they compare."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.control.channel import Kind
-from tagi_ddp.communicators.control.handshake import Meeting
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.nccl.plan import Plan
 
-_FEW = 8  # ranks, whose notes cost less than NCCL's call itself
-_SLICE = 0.02  # seconds at the device between two looks at the notes
+_FEW = 8  # ranks, whose messages cost less than NCCL's call itself
+_SLICE = 0.02  # seconds at the device between two looks at the messages
 
 
-class RingMeeting(Meeting):
-    """A collective in which nobody waits for notes before it starts.
+class StreamHandshake(Handshake):
+    """A collective that starts before the messages of the others come.
 
     A few ranks all tell each other what they call, and compare; of many, each tells the next one
     only: if not all call the same, two neighbours differ. Where what is right differs by the rank
@@ -26,24 +26,24 @@ class RingMeeting(Meeting):
     """
 
     def enter(self, plan: Plan) -> None:
-        """Tell this call to those who compare; do not wait for theirs."""
+        """Tell this call to the ranks that compare; do not wait for theirs."""
         call, size = self._call, len(self._peers) + 1
         few = size <= _FEW
         after = self._peers if few else [(self._rank + 1) % size]
         before = self._peers if few else [(self._rank - 1) % size]
-        notes = plan.notes or dict.fromkeys(after, "")
+        messages = plan.messages or dict.fromkeys(after, "")
         self._expected = plan.expected or dict.fromkeys(before, "")
-        for rank, note in notes.items():
-            content = json.dumps([call.name, call.arguments, note]).encode()
-            self._watch.tell([rank], Kind.ENTER, self._own, call.number, content)
-        self._watch.until(self._interrupted, 0.0)
+        for rank, message in messages.items():
+            content = json.dumps([call.name, call.arguments, message]).encode()
+            self._channel.send([rank], Kind.ENTER, self._own, call.number, content)
+        self._channel.until(self._interrupted, 0.0)
 
     def follow(self, operation: NcclOperation, end: float) -> bool:
         """Wait until ``end`` at most; return whether it is complete, and the ranks' calls fit.
 
         The time of the call's own limit counts from the operation's turn on.
         """
-        call, watch = self._call, self._watch
+        call, channel = self._call, self._channel
         call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             now = time.monotonic()
@@ -54,7 +54,7 @@ class RingMeeting(Meeting):
                     call.deadline = time.monotonic() + call.limit
             except RuntimeError as error:
                 self.explain(error)
-            watch.until(self._interrupted, 0.0)
+            channel.until(self._interrupted, 0.0)
             now = time.monotonic()
             if now > call.deadline - call.limit / 2:
                 self._announce()
@@ -63,38 +63,38 @@ class RingMeeting(Meeting):
             if now > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)
-        if not watch.until(self._settled, min(end, call.deadline)):
+        if not channel.until(self._settled, min(end, call.deadline)):
             if time.monotonic() < call.deadline:
                 return False
             self._time_out(call.waits_for())
         for rank in self._expected:
-            watch.entered.pop((rank, self._theirs, call.number), None)
+            channel.entered.pop((rank, self._theirs, call.number), None)
         return True
 
     def _interrupted(self) -> bool:
-        # Who closed did so when all were through with what it had called: it will not come.
+        # A rank closes when all are through with what it called: it does not come any more.
         self._fits()
-        self._check(self._unfinished(), self._watch.died | self._watch.closed)
+        self._check(self._unfinished(), self._channel.died | self._channel.closed)
         return False
 
     def _settled(self) -> bool:
         # What a root sends is complete where it came, though a rank died before it called.
         if self._fits():
             return True
-        came, number = self._watch.entered, self._call.number
+        came, number = self._channel.entered, self._call.number
         missing = [rank for rank in self._expected if (rank, self._theirs, number) not in came]
-        self._check(missing, self._watch.died | self._watch.closed)
+        self._check(missing, self._channel.died | self._channel.closed)
         return False
 
     def _fits(self) -> bool:
-        """Tell whether all notes have come; raise Mismatch for one that does not fit."""
+        """Tell whether all messages have come; raise Mismatch for one that does not fit."""
         call, came = self._call, 0
         for rank, expected in self._expected.items():
-            note = self._watch.entered.get((rank, self._theirs, call.number))
-            if note is None:
+            message = self._channel.entered.get((rank, self._theirs, call.number))
+            if message is None:
                 continue
             came += 1
-            name, arguments, content = json.loads(note)
+            name, arguments, content = json.loads(message)
             if (name, arguments) != (call.name, call.arguments):
                 others = {rank: f"{name}({arguments})"}
                 what = errors.mismatch_text(others, f"{call.name}({call.arguments})")

@@ -16,7 +16,7 @@ class Connector(Protocol):
         """Begin to connect rank ``rank`` of ``size``, or return None: not invited yet."""
         ...
 
-    def await_note(self, seconds: float) -> None:
+    def await_message(self, seconds: float) -> None:
         """Wait until something is heard of another rank, at most ``seconds``."""
         ...
 
@@ -37,7 +37,7 @@ class Connection:
         if self.engine is None:
             self.engine = self._comm.connect(self._name, self._rank, self._size)
         if self.engine is None:
-            self._comm.await_note(seconds)
+            self._comm.await_message(seconds)
             return False
         return self.engine.ready(seconds)
 

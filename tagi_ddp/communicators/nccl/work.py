@@ -1,4 +1,4 @@
-"""An operation of NCCL under way: how it ends, for who waits and for who does not."""
+"""An operation of NCCL under way: how it ends, whether it is waited for or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout
 from tagi_ddp.communicators.nccl.plan import Plan
-from tagi_ddp.communicators.nccl.ring import RingMeeting
+from tagi_ddp.communicators.nccl.ring import StreamHandshake
 
 _MOMENT = 0.05  # seconds
 
@@ -24,7 +24,7 @@ class NcclWork:
         call: Call,
         plan: Plan,
         operation: NcclOperation,
-        meeting: RingMeeting,
+        handshake: StreamHandshake,
         where: str,
         fail: Callable[[CommunicatorError], None],
     ) -> None:
@@ -33,7 +33,7 @@ class NcclWork:
         self._call = call
         self._plan: Plan | None = plan
         self._operation = operation
-        self._meeting = meeting
+        self._handshake = handshake
         self._where = where
         self._fail = fail
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class NcclWork:
         end = time.monotonic() + limit
         while not self._poll(end):
             if timeout is None and not math.isinf(self._call.deadline):
-                end = self._call.deadline + 1.0  # its turn came late; it ends by its own limit
+                end = self._call.deadline + 1.0  # it began late, and ends by its own limit
             else:
                 missing = self._call.waits_for()
                 what = f"not complete in {limit:g} s"
@@ -121,7 +121,7 @@ class NcclWork:
             if self._error is not None:
                 raise self._error
             if not self._complete:
-                self._complete = self._meeting.follow(self._operation, end)
+                self._complete = self._handshake.follow(self._operation, end)
             return self._complete
         except CommunicatorError as error:
             if self._error is None:
