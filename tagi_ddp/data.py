@@ -54,7 +54,6 @@ class DistributedSampler:
         seed: int = 0,
         uneven: Literal["keep", "pad", "drop"] = "pad",
     ) -> None:
-        """Check and keep the arguments."""
         environment = detect() if num_replicas is None or rank is None else None
         if environment is not None:
             num_replicas = environment.world_size if num_replicas is None else num_replicas

@@ -18,7 +18,6 @@ class Chain(Layer):
     """Layers in a row: a whole network, or what is in a block."""
 
     def __init__(self, handle: Any, layers: Sequence[Layer]) -> None:
-        """Take the layers in order."""
         super().__init__(handle)
         self._layers = list(layers)
         for before, layer in pairwise(layers):
@@ -50,7 +49,6 @@ class LayerBlock(Chain):
     """
 
     def forward(self, states: States, training: bool) -> States:
-        """Call one after the other."""
         self._input = states.mean.shape
         return super().forward(states, training)
 

@@ -27,7 +27,6 @@ class Conv2d(Layer):
     transposed = False
 
     def __init__(self, handle: Any) -> None:
-        """Read the sizes and the window."""
         super().__init__(handle)
         self._input = (int(handle.in_channels), int(handle.in_height), int(handle.in_width))
         self._output = (int(handle.out_channels), int(handle.out_height), int(handle.out_width))

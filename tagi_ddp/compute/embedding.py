@@ -23,7 +23,6 @@ class Embedding(Layer):
     """
 
     def __init__(self, handle: Any) -> None:
-        """Read the sizes; start from the deltas that the engine has added up so far."""
         super().__init__(handle)
         self._count, self._size = int(handle.num_embeddings), int(handle.embedding_dim)
         self._padding = int(handle.padding_idx)

@@ -52,7 +52,6 @@ class Layer(ABC):
     dtype = torch.float32
 
     def __init__(self, handle: Any) -> None:
-        """Read the layer's options from the engine's object."""
         self.handle = handle
 
     @property

@@ -21,7 +21,6 @@ class Linear(Layer):
     """Weights are [outputs, inputs]."""
 
     def __init__(self, handle: Any) -> None:
-        """Read the sizes."""
         super().__init__(handle)
         self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
         self._saved: States | None = None

@@ -34,7 +34,6 @@ class Normalization(Layer):
     """What the kinds have in common: all but the sample."""
 
     def __init__(self, handle: Any) -> None:
-        """Take the engine's layer."""
         super().__init__(handle)
         self._saved: _Saved | None = None
 
@@ -99,7 +98,6 @@ class BatchNorm2d(Normalization):
     """Samples are a feature's values in the batch; in evaluation, m and v are running averages."""
 
     def __init__(self, handle: Any) -> None:
-        """Read the options."""
         super().__init__(handle)
         self._epsilon, self._momentum = batch_norm_options(handle)
 
@@ -127,7 +125,6 @@ class LayerNorm(Normalization):
     """Samples are all the values of an input."""
 
     def __init__(self, handle: Any) -> None:
-        """Read the options."""
         super().__init__(handle)
         self._epsilon = layer_norm_epsilon(handle)
 

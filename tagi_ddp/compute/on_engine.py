@@ -28,12 +28,10 @@ class EngineCompute:
 
     @property
     def samples(self) -> int:
-        """The number of samples of the last forward pass."""
         return int(self._model._cpp_backend.z_buffer_block_size)
 
     @property
     def output_size(self) -> int:
-        """The number of outputs of a sample."""
         return int(self._model.output_z_buffer.actual_size)
 
     def forward(
@@ -86,12 +84,10 @@ class EngineCompute:
         return outputs
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
-        """Return the innovation of the last inputs."""
         innovation: tuple[FloatArray, FloatArray] = self._model.get_input_states()
         return innovation
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        """Set the innovation of the last outputs."""
         self._model.set_delta_z(delta_mu, delta_var)
 
     def set_threads(self, count: int) -> None:
@@ -99,16 +95,13 @@ class EngineCompute:
         self._model.set_threads(count)
 
     def reset_lstm_states(self) -> None:
-        """Forget what LSTM layers remember."""
         self._model.reset_lstm_states()
 
     def get_lstm_states(self) -> LSTMStates:
-        """Return what LSTM layers remember."""
         states: LSTMStates = self._model.get_lstm_states()
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        """Let LSTM layers remember this."""
         self._model.set_lstm_states(states)
 
     def _make_room(self, size: int) -> None:

@@ -78,12 +78,10 @@ class TorchCompute:
 
     @property
     def samples(self) -> int:
-        """The number of samples of the last forward pass."""
         return 0 if self.states is None else self.states.batch
 
     @property
     def output_size(self) -> int:
-        """The number of outputs of a sample, as of the last forward pass."""
         return 0 if self.states is None else self.states.mean[0].numel()
 
     @torch.inference_mode()
@@ -190,7 +188,6 @@ class TorchCompute:
         return _flat(self.states.mean), _flat(self.states.variance_tensor())
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
-        """Return the innovation of the last inputs, flat; needs ``input_state_update``."""
         if self._input_innovation is None:
             raise RuntimeError("set input_state_update to True before backward()")
         return _flat(self._input_innovation.mean), _flat(self._input_innovation.variance)
@@ -214,7 +211,6 @@ class TorchCompute:
         self._show().deltas = value
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        """Set the innovation of the last outputs."""
         for view, values in zip(
             self._show_innovation().innovation(), (delta_mu, delta_var), strict=True
         ):
@@ -226,12 +222,10 @@ class TorchCompute:
         torch.set_num_threads(count)
 
     def reset_lstm_states(self) -> None:
-        """Forget what LSTM layers remember."""
         for layer in self.network.lstms.values():
             layer.reset_states()
 
     def get_lstm_states(self) -> LSTMStates:
-        """Return what LSTM layers remember, by the layer's index."""
         states: LSTMStates = {}
         for index, layer in self.network.lstms.items():
             mu_h, var_h, mu_c, var_c = map(_flat, layer.get_states())
@@ -239,7 +233,6 @@ class TorchCompute:
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        """Let LSTM layers remember this."""
         for index, parts in states.items():
             self.network.lstms[index].set_states(*map(torch.as_tensor, parts))
 

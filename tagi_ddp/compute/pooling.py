@@ -20,7 +20,6 @@ class _Pool2d(Layer):
     """Images are [batch, channels, rows, columns]."""
 
     def __init__(self, handle: Any) -> None:
-        """Read the sizes and the window."""
         super().__init__(handle)
         self._input = (int(handle.in_channels), int(handle.in_height), int(handle.in_width))
         self._output = (int(handle.out_channels), int(handle.out_height), int(handle.out_width))
@@ -72,7 +71,6 @@ class MaxPool2d(_Pool2d):
     """Mean and variance of the element with the largest mean: of the first, if several have it."""
 
     def __init__(self, handle: Any) -> None:
-        """Read the sizes and the window."""
         super().__init__(handle)
         window = self._window
         self._padding, self._sides = window.before, [0, 0]

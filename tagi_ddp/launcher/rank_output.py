@@ -10,7 +10,6 @@ class Screen:
     """Where all ranks write; remembers whose progress bar is on the unfinished last line."""
 
     def __init__(self) -> None:
-        """Start at the beginning of a line."""
         self._bar: RankStream | None = None
 
     def line(self, stream: RankStream, text: str) -> None:
@@ -41,7 +40,6 @@ class RankStream:
     """One rank's stdout or stderr on its way to ``file``."""
 
     def __init__(self, screen: Screen, rank: int, file: TextIO) -> None:
-        """Prefix every line with the rank."""
         self.prefix = f"[{rank}] "
         self.file = file
         self._screen = screen

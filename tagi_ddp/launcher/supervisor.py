@@ -37,7 +37,6 @@ class LaunchError(RuntimeError):
     """
 
     def __init__(self, message: str, rank: int, exitcode: int, traceback: str = "") -> None:
-        """Keep what is known of the failure."""
         super().__init__(message)
         self.rank = rank
         self.exitcode = exitcode

@@ -38,7 +38,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Use this folder, which is made when it is needed."""
         self._folder = folder
 
     def save(self, task_model: Any, state: State, only_last: bool) -> None:

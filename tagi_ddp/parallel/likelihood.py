@@ -33,7 +33,6 @@ class GaussianLoss:
     def __init__(
         self, model: Any, output: tuple[Any, Any], targets: Any, variance: ArrayLike
     ) -> None:
-        """Check and keep the observations."""
         self._model = model
         self._mean, self._variance = output
         self._targets = targets

@@ -51,7 +51,6 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
     """
 
     def __init__(self, task: TaskT, model: ModelT) -> None:
-        """Keep both."""
         super().__init__()
         self.task = task
         self.model = model

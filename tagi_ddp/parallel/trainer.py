@@ -74,7 +74,6 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     """
 
     def __init__(self, config: TrainerConfigT) -> None:
-        """Check that what must be given is."""
         for name in ("name", "exp_dir"):
             if getattr(config, name) == MISSING:
                 raise ValueError(f"{name} must be given: {type(config).__name__}({name}=...)")

@@ -93,7 +93,6 @@ class CudaReplica(DeviceReplica):
                 own.copy_(view)
 
     def push(self) -> None:
-        """Copy the host's means, variances and running statistics to the device."""
         super().push()
         self._write()
 
@@ -121,7 +120,6 @@ class CudaReplica(DeviceReplica):
         return agreement
 
     def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's means, variances and running statistics."""
         super().share(communicator)
         self._write()
 

@@ -209,7 +209,6 @@ class CudaLayers:
         """Do nothing: the host's copies are the engine's own."""
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return views of all of the host's copies that must be equal on all replicas."""
         return [
             (layer.name, array)
             for layer, arrays in zip(self.layers, self.arrays(), strict=True)

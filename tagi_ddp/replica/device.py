@@ -125,7 +125,6 @@ class DeviceReplica:
         return self._tensors
 
     def zeros(self) -> Tensor:
-        """Return zeros for deltas, Gaussians or a change of them."""
         return torch.zeros_like(self.parameters.deltas)
 
     def bucket(self, communicator: Communicator) -> Tensor:
@@ -150,14 +149,12 @@ class DeviceReplica:
         return lambda contribution: self.agree(communicator, contribution, average, shards)
 
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
-        """Average running statistics over the ranks, weighted by their samples."""
         if communicator.size > 1 and self.statistics.size:
             values = self.statistics.packed(samples)
             Sum(communicator, values).wait()
             self.statistics.unpack(values, total)
 
     def take_refused(self, everything: bool) -> list[int]:
-        """Return the ranks that made an earlier step be refused, once; the host learns it late."""
         return self.outcomes.take_refused(everything)
 
     def agree(
@@ -200,7 +197,6 @@ class DeviceReplica:
         return agreement
 
     def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's means, variances and running statistics."""
         if communicator.device == "cpu":
             self.pull()
             for _, array in self.state():
@@ -232,7 +228,6 @@ class DeviceStatistics:
     """What `_backend.RunningStatistics` does, on tensors."""
 
     def __init__(self, tensors: list[Tensor], first: list[NDArray[np.uint8]]) -> None:
-        """Take the running means and variances of all layers, and their flags of first batches."""
         self.tensors = tensors
         self.flags = first
         self.size = sum(tensor.numel() for tensor in tensors)

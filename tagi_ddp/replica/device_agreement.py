@@ -34,7 +34,6 @@ class DeviceAgreement:
     """
 
     def __init__(self, table: Tensor, average: bool) -> None:
-        """Derive what `Agreement` derives on the host."""
         self.table = table
         samples = table[:, _SAMPLES]
         self.samples = samples.sum()
@@ -59,7 +58,6 @@ class Outcomes:
     """Steps whose outcome is on its way to the host."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._tables: deque[tuple[Tensor, Any]] = deque()
 
     def add(self, table: Tensor) -> None:

@@ -39,12 +39,10 @@ class DeviceParameters:
         self._negative = move(self.mu, self.var, mean, variance, agreement.cap, agreement.applies)
 
     def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
-        """Cap and apply the deltas of a bucket on the host, [means | variances]."""
         mean, variance = (torch.from_numpy(bucket).to(self.deltas.device) / divisor).chunk(2)
         self._negative = move(self.mu, self.var, mean, variance, cap, None)
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
-        """Copy the deltas of the range that begins there to a bucket on the host."""
         count = len(bucket) // 2
         shard = self.deltas.view(2, -1)[:, begin : begin + count]
         torch.from_numpy(bucket).view(2, -1).copy_(shard)
@@ -85,7 +83,6 @@ class DeviceParameters:
 
     @property
     def negative_variances(self) -> list[int]:
-        """How many variances of each layer's weights the last step found not positive."""
         negative = self._negative
         weights = self.blocks[::2]
         if negative is None:
@@ -93,20 +90,16 @@ class DeviceParameters:
         return [int(negative[begin : begin + count].sum()) for begin, count in weights]
 
     def pack(self, bucket: FloatArray) -> None:
-        """Copy the deltas to a bucket on the host."""
         torch.from_numpy(bucket).copy_(self.deltas)
 
     def read_posterior(self, gaussians: Tensor) -> None:
-        """Copy means and variances to ``gaussians``, [means | variances]."""
         torch.cat((self.mu, self.var), out=gaussians)
 
     def write_posterior(self, gaussians: Tensor) -> None:
-        """Replace means and variances."""
         for own, part in zip((self.mu, self.var), gaussians.chunk(2), strict=True):
             own.copy_(part)
 
     def change_since(self, now: Tensor, before: Tensor, change: Tensor) -> None:
-        """Write how Gaussians came from others to ``change``."""
         change_since(now, before, change)
 
     def add_change(
@@ -122,11 +115,9 @@ class DeviceParameters:
         ]
 
     def add_deltas_to(self, sums: Tensor, layers: list[bool]) -> None:
-        """Add the deltas of some layers to ``sums``."""
         self._add(self.deltas, sums, layers)
 
     def add_to_deltas(self, sums: Tensor, layers: list[bool]) -> None:
-        """Add ``sums`` to the deltas of some layers."""
         self._add(sums, self.deltas, layers)
 
     def _add(self, source: Tensor, target: Tensor, layers: list[bool]) -> None:

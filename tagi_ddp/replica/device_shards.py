@@ -22,7 +22,6 @@ class DeviceShards:
     """The parts of ``parameters`` by rank."""
 
     def __init__(self, parameters: DeviceParameters, communicator: Communicator) -> None:
-        """Cut the flat sequence into as many parts as there are ranks."""
         self._parameters = parameters
         self._communicator = communicator
         ranks = communicator.size

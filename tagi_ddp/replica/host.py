@@ -64,7 +64,6 @@ class HostReplica(ABC):
     in_place: bool
 
     def __init__(self) -> None:
-        """Begin without layers."""
         self.layers: list[Layer] = []
         self.parameters = Parameters()
         self.statistics = RunningStatistics()
@@ -88,7 +87,6 @@ class HostReplica(ABC):
         """Return views of means, variances and running statistics, for each layer."""
 
     def updated(self) -> None:
-        """Make a change of ``parameters`` or ``statistics`` known to all."""
         self.push()
 
     def export(self) -> None:  # noqa: B027
@@ -111,7 +109,6 @@ class HostReplica(ABC):
         self.push()
 
     def zeros(self) -> FloatArray:
-        """Return zeros for deltas, Gaussians or a change of them."""
         return np.zeros(2 * self.parameters.size, np.float32)
 
     def bucket(self, communicator: Communicator) -> FloatArray:
@@ -134,7 +131,6 @@ class HostReplica(ABC):
         return []
 
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
-        """Average running statistics over the ranks, weighted by their samples."""
         if communicator.size > 1 and self.statistics.size:
             values = np.empty(self.statistics.size, np.float32)
             self.statistics.pack(values, samples)

@@ -25,7 +25,6 @@ class Sum:
     """A sum over the ranks of a group, in place, under way."""
 
     def __init__(self, communicator: Communicator, buffer: Buffer) -> None:
-        """Begin."""
         self._buffer = buffer
         self._staged = _to_host(communicator, buffer)
         self._work = communicator.all_reduce(self._staged, async_op=True)

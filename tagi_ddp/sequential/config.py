@@ -34,7 +34,6 @@ class DDPConfig:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Check and keep the settings."""
         self.device_ids = device_ids
         self.backend = backend
         self._rank = 0

@@ -42,7 +42,6 @@ class Exchange(ABC):
     steps = 0  # of this rank since all replicas were equal; counted where ranks step alone
 
     def __init__(self, setting: Setting) -> None:
-        """Remember what to exchange with whom."""
         self._communicator = setting.communicator
         self._replica = setting.replica
         self._average = setting.average
@@ -180,7 +179,6 @@ class Overlapped(InMemory):
     """
 
     def __init__(self, setting: Setting, bucket: FloatArray) -> None:
-        """Divide the bucket into parts."""
         super().__init__(setting)
         self._bucket = bucket
         self._parts = parts_of(self._parameters, PART_BYTES)

@@ -67,7 +67,6 @@ class Merging(Exchange):
     """
 
     def __init__(self, setting: Setting, node_size: int | None, every: int = 1) -> None:
-        """Begin with replicas that are equal."""
         super().__init__(setting)
         replica = setting.replica
         self._every = every
@@ -116,7 +115,6 @@ class Merging(Exchange):
         return []
 
     def restart(self) -> None:
-        """Begin anew with replicas that have been made equal by other means."""
         if self._sum is not None:
             self._sum.wait()
         self._sum = self._sender = None
@@ -127,7 +125,6 @@ class Merging(Exchange):
         self._begin()
 
     def abort(self, reason: str) -> None:
-        """Let those ranks know that wait on one of the levels."""
         self._hierarchy.abort(reason)
 
     def close(self) -> None:
@@ -189,7 +186,6 @@ class ScheduledMerging(Merging):
     """Merges the ranks of a node often, and nodes seldom and without waiting, by a schedule."""
 
     def __init__(self, setting: Setting, node_size: int | None, schedule: SyncSchedule) -> None:
-        """Begin with replicas that are equal."""
         super().__init__(setting, node_size)
         self._schedule = schedule
         self._batch = self._batches = 0  # of this epoch
@@ -247,7 +243,6 @@ class Consensus:
     """The posterior of all that the ranks of a group have told each other; equal on all of them."""
 
     def __init__(self, communicator: Communicator, replica: Replica) -> None:
-        """Begin with the present state, which is the same on all ranks."""
         self._communicator = communicator
         self._replica = replica
         self.gaussians = replica.zeros()

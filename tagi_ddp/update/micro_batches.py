@@ -18,7 +18,6 @@ class Accumulation:
     """
 
     def __init__(self, replica: Replica) -> None:
-        """Begin without deltas."""
         self.forwarded: int | None = None
         self.samples: int | None = None
         self.adds = False

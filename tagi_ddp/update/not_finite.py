@@ -12,7 +12,6 @@ class NotFiniteError(AllRanksRaise, FloatingPointError):
     """
 
     def __init__(self, message: str, ranks: list[int]) -> None:
-        """Keep the ranks beside the text."""
         super().__init__(message)
         self.ranks = tuple(ranks)
 

@@ -37,7 +37,6 @@ class Scattered(HostExchange):
     """Over any communicator of hosts: agree, scatter sums of deltas, apply, gather posteriors."""
 
     def __init__(self, setting: Setting) -> None:
-        """Divide the parameters among the ranks."""
         super().__init__(setting)
         size = setting.replica.parameters.size
         bucket = np.zeros(2 * size, np.float32)
