@@ -8,16 +8,26 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 demo: .venv/.installed-examples
 	.venv/bin/python examples/demo.py
 
-# Everything: style, then all tests. Where ranks have to notice something in time they have the
-# machine to themselves; all else runs two files at a time, those that take minutes first.
-ALONE = tests/sequential $(filter-out %/test_gloo.py %/test_mpi.py, \
-    $(wildcard tests/communicators/test_*.py))
-OTHERS = $(wildcard tests/test_*.py) \
-    $(filter-out $(ALONE:=/),$(sort $(dir $(wildcard tests/*/test_*.py))))
+# For the inner loop: style, types, and the tests that together take a minute or two.
+SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.py shm.py \
+    stand_in.py) \
+    $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
+    $(addprefix tests/project/test_,benchmarks.py client.py docs.py examples.py install.py) \
+    $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py nccl.py) \
+    tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
+    tests/strategy/test_lightning.py tests/torch_backend
+check: lint
+	.venv/bin/python -m pytest $(PARALLEL) $(SLOW:%=--ignore=%)
+
+# Everything: style, types, then all tests. Where ranks have to notice something in time they have
+# the machine to themselves; all else runs two files at a time, those that take minutes first.
+PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+ALONE = $(filter-out %/test_gloo.py %/test_mpi.py,$(wildcard tests/communicators/test_*.py))
+OTHERS = tests/project $(filter-out %/project/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
+    $(wildcard tests/test_*.py)
 test: lint
 	.venv/bin/python -m pytest $(ALONE)
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-	    $(OTHERS) $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(PARALLEL) $(OTHERS) $(ALONE:%=--ignore=%)
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.
 lint: .venv/.installed-dev
