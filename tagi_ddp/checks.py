@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from numbers import Real
@@ -50,3 +51,49 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
     except (TypeError, ValueError) as error:
         got = type(value).__name__
         raise TypeError(f"{name} must be an array of numbers, got a {got}") from error
+
+
+# --- arguments of a command line, as types for argparse -------------------------------------------
+
+
+def count(text: str, low: int = 1) -> int:
+    """Return an integer of at least ``low``."""
+    if not text.isdecimal() or int(text) < low:
+        raise _refusal(f"an integer from {low} up", text)
+    return int(text)
+
+
+def count_or_zero(text: str) -> int:
+    """Return an integer of at least 0."""
+    return count(text, 0)
+
+
+def positive(text: str) -> float:
+    """Return a finite number greater than 0."""
+    number = _finite(text)
+    if not number > 0:
+        raise _refusal("a number greater than 0", text)
+    return number
+
+
+def positive_or_zero(text: str) -> float:
+    """Return a finite number of at least 0."""
+    number = _finite(text)
+    if not number >= 0:
+        raise _refusal("a number from 0 up", text)
+    return number
+
+
+def _finite(text: str) -> float:
+    """Return the number, or nan if it is none or infinite."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _refusal(takes: str, text: str) -> Exception:
+    from argparse import ArgumentTypeError  # here, as scripts do not need it
+
+    return ArgumentTypeError(f"must be {takes}, got {text!r}")
