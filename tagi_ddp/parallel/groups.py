@@ -50,7 +50,7 @@ def initialise() -> None:
         if size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            _meet(backend, rank, size)
+            _rendezvous(backend, rank, size)
     except (ValueError, RuntimeError, CommunicatorError) as error:
         raise RuntimeError(
             f"rank {rank} of {size} could not initialise torch.distributed ({error}): set "
@@ -60,7 +60,7 @@ def initialise() -> None:
     atexit.register(_leave, weakref.ref(dist.group.WORLD))
 
 
-def _meet(backend: str, rank: int, size: int) -> None:
+def _rendezvous(backend: str, rank: int, size: int) -> None:
     try:
         host, port = meeting_point()
     except ValueError:
