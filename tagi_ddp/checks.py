@@ -63,34 +63,15 @@ def count(text: str, low: int = 1) -> int:
     return int(text)
 
 
-def count_or_zero(text: str) -> int:
-    """Return an integer of at least 0."""
-    return count(text, 0)
-
-
-def positive(text: str) -> float:
-    """Return a finite number greater than 0."""
-    number = _finite(text)
-    if not number > 0:
-        raise _refusal("a number greater than 0", text)
-    return number
-
-
-def positive_or_zero(text: str) -> float:
-    """Return a finite number of at least 0."""
-    number = _finite(text)
-    if not number >= 0:
-        raise _refusal("a number from 0 up", text)
-    return number
-
-
-def _finite(text: str) -> float:
-    """Return the number, or nan if it is none or infinite."""
+def positive(text: str, zero: bool = False) -> float:
+    """Return a finite number greater than 0, or, with ``zero``, of at least 0."""
     try:
         number = float(text)
     except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+        number = math.nan
+    if not 0 <= number < math.inf or (number == 0 and not zero):
+        raise _refusal("a number from 0 up" if zero else "a number greater than 0", text)
+    return number
 
 
 def _refusal(takes: str, text: str) -> Exception:

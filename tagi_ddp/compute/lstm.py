@@ -31,11 +31,9 @@ class _Gaussian:
 
 
 @dataclass(slots=True)
-class _Gate:
-    """A gate of all steps: its moments, and the derivative by its sum; each [outputs, rows]."""
+class _Gate(_Gaussian):
+    """A gate of all steps, and the derivative by its sum; each [outputs, rows]."""
 
-    mean: Tensor
-    variance: Tensor
     slope: Tensor
 
 
@@ -306,7 +304,7 @@ def _tanh(x: _Gaussian) -> tuple[_Gaussian, Tensor]:
     return _Gaussian(mean, (x.variance * slope).mul_(slope)), slope
 
 
-def _product(a: _Gaussian | _Gate, b: _Gaussian | _Gate, covariance: Tensor | None) -> _Gaussian:
+def _product(a: _Gaussian, b: _Gaussian, covariance: Tensor | None) -> _Gaussian:
     """Return the moments of a * b, by Gaussian multiplicative approximation."""
     mean = a.mean * b.mean
     variance = torch.addcmul(b.variance, b.mean, b.mean).mul_(a.variance)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from tagi_ddp.checks import count, count_or_zero, positive, positive_or_zero
+from tagi_ddp.checks import count, positive
 from tagi_ddp.plan.model import Cluster, Link, Training
 from tagi_ddp.plan.report import default_ranks, plot, table
+
+_count_or_zero = partial(count, low=0)
+_positive_or_zero = partial(positive, zero=True)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,15 +37,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--step-ms", positive, "MS", "a step of one rank that does not communicate", None)
     add("--parameters", positive, "N", "parameters of the network; 8 bytes travel for each", None)
     add("--ranks-per-node", count, "N", "ranks of a node, which share its link", 4)
-    add("--node-latency-us", positive_or_zero, "US", "latency inside of a node", 1.0)
+    add("--node-latency-us", _positive_or_zero, "US", "latency inside of a node", 1.0)
     add("--node-gbs", positive, "GB/S", "GB/s of each rank inside of a node", 10.0)
-    add("--latency-us", positive_or_zero, "US", "latency between nodes", 20.0)
+    add("--latency-us", _positive_or_zero, "US", "latency between nodes", 20.0)
     add("--gbit", positive, "GBIT/S", "Gbit/s of a node's link, in each direction", 25.0)
     add("--sync-every", count, "K", "steps from one merge to the next", 8)
     add("--batches", count, "N", "steps of an epoch, for asynchronous merges", 100)
     add("--epochs", count, "N", "epochs, for asynchronous merges", 20)
-    add("--blocking-epochs", count_or_zero, "N", "how many of them wait at every step", 8)
-    add("--merge-ns", positive_or_zero, "NS", "arithmetic of a merge for each of those bytes", 0.0)
+    add("--blocking-epochs", _count_or_zero, "N", "how many of them wait at every step", 8)
+    add("--merge-ns", _positive_or_zero, "NS", "arithmetic of a merge for each of those bytes", 0.0)
     parser.add_argument(
         "--ranks", type=_numbers, metavar="N,N,...", help="default: 1,2,4,...,8192,10000"
     )
