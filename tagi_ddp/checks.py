@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from numbers import Real
@@ -50,3 +51,30 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
     except (TypeError, ValueError) as error:
         got = type(value).__name__
         raise TypeError(f"{name} must be an array of numbers, got a {got}") from error
+
+
+# --- arguments of a command line, as types for argparse -------------------------------------------
+
+
+def count(text: str, low: int = 1) -> int:
+    """Return an integer of at least ``low``."""
+    if not text.isdecimal() or int(text) < low:
+        raise _refusal(f"an integer from {low} up", text)
+    return int(text)
+
+
+def positive(text: str, zero: bool = False) -> float:
+    """Return a finite number greater than 0, or, with ``zero``, of at least 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf or (number == 0 and not zero):
+        raise _refusal("a number from 0 up" if zero else "a number greater than 0", text)
+    return number
+
+
+def _refusal(takes: str, text: str) -> Exception:
+    from argparse import ArgumentTypeError  # here, as scripts do not need it
+
+    return ArgumentTypeError(f"must be {takes}, got {text!r}")

@@ -31,6 +31,27 @@ class _Gaussian:
 
 
 @dataclass(slots=True)
+class _Gate(_Gaussian):
+    """A gate of all steps, and the derivative by its sum; each [outputs, rows]."""
+
+    slope: Tensor
+
+
+@dataclass(slots=True)
+class _Gates:
+    """The gates f, i, g and o; there is no f if nothing was carried.
+
+    slopes: those of all gates, [gates, outputs, rows].
+    """
+
+    forget: _Gate | None
+    input: _Gate
+    cell: _Gate
+    output: _Gate
+    slopes: Tensor
+
+
+@dataclass(slots=True)
 class _Carried:
     """What one batch hands to the next: each [rows, outputs]."""
 
@@ -40,11 +61,11 @@ class _Carried:
 
 @dataclass(slots=True)
 class _Saved:
-    """What backward needs: the gates' inputs, and the output's derivative by each gate's sum."""
+    """What backward needs: the gates' inputs, and derivatives of the outputs h."""
 
     inputs: Tensor  # [rows, x and, if it is carried, h']
-    slopes: Tensor  # [gates, outputs, rows]
-    cell_slope: Tensor  # the output's derivative by the cell, [outputs, rows]
+    hidden_by_sums: Tensor  # of the gates, [gates, outputs, rows]
+    hidden_by_cells: Tensor  # [outputs, rows]
 
 
 class LSTM(Layer):
@@ -55,7 +76,7 @@ class LSTM(Layer):
         super().__init__(handle)
         self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
         # The engine tells the number of steps in this product only.
-        self._steps = handle.get_max_num_states() // max(self._inputs, self._outputs)
+        self._steps = int(handle.get_max_num_states()) // max(self._inputs, self._outputs)
         self._batch: int | None = None
         self._carried: _Carried | None = None
         self._saved: _Saved | None = None
@@ -126,43 +147,27 @@ class LSTM(Layer):
                 variance = torch.zeros_like(mean)
             mean = torch.cat((mean, carried.hidden.mean), 1)
             variance = torch.cat((variance, carried.hidden.variance), 1)
-        gates, slopes = self._gates(mean, variance)
-        # Covariances between gates, of which only that of input and cell counts h'.
-        covariances = None if variance is None else self._covariances(variance)
-        *forget, input_, cell, output = (
-            _Gaussian(m, v) for m, v in zip(gates.mean, gates.variance, strict=True)
-        )
-        input_cell = None
-        if covariances is not None:
-            input_cell = covariances[0].mul_(slopes[-3]).mul_(slopes[-2])
-        cells = _product(input_, cell, input_cell)
-        # The cell's derivative by each gate's sum but the output's.
-        cell_slopes = [slopes[-3] * cell.mean, slopes[-2] * input_.mean]
-        if carried is not None:
-            before = _Gaussian(carried.cell.mean.t(), carried.cell.variance.t())
-            kept = _product(forget[0], before, None)
-            cells.mean.add_(kept.mean)
-            cells.variance.add_(kept.variance)
-            cell_slopes.insert(0, slopes[0] * before.mean)
-        active = cells.mean.tanh()
-        slope = (active * active).neg_().add_(1)
-        with_output = None
-        if covariances is not None:
-            with_output = covariances[1] * cell_slopes[0]
-            for covariance, cell_slope in zip(covariances[2:], cell_slopes[1:], strict=True):
-                with_output.addcmul_(covariance, cell_slope)
-            with_output.mul_(slope).mul_(slopes[-1])
-        variance_active = (cells.variance * slope).mul_(slope)
-        hidden = _product(output, _Gaussian(active, variance_active), with_output)
+        gates = self._gates(mean, variance)
+        between = None if variance is None else self._covariances(variance)
+        cells, cells_by_sums = self._cells(gates, between)
+        active, tanh_slope = _tanh(cells)
+        # cov(o, tanh c) = o' tanh' sum of dc/dz cov(z, z_o), over the sums z of the other gates
+        covariance = None
+        if between is not None:
+            covariance = between[1] * cells_by_sums[0]
+            for one, cells_by_sum in zip(between[2:], cells_by_sums[1:], strict=True):
+                covariance.addcmul_(one, cells_by_sum)
+            covariance.mul_(tanh_slope).mul_(gates.output.slope)
+        hidden = _product(gates.output, active, covariance)
         result = _Gaussian(hidden.mean.t().contiguous(), hidden.variance.t().contiguous())
+        self._saved = None
         if training:
-            slope.mul_(output.mean)
-            for index, cell_slope in enumerate(cell_slopes):
-                torch.mul(cell_slope, slope, out=slopes[index])
-            slopes[-1].mul_(active)
-            self._saved = _Saved(mean, slopes, slope)
-        else:
-            self._saved = None
+            hidden_by_cells = tanh_slope.mul_(gates.output.mean)
+            hidden_by_sums = gates.slopes  # their memory: they are not needed any more
+            for cells_by_sum, hidden_by_sum in zip(cells_by_sums, hidden_by_sums, strict=False):
+                torch.mul(cells_by_sum, hidden_by_cells, out=hidden_by_sum)
+            hidden_by_sums[-1].mul_(active.mean)
+            self._saved = _Saved(mean, hidden_by_sums, hidden_by_cells)
         if self._is_single():
             own = _Gaussian(result.mean.clone(), result.variance.clone())
             self._carried = _Carried(own, _Gaussian(cells.mean.t(), cells.variance.t()))
@@ -173,12 +178,12 @@ class LSTM(Layer):
         """Write the deltas of all gates; as in the engine, ignore the activation below."""
         saved = self._saved
         assert saved is not None
-        outputs, inputs = self._outputs, saved.inputs
-        gates = len(saved.slopes)
+        outputs, inputs, slopes = self._outputs, saved.inputs, saved.hidden_by_sums
+        gates = len(slopes)
         mean_delta = deltas.mean.view(-1, outputs).t().contiguous()
         variance_delta = deltas.variance.view(-1, outputs).t().contiguous()
-        by_mean = saved.slopes * mean_delta
-        by_variance = (saved.slopes * saved.slopes).mul_(variance_delta)
+        by_mean = slopes * mean_delta
+        by_variance = (slopes * slopes).mul_(variance_delta)
         rows = slice((4 - gates) * outputs, None)
         columns = slice(inputs.shape[1])
         weights, biases = self._weights, self._biases
@@ -196,17 +201,38 @@ class LSTM(Layer):
             torch.sum(variance_rows, 1, keepdim=True, out=biases.delta_var[rows])
             biases.scale_deltas()
         if self._is_single():
-            self._correct_carried(mean_delta, variance_delta, saved.cell_slope)
+            self._correct_carried(mean_delta, variance_delta, saved.hidden_by_cells)
         if not to_input:
             return deltas
         ours = weights.mu[rows, : self._inputs]
         return Deltas(
             (mean_rows.t() @ ours).view(-1, self.input_size),
-            self._variance_below(saved.slopes, by_variance, variance_delta, ours),
+            self._variance_below(slopes, by_variance, variance_delta, ours),
         )
 
-    def _gates(self, mean: Tensor, variance: Tensor | None) -> tuple[_Gaussian, Tensor]:
-        """Return the gates and their derivatives by their sums, [gates, outputs, rows]."""
+    def _cells(self, gates: _Gates, between: Tensor | None) -> tuple[_Gaussian, list[Tensor]]:
+        """Return the cells c = f * c' + i * g, and their derivatives by the sums of f, i and g.
+
+        ``between`` are the covariances of sums, as `_covariances` returns them.
+        """
+        input_, cell = gates.input, gates.cell
+        covariance = None
+        if between is not None:
+            covariance = between[0].mul_(input_.slope).mul_(cell.slope)
+        cells = _product(input_, cell, covariance)
+        by_sums = [input_.slope * cell.mean, cell.slope * input_.mean]
+        if gates.forget is not None:
+            assert self._carried is not None
+            before = self._carried.cell
+            before = _Gaussian(before.mean.t(), before.variance.t())
+            kept = _product(gates.forget, before, None)
+            cells.mean.add_(kept.mean)
+            cells.variance.add_(kept.variance)
+            by_sums.insert(0, gates.forget.slope * before.mean)
+        return cells, by_sums
+
+    def _gates(self, mean: Tensor, variance: Tensor | None) -> _Gates:
+        """Return the gates of inputs x and, if it is carried, h'."""
         count = 3 if self._carried is None else 4
         rows, columns = slice((4 - count) * self._outputs, None), slice(mean.shape[1])
         mu, var = self._weights.mu[rows, columns], self._weights.var[rows, columns]
@@ -226,7 +252,8 @@ class LSTM(Layer):
         slopes = (1 - means).mul_(means)
         torch.mul(means[cell], means[cell], out=slopes[cell]).neg_().add_(1)
         variances.mul_(slopes).mul_(slopes)
-        return _Gaussian(means, variances), slopes
+        *forget, input_, cell_, output = map(_Gate, means, variances, slopes)
+        return _Gates(forget[0] if forget else None, input_, cell_, output, slopes)
 
     def _covariances(self, variance: Tensor) -> Tensor:
         """Return the covariances of sums, [pairs, outputs, rows].
@@ -268,6 +295,13 @@ class LSTM(Layer):
             ((weights * weights).flatten(0, 1), *right)
         )
         return below.view(-1, self.input_size)
+
+
+def _tanh(x: _Gaussian) -> tuple[_Gaussian, Tensor]:
+    """Return the moments of tanh(x), linearized at the mean, and the derivative there."""
+    mean = x.mean.tanh()
+    slope = (mean * mean).neg_().add_(1)
+    return _Gaussian(mean, (x.variance * slope).mul_(slope)), slope
 
 
 def _product(a: _Gaussian, b: _Gaussian, covariance: Tensor | None) -> _Gaussian:

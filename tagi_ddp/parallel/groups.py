@@ -58,7 +58,7 @@ def initialise() -> None:
         if size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
-            _meet(backend, rank, size)
+            _rendezvous(backend, rank, size)
     except (ValueError, RuntimeError, CommunicatorError) as error:
         raise RuntimeError(
             f"rank {rank} of {size} could not initialise torch.distributed ({error}): set "
@@ -68,7 +68,7 @@ def initialise() -> None:
     atexit.register(_leave, weakref.ref(world()))
 
 
-def _meet(backend: str, rank: int, size: int) -> None:
+def _rendezvous(backend: str, rank: int, size: int) -> None:
     try:
         host, port = rendezvous_endpoint()
     except ValueError:

@@ -114,7 +114,7 @@ def fsdp(model: Any, cfg: ParallelConfig, *, node_size: int | None = None) -> An
 def _strategy_and_group(strategy: ShardingStrategy, node_size: int | None) -> tuple[Any, Any]:
     """Return what torch is to do, and between which ranks, so that all end with equal parameters.
 
-    FSDP of a group of one rank would synchronise with nobody.
+    FSDP of a group of one rank would synchronise with no other.
     """
     if dist.get_world_size() == 1:
         return ShardingStrategy.NO_SHARD, dist.group.WORLD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -70,7 +69,7 @@ def _seconds(communicator: Communicator, count: int) -> float:
         begin = perf_counter()
         communicator.all_reduce(buffer)
         times.append(perf_counter() - begin)
-    return median(times)
+    return float(np.median(times))
 
 
 def _buffer(communicator: Communicator, count: int) -> Any:

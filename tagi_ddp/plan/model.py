@@ -6,20 +6,20 @@ Gropp do (2005, "Optimization of collective communication operations in MPICH", 
 Journal of High Performance Computing Applications 19); which messages there are is what the
 communicators of this package do:
 
-- Before any operation all ranks meet: one latency.
+- Before any operation there is a handshake of all ranks: one latency.
 - all_reduce of n bytes over p ranks: after that, each rank sends every other its slice of n / p
-  bytes, reduces its own, and sends that to every other. Messages to all others are under way at
+  bytes, reduces its own, and sends that to every other. Messages to all others are in flight at
   once, so either phase costs one latency, and (p - 1) / p * n bytes out of a rank while as many
   come in. In shared memory the ranks copy each other's slices, which are as many bytes.
 - Ranks of several nodes use two kinds of links at once. In each phase R * (p - R) / p * n bytes
   leave a node of R ranks by the one link that they share; the slower kind decides.
-- broadcast of n bytes in a node: one latency and n bytes after the meeting.
-- Agreeing, before replicas change, on whether all can: a meeting and a phase of almost no bytes.
+- broadcast of n bytes in a node: one latency and n bytes after the handshake.
+- A vote, before replicas change, on whether all can: a handshake and a phase of almost no bytes.
 
 The schemes, each with n bytes, both deltas of all parameters:
 
-- "sum": after every step all agree, then a flat all_reduce over all ranks.
-- "precision": that step is a merge, and there is one every ``sync_every`` steps. All agree, then
+- "sum": after every step all vote, then a flat all_reduce over all ranks.
+- "precision": that step is a merge, and there is one every ``sync_every`` steps. All vote, then
   posteriors are merged in each node (all_reduce), then between nodes: all_reduce over one rank of
   each node, which has the link for itself, and broadcast in the node. The arithmetic of a merge
   comes with either level.
@@ -150,7 +150,7 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
     """Return the seconds per step of each of `SCHEMES` on so many ranks, 1 or more."""
     integer("ranks", ranks, 1)
     costs = _costs(training, cluster, ranks)
-    flat = _agree(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
+    flat = _vote(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
     waits = sum(count * _waits(training.step, costs, syncs) for count, syncs in _epochs(training))
     return {
         "sum": training.step + flat,
@@ -177,7 +177,7 @@ def _phase(cluster: Cluster, ranks: int, size: float) -> float:
     return seconds
 
 
-def _agree(cluster: Cluster, ranks: int) -> float:
+def _vote(cluster: Cluster, ranks: int) -> float:
     return 2 * _phase(cluster, ranks, 0)
 
 
@@ -191,8 +191,8 @@ class _Costs:
     """Seconds of what a two-level merge consists of, and of all of it at once."""
 
     local: float  # in the node
-    transfer: float  # between nodes; may be under way while ranks compute
-    arrival: float  # when that has come
+    transfer: float  # between nodes; may be in flight while ranks compute
+    merging: float  # after the transfer
     blocking: float
 
 
@@ -200,15 +200,15 @@ def _costs(training: Training, cluster: Cluster, ranks: int) -> _Costs:
     size, nodes = training.bytes, cluster.nodes(ranks)
     inside = min(ranks, cluster.ranks_per_node)
     arithmetic = size * training.merge
-    local = transfer = arrival = 0.0
+    local = transfer = merging = 0.0
     if inside > 1:
         local = all_reduce(cluster, inside, size) + arithmetic
     if nodes > 1:
         transfer = all_reduce(replace(cluster, ranks_per_node=1), nodes, size)
-        arrival = arithmetic
+        merging = arithmetic
         if inside > 1:  # broadcast
-            arrival += cluster.node.latency + cluster.node.seconds(size)
-    return _Costs(local, transfer, arrival, _agree(cluster, ranks) + local + transfer + arrival)
+            merging += cluster.node.latency + cluster.node.seconds(size)
+    return _Costs(local, transfer, merging, _vote(cluster, ranks) + local + transfer + merging)
 
 
 def _waits(step: float, costs: _Costs, syncs: Sequence[Sync]) -> float:
@@ -219,7 +219,7 @@ def _waits(step: float, costs: _Costs, syncs: Sequence[Sync]) -> float:
             spent += costs.local
         if sync.merge:
             passed = sync.merge * step + spent - spent_at_send
-            spent += max(0.0, costs.transfer - passed) + costs.arrival
+            spent += max(0.0, costs.transfer - passed) + costs.merging
         if sync.send is not None:
             spent_at_send = spent
         if sync.blocking:

@@ -1,4 +1,4 @@
-"""Who reads which samples: the ranks of a sample group the same, different groups others."""
+"""Which ranks read which samples: those of a sample group the same, different groups others."""
 
 from __future__ import annotations
 
@@ -116,6 +116,6 @@ def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> 
     if batches is not None:
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     other = copy.copy(loader)
-    # A loader lets nobody set its samplers, for its iterator could be running: the copy has none.
+    # A loader's samplers cannot be set, for its iterator could be running: the copy has none.
     vars(other).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return other

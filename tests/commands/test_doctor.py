@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from support.stand_in.build import build
 
-from tagi_ddp.commands import doctor
-from tagi_ddp.commands.doctor import Finding
+from tagi_ddp.commands.check import Finding, Process
+from tagi_ddp.commands.checks import CHECKS, compute_on_gpus
+from tagi_ddp.commands.doctor import readiness
 
 BIN = Path(sys.executable).parent
 SHIM = Path(sysconfig.get_path("purelib"), "tagi_ddp", "engine", "shims", "libnccl.so.2")
@@ -66,7 +67,7 @@ def report(*options: str, **variables: str) -> tuple[int, dict[str, Any], dict[s
 
 def check(name: str, before: str = "", **variables: str) -> Finding:
     """Return the finding of one check, in a fresh interpreter that ran ``before``."""
-    code = f"{before}\nfrom tagi_ddp.commands.doctor import run_check\nrun_check()"
+    code = f"{before}\nfrom tagi_ddp.commands.checks import run_check\nrun_check()"
     with tempfile.TemporaryDirectory() as folder:
         places = {"TMPDIR": folder, "OMPI_MCA_btl_sm_backing_directory": folder}
         done = subprocess.run(
@@ -187,7 +188,7 @@ def test_a_library_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, code: str, detail: str
 ) -> None:
     monkeypatch.syspath_prepend(module(tmp_path, PACKAGES[check], code))
-    with doctor._Process(check, tmp_path) as process:
+    with Process(check, CHECKS[check], tmp_path) as process:
         found = process.finding(time.monotonic() + 20, 20)
     assert (found.status, detail in found.detail) == ("broken", True), found
 
@@ -346,7 +347,7 @@ def test_the_launcher(variables: dict[str, str], status: str, detail: str) -> No
 )
 def test_pythons(monkeypatch: pytest.MonkeyPatch, what: str, value: Any, status: str) -> None:
     monkeypatch.setattr(what, value)
-    assert doctor.CHECKS["python"].run().status == status
+    assert CHECKS["python"].run().status == status
 
 
 @pytest.mark.parametrize(
@@ -364,7 +365,7 @@ def test_pythons(monkeypatch: pytest.MonkeyPatch, what: str, value: Any, status:
 def test_who_computes_on_gpus(
     capabilities: list[str], torch: bool, engine: bool, status: str, detail: str
 ) -> None:
-    found = doctor._compute_on_gpus(
+    found = compute_on_gpus(
         {
             "CUDA": Finding("ok", "", facts={"capabilities": capabilities}),
             "torch": Finding("ok", "", facts={"cuda": torch}),
@@ -389,10 +390,11 @@ def test_who_computes_on_gpus(
 )
 def test_readiness(broken: tuple[str, ...], ready: list[bool]) -> None:
     found = {name: Finding("broken" if name in broken else "ok", "") for name in NAMES}
-    assert list(doctor.readiness(found).values()) == ready
+    assert list(readiness(found).values()) == ready
 
 
 def test_the_command_line_loads_the_doctor_only_for_itself() -> None:
-    code = "import sys, tagi_ddp.commands.main; print('tagi_ddp.commands.doctor' in sys.modules)"
+    name = "tagi_ddp.commands.checks"
+    code = f"import sys, tagi_ddp.commands.main; print({name!r} in sys.modules)"
     output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=40)
     assert output == "False\n"

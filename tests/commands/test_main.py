@@ -133,7 +133,7 @@ def test_a_closed_pipe_ends_all_quietly(tmp_path):
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "-n", "0", "x.py"], "must be an integer from 1 up, got '0'"),
         (["run", "-n", "two", "x.py"], "must be an integer from 1 up, got 'two'"),
-        (["run", "--timeout", "-1", "x.py"], "must be a positive number of seconds, got '-1'"),
+        (["run", "--timeout", "-1", "x.py"], "must be a number greater than 0, got '-1'"),
         (["run"], "SCRIPT"),
         ([], "COMMAND"),
     ],

