@@ -31,7 +31,7 @@ def apply(
     backward: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return ``forward(tensor)``, whose gradient is ``backward`` of the gradient that comes."""
-    result: torch.Tensor = _Exchange.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Exchange.apply(tensor, forward, backward)
     return result
 
 
@@ -39,7 +39,7 @@ def uncompiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     """Return the function as torch.compile, if it looks, must take it: as it is."""
     if not torch.compiler.is_compiling():  # what follows takes a second to import what it needs
         return function
-    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(function)
     return disabled
 
 

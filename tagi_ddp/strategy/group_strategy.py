@@ -10,9 +10,10 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator, all_gather_object, init
 from tagi_ddp.communicators.guard import Closing
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
-from tagi_ddp.strategy.mixture import FloatArray, mixture
+from tagi_ddp.strategy.mixture import mixture
 from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from collections.abc import Sized
+from typing import Any, cast
 
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -62,8 +64,8 @@ def process_dataloader(
         return loader
     if not _is_default(loader):
         return loader
-    sampler = DistributedSampler(
-        dataset,
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        cast(Dataset[Any], dataset),
         num_replicas=groups,
         rank=number,
         shuffle=isinstance(_sampler(loader), RandomSampler),
@@ -106,13 +108,13 @@ def _is_default(loader: DataLoader[Any]) -> bool:
         type(loader.batch_sampler) in (BatchSampler, type(None))
         and type(sampler) in (RandomSampler, SequentialSampler)
         and not getattr(sampler, "replacement", False)
-        and len(sampler) == len(loader.dataset)
+        and len(sampler) == len(cast(Sized, loader.dataset))
     )
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
     """Return a loader like it, of whatever class, that reads what ``sampler`` yields."""
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
     if batches is not None:
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     other = copy.copy(loader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import distributed as dist
 from torch.utils.data import DataLoader
@@ -14,8 +14,13 @@ from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.loaders import process_dataloader, sample_group
 from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
 
+if TYPE_CHECKING:  # of each of Lightning's packages one comes next among the bases
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = object
 
-class GroupStrategy:
+
+class GroupStrategy(DDPStrategy):
     """Add model groups and reader groups to a DDPStrategy, which comes next among the bases.
 
     ``layout`` holds this rank's place, as soon as a Trainer has the strategy. The groups exist
@@ -106,6 +111,7 @@ class GroupStrategy:
 
         Parameters before the split have "trainable" in their full names. May be called again.
         """
+        assert self.lightning_module is not None
         scale_gradients(self.lightning_module, self.layout)
 
     @property
@@ -122,7 +128,9 @@ class GroupStrategy:
         yourself. That option is for datasets that have both indices and ``set_comm_group_info``:
         Lightning's sampler would share the indices before the dataset is told the groups.
         """
-        loader = process_dataloader(super().process_dataloader(dataloader), self.layout)
+        loader = process_dataloader(
+            cast(DataLoader[Any], super().process_dataloader(dataloader)), self.layout
+        )
         lightning_seeds = os.environ.get("PL_SEED_WORKERS") == "1"
         if lightning_seeds and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
             loader.worker_init_fn = _keep_seeds

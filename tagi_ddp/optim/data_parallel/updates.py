@@ -136,9 +136,7 @@ class LaggingUpdates:
         params = self._trainable()
         for param in params:
             if param not in self._hooked:
-                self._hooked[param] = param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._hook
-                )
+                self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook)
         self._round = Round(params, self._communicator, early)
 
     def _trainable(self) -> list[Tensor]:
