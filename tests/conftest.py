@@ -6,9 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 from support.rank_pool import RankPool
 from support.stand_in.build import build
+
+# No test asserts a speed: an example may take its time on a busy machine.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # A shell starts what it puts in the background with this signal ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
