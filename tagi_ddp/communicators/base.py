@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from tagi_ddp import checks
 from tagi_ddp.communicators import buffers
 from tagi_ddp.communicators.buffers import Elements
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
@@ -107,7 +108,7 @@ class BaseCommunicator(ABC, Generic[E]):
         timeout: float | None = None,
     ) -> Work | None:
         """Copy ``buffer`` of rank ``root`` into ``buffer`` of every other rank."""
-        root = buffers.check_rank(root, "root", self.size)
+        root = checks.rank("root", root, self.size)
         data = self._elements(buffer, "buffer", writable=root != self.rank)
         call = self._call("broadcast", f"{data}, root={root}", timeout)
         return self._run(call, lambda: self._broadcast(call, data, root), async_op)
@@ -127,12 +128,8 @@ class BaseCommunicator(ABC, Generic[E]):
         if counts is None:
             sizes = [source.count] * self.size
         else:
-            sizes = buffers.check_counts(counts, "counts", self.size, target.count, "out")
-        if source.count != sizes[self.rank]:
-            raise ValueError(
-                f"buffer has {source.count} elements, but counts[{self.rank}], this rank's, "
-                f"is {sizes[self.rank]}"
-            )
+            sizes = buffers.check_counts(counts, "counts", self.size, target, "out")
+        buffers.check_count(source, "buffer", sizes[self.rank])
         buffers.check_result(source, target, sum(sizes))
         call = self._call("all_gather", f"{source.dtype}{sizes}", timeout)
         return self._run(call, lambda: self._all_gather(call, source, target, sizes), async_op)
@@ -151,7 +148,7 @@ class BaseCommunicator(ABC, Generic[E]):
         source = self._elements(buffer, "buffer")
         target = self._elements(out, "out", writable=True)
         buffers.check_op(op, source.dtype)
-        sizes = buffers.check_counts(counts, "counts", self.size, source.count, "buffer")
+        sizes = buffers.check_counts(counts, "counts", self.size, source, "buffer")
         buffers.check_result(source, target, sizes[self.rank])
         call = self._call("reduce_scatter", f"{source.dtype}{sizes}, op={op}", timeout)
         return self._run(
@@ -171,8 +168,8 @@ class BaseCommunicator(ABC, Generic[E]):
         """Send ``send_counts[r]`` elements to each r and receive ``recv_counts[r]`` from it."""
         source = self._elements(buffer, "buffer")
         target = self._elements(out, "out", writable=True)
-        sent = buffers.check_counts(send_counts, "send_counts", self.size, source.count, "buffer")
-        received = buffers.check_counts(recv_counts, "recv_counts", self.size, target.count, "out")
+        sent = buffers.check_counts(send_counts, "send_counts", self.size, source, "buffer")
+        received = buffers.check_counts(recv_counts, "recv_counts", self.size, target, "out")
         buffers.check_result(source, target, target.count)
         if sent[self.rank] != received[self.rank]:
             raise ValueError(
@@ -195,7 +192,9 @@ class BaseCommunicator(ABC, Generic[E]):
     ) -> Work | None:
         """Send ``buffer`` to rank ``dst``, which calls `recv`; dst must be another rank."""
         data = self._elements(buffer, "buffer")
-        call = self._message("send", "to", "dst", dst, data, tag, timeout)
+        if checks.rank("dst", dst, self.size) == self.rank:
+            raise ValueError("dst is this rank itself; send to another rank")
+        call = self._message("send", f"to rank {dst}", data, tag, timeout)
         return self._run(call, lambda: self._send(call, data, dst), async_op, self._send_lane)
 
     def recv(
@@ -209,7 +208,9 @@ class BaseCommunicator(ABC, Generic[E]):
     ) -> Work | None:
         """Receive into ``buffer`` what rank ``src`` sends; src must be another rank."""
         data = self._elements(buffer, "buffer", writable=True)
-        call = self._message("recv", "from", "src", src, data, tag, timeout)
+        if checks.rank("src", src, self.size) == self.rank:
+            raise ValueError("src is this rank itself; receive from another rank")
+        call = self._message("recv", f"from rank {src}", data, tag, timeout)
         return self._run(call, lambda: self._recv(call, data, src), async_op)
 
     def barrier(self, *, timeout: float | None = None) -> None:
@@ -219,9 +220,11 @@ class BaseCommunicator(ABC, Generic[E]):
 
     def split(self: C, color: int | None, key: int = 0) -> C | None:
         """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none."""
-        if color is not None and buffers.check_integer(color, "color") < 0:
-            raise ValueError(f"color must be None or 0 or more, got {color}")
-        key = buffers.check_integer(key, "key")
+        if color is not None and checks.integer("color", color) < 0:
+            raise ValueError(
+                f"color is {color}, but colors are not negative; None leaves this rank out"
+            )
+        key = checks.integer("key", key)
         call = self._call("split", "", None)
         made: list[C | None] = []
         self._run(call, lambda: made.append(self._split(call, color, key)), False)
@@ -306,24 +309,12 @@ class BaseCommunicator(ABC, Generic[E]):
     # Order, numbers and errors.
 
     def _call(self, name: str, arguments: str, timeout: float | None) -> Call:
-        limit = self.timeout if timeout is None else buffers.check_timeout(timeout)
+        limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
         return Call(name, arguments, limit)
 
-    def _message(
-        self,
-        name: str,
-        preposition: str,
-        role: str,
-        peer: int,
-        data: E,
-        tag: int,
-        timeout: float | None,
-    ) -> Call:
-        if buffers.check_rank(peer, role, self.size) == self.rank:
-            raise ValueError(f"{role} must be another rank, got {peer}, which is this one")
-        tag = buffers.check_integer(tag, "tag")
-        call = self._call(name, f"{data}, tag={tag}", timeout)
-        call.peer = f"{preposition} rank {peer}"
+    def _message(self, name: str, peer: str, data: E, tag: int, timeout: float | None) -> Call:
+        call = self._call(name, f"{data}, tag={checks.integer('tag', tag)}", timeout)
+        call.peer = peer
         return call
 
     def _run(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from tagi_ddp.communicators import buffers
+from tagi_ddp import checks
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.objects import all_gather_object
@@ -56,13 +56,12 @@ def init(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     _check_device(device, backend)
-    timeout = buffers.check_timeout(timeout)
+    timeout = checks.seconds("timeout", timeout)
     environment = detect()
     if world_size is None:
         world_size = environment.world_size
-    if buffers.check_integer(world_size, "world_size") < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    rank = buffers.check_rank(environment.rank if rank is None else rank, "rank", world_size)
+    world_size = checks.integer("world_size", world_size, 1)
+    rank = checks.rank("rank", environment.rank if rank is None else rank, world_size)
     if world_size == 1 and backend != "nccl":
         return SingleCommunicator(timeout)
     if backend == "auto":
