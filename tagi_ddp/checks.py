@@ -38,6 +38,22 @@ def real(name: str, value: Any) -> float:
     raise TypeError(f"{name} must be a number, got {value!r}")
 
 
+def rank(name: str, value: Any, size: int) -> int:
+    """Return ``value`` as a rank of a group of ``size``; raise as `integer` does."""
+    number = integer(name, value)
+    if not 0 <= number < size:
+        raise ValueError(f"{name} is {number}, but ranks go from 0 to {size - 1}")
+    return number
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return ``value`` as a positive, finite number of seconds; raise TypeError or ValueError."""
+    limit = real(name, value)
+    if not (math.isfinite(limit) and limit > 0):
+        raise ValueError(f"{name} is {limit:g}, but must be a positive, finite number of seconds")
+    return limit
+
+
 def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
     """Return a flat array of float32, or, if they are kept, a flat tensor of a tensor."""
     torch = sys.modules.get("torch")

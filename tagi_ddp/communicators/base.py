@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from tagi_ddp.communicators import buffers
+from tagi_ddp import checks
+from tagi_ddp.communicators import buffers, guard
 from tagi_ddp.communicators.buffers import Elements
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.errors import (
     CommunicatorError,
@@ -20,45 +21,21 @@ from tagi_ddp.communicators.errors import (
     Timeout,
     timeout_text,
 )
-from tagi_ddp.communicators.operation_queue import Lane
+from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
-C = TypeVar("C", bound="BaseCommunicator")
+C = TypeVar("C", bound="BaseCommunicator[Any, Any]")
 E = TypeVar("E", bound=Elements)
+R = TypeVar("R")
+T = TypeVar("T")
 
 
-@dataclass
-class Call:
-    """One operation of one rank.
-
-    Ranks whose ``name`` or ``arguments`` of the same operation differ made calls that do not fit.
-    ``deadline`` is on the monotonic clock, counted from when the operation's turn came.
-    ``waits_for`` returns the ranks that it waits for now.
-    """
-
-    name: str
-    arguments: str
-    limit: float
-    peer: str = ""  # "to rank 1" for a message
-    number: int = 0
-    deadline: float = 0.0
-    waits_for: Callable[[], list[int]] = list
-
-    @property
-    def title(self) -> str:
-        """For example "all_reduce #17" or "send #3 to rank 1"."""
-        if self.number == 0:
-            return self.name
-        return f"{self.name} #{self.number} {self.peer}".rstrip()
-
-    def left(self) -> float:
-        """Return the seconds before the deadline, at least a few."""
-        return max(0.01, self.deadline - time.monotonic())
-
-
-class BaseCommunicator(ABC, Generic[E]):
+class BaseCommunicator(guard.Closing, Generic[E, R]):
     """Checks arguments, numbers the calls and runs them in order; subclasses move the data.
 
-    Messages out have a lane of their own, so that ranks which send to each other with
+    ``E`` describes a buffer; ``R`` is what the methods of the collectives return to `_collective`,
+    which runs them: None, or what is to be done.
+
+    Messages out have a queue of their own, so that ranks which send to each other with
     ``async_op=True`` and then receive do not wait for one another.
     """
 
@@ -74,8 +51,8 @@ class BaseCommunicator(ABC, Generic[E]):
         self.timeout = timeout
         self._lock = threading.RLock()
         self._numbers: Counter[str] = Counter()
-        self._main_lane = Lane(f"tagi_ddp {self.backend} operations")
-        self._send_lane = Lane(f"tagi_ddp {self.backend} messages")
+        self._operations = OperationQueue(f"tagi_ddp {self.backend} operations")
+        self._messages_out = OperationQueue(f"tagi_ddp {self.backend} messages")
         self._failure: CommunicatorError | None = None
         self._closed = False
 
@@ -96,7 +73,7 @@ class BaseCommunicator(ABC, Generic[E]):
         buffers.check_op(op, source.dtype)
         buffers.check_result(source, target, source.count, in_place=True)
         call = self._call("all_reduce", f"{source}, op={op}", timeout)
-        return self._run(call, lambda: self._all_reduce(call, source, target, op), async_op)
+        return self._collective(call, lambda: self._all_reduce(call, source, target, op), async_op)
 
     def broadcast(
         self,
@@ -107,10 +84,10 @@ class BaseCommunicator(ABC, Generic[E]):
         timeout: float | None = None,
     ) -> Work | None:
         """Copy ``buffer`` of rank ``root`` into ``buffer`` of every other rank."""
-        root = buffers.check_rank(root, "root", self.size)
+        root = checks.rank("root", root, self.size)
         data = self._elements(buffer, "buffer", writable=root != self.rank)
         call = self._call("broadcast", f"{data}, root={root}", timeout)
-        return self._run(call, lambda: self._broadcast(call, data, root), async_op)
+        return self._collective(call, lambda: self._broadcast(call, data, root), async_op)
 
     def all_gather(
         self,
@@ -127,15 +104,13 @@ class BaseCommunicator(ABC, Generic[E]):
         if counts is None:
             sizes = [source.count] * self.size
         else:
-            sizes = buffers.check_counts(counts, "counts", self.size, target.count, "out")
-        if source.count != sizes[self.rank]:
-            raise ValueError(
-                f"buffer has {source.count} elements, but counts[{self.rank}], this rank's, "
-                f"is {sizes[self.rank]}"
-            )
+            sizes = buffers.check_counts(counts, "counts", self.size, target, "out")
+        buffers.check_count(source, "buffer", sizes[self.rank])
         buffers.check_result(source, target, sum(sizes))
         call = self._call("all_gather", f"{source.dtype}{sizes}", timeout)
-        return self._run(call, lambda: self._all_gather(call, source, target, sizes), async_op)
+        return self._collective(
+            call, lambda: self._all_gather(call, source, target, sizes), async_op
+        )
 
     def reduce_scatter(
         self,
@@ -151,10 +126,10 @@ class BaseCommunicator(ABC, Generic[E]):
         source = self._elements(buffer, "buffer")
         target = self._elements(out, "out", writable=True)
         buffers.check_op(op, source.dtype)
-        sizes = buffers.check_counts(counts, "counts", self.size, source.count, "buffer")
+        sizes = buffers.check_counts(counts, "counts", self.size, source, "buffer")
         buffers.check_result(source, target, sizes[self.rank])
         call = self._call("reduce_scatter", f"{source.dtype}{sizes}, op={op}", timeout)
-        return self._run(
+        return self._collective(
             call, lambda: self._reduce_scatter(call, source, target, sizes, op), async_op
         )
 
@@ -171,8 +146,8 @@ class BaseCommunicator(ABC, Generic[E]):
         """Send ``send_counts[r]`` elements to each r and receive ``recv_counts[r]`` from it."""
         source = self._elements(buffer, "buffer")
         target = self._elements(out, "out", writable=True)
-        sent = buffers.check_counts(send_counts, "send_counts", self.size, source.count, "buffer")
-        received = buffers.check_counts(recv_counts, "recv_counts", self.size, target.count, "out")
+        sent = buffers.check_counts(send_counts, "send_counts", self.size, source, "buffer")
+        received = buffers.check_counts(recv_counts, "recv_counts", self.size, target, "out")
         buffers.check_result(source, target, target.count)
         if sent[self.rank] != received[self.rank]:
             raise ValueError(
@@ -180,7 +155,7 @@ class BaseCommunicator(ABC, Generic[E]):
                 f"{received[self.rank]}, but what this rank sends to itself is what it receives"
             )
         call = self._call("all_to_all", source.dtype, timeout)
-        return self._run(
+        return self._collective(
             call, lambda: self._all_to_all(call, source, target, sent, received), async_op
         )
 
@@ -195,8 +170,11 @@ class BaseCommunicator(ABC, Generic[E]):
     ) -> Work | None:
         """Send ``buffer`` to rank ``dst``, which calls `recv`; dst must be another rank."""
         data = self._elements(buffer, "buffer")
-        call = self._message("send", "to", "dst", dst, data, tag, timeout)
-        return self._run(call, lambda: self._send(call, data, dst), async_op, self._send_lane)
+        if checks.rank("dst", dst, self.size) == self.rank:
+            raise ValueError("dst is this rank itself; send to another rank")
+        arguments = f"{data}, tag={checks.integer('tag', tag)}"
+        call = self._call("send", arguments, timeout, f"to rank {dst}")
+        return self._run(call, lambda: self._send(call, data, dst), async_op, self._messages_out)
 
     def recv(
         self,
@@ -209,7 +187,10 @@ class BaseCommunicator(ABC, Generic[E]):
     ) -> Work | None:
         """Receive into ``buffer`` what rank ``src`` sends; src must be another rank."""
         data = self._elements(buffer, "buffer", writable=True)
-        call = self._message("recv", "from", "src", src, data, tag, timeout)
+        if checks.rank("src", src, self.size) == self.rank:
+            raise ValueError("src is this rank itself; receive from another rank")
+        arguments = f"{data}, tag={checks.integer('tag', tag)}"
+        call = self._call("recv", arguments, timeout, f"from rank {src}")
         return self._run(call, lambda: self._recv(call, data, src), async_op)
 
     def barrier(self, *, timeout: float | None = None) -> None:
@@ -219,13 +200,13 @@ class BaseCommunicator(ABC, Generic[E]):
 
     def split(self: C, color: int | None, key: int = 0) -> C | None:
         """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none."""
-        if color is not None and buffers.check_integer(color, "color") < 0:
-            raise ValueError(f"color must be None or 0 or more, got {color}")
-        key = buffers.check_integer(key, "key")
+        if color is not None and checks.integer("color", color) < 0:
+            raise ValueError(
+                f"color is {color}, but colors are not negative; None leaves this rank out"
+            )
+        key = checks.integer("key", key)
         call = self._call("split", "", None)
-        made: list[C | None] = []
-        self._run(call, lambda: made.append(self._split(call, color, key)), False)
-        return made[0]
+        return self._submit(call, lambda: self._split(call, color, key), False).result()
 
     def abort(self, reason: str) -> None:
         """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``."""
@@ -239,24 +220,12 @@ class BaseCommunicator(ABC, Generic[E]):
             if self._closed:
                 return
             self._closed = True
-        self._send_lane.close()
-        self._main_lane.close()
+        self._messages_out.close()
+        self._operations.close()
         self._leave()
 
-    def __enter__(self: C) -> C:
-        """Return the communicator itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, after `abort` when the block ended in an error."""
-        if error is not None and not self._closed:
-            self.abort(f"{type(error).__name__}: {error}")
-        self.close()
+    def _give_up(self, error: BaseException) -> None:
+        guard.abort([self], error)
 
     # What a subclass does. A source is never written to unless it is the target.
 
@@ -265,23 +234,23 @@ class BaseCommunicator(ABC, Generic[E]):
         """Return the elements of the argument called ``name``; raise what is wrong with it."""
 
     @abstractmethod
-    def _all_reduce(self, call: Call, source: E, target: E, op: ReduceOp) -> None: ...
+    def _all_reduce(self, call: Call, source: E, target: E, op: ReduceOp) -> R: ...
 
     @abstractmethod
-    def _broadcast(self, call: Call, data: E, root: int) -> None: ...
+    def _broadcast(self, call: Call, data: E, root: int) -> R: ...
 
     @abstractmethod
-    def _all_gather(self, call: Call, source: E, target: E, counts: list[int]) -> None: ...
+    def _all_gather(self, call: Call, source: E, target: E, counts: list[int]) -> R: ...
 
     @abstractmethod
     def _reduce_scatter(
         self, call: Call, source: E, target: E, counts: list[int], op: ReduceOp
-    ) -> None: ...
+    ) -> R: ...
 
     @abstractmethod
     def _all_to_all(
         self, call: Call, source: E, target: E, sent: list[int], received: list[int]
-    ) -> None: ...
+    ) -> R: ...
 
     @abstractmethod
     def _send(self, call: Call, data: E, dst: int) -> None: ...
@@ -305,70 +274,79 @@ class BaseCommunicator(ABC, Generic[E]):
 
     # Order, numbers and errors.
 
-    def _call(self, name: str, arguments: str, timeout: float | None) -> Call:
-        limit = self.timeout if timeout is None else buffers.check_timeout(timeout)
-        return Call(name, arguments, limit)
+    def _call(self, name: str, arguments: str, timeout: float | None, peer: str = "") -> Call:
+        limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
+        return Call(name, arguments, limit, peer)
 
-    def _message(
-        self,
-        name: str,
-        preposition: str,
-        role: str,
-        peer: int,
-        data: E,
-        tag: int,
-        timeout: float | None,
-    ) -> Call:
-        if buffers.check_rank(peer, role, self.size) == self.rank:
-            raise ValueError(f"{role} must be another rank, got {peer}, which is this one")
-        tag = buffers.check_integer(tag, "tag")
-        call = self._call(name, f"{data}, tag={tag}", timeout)
-        call.peer = f"{preposition} rank {peer}"
-        return call
+    def _collective(self, call: Call, operation: Callable[[], R], async_op: bool) -> Work | None:
+        """Run what a collective's method does, or do what it returns."""
+        return self._run(call, operation, async_op)
 
     def _run(
-        self, call: Call, body: Callable[[], None], async_op: bool, lane: Lane | None = None
+        self,
+        call: Call,
+        operation: Callable[[], object],
+        async_op: bool,
+        queue: OperationQueue | None = None,
     ) -> Work | None:
-        def turn(await_turn: Callable[[], None]) -> None:
-            try:
-                await_turn()
-                call.deadline = time.monotonic() + call.limit
-                self._check_failure(call)
-                body()
-            except CommunicatorError as error:
-                self._fail(error, str(error))
-                raise
-            except BaseException as error:
-                reason = f"{call.title} ended in {type(error).__name__}: {error}"
-                self._fail(CommunicatorError(f"{self._where(call.title)}: {reason}"), reason)
-                raise
-
-        with self._lock:  # numbers in the order of the turns
-            self._check_open(call.name)
-            # Collectives are counted together, messages for each direction of each pair.
-            counter = f"{call.name} {call.peer}" if call.peer else "collectives"
-            self._numbers[counter] += 1
-            call.number = self._numbers[counter]
-            lane = lane or self._main_lane
-            elsewhere = async_op and self.concurrent
-            task = lane.submit(turn, self._overdue(call), async_op=elsewhere)
-        if not elsewhere:
-            task.run()
+        ticket = self._submit(call, operation, async_op, queue)
         if async_op:
-            return task
-        task.wait()
+            return ticket
+        ticket.wait()
         return None
+
+    def _submit(
+        self,
+        call: Call,
+        operation: Callable[[], T],
+        async_op: bool,
+        queue: OperationQueue | None = None,
+    ) -> Ticket[T]:
+        """Number ``call`` and run it behind the previous ones, here or on ``queue``'s thread."""
+        queue = queue or self._operations
+        elsewhere = async_op and self.concurrent
+        with self._lock:  # numbers in the order of the tickets
+            self._number(call)
+            ticket: Ticket[T] = queue.ticket(partial(self._overdue, call))
+            execute = partial(self._execute, call, ticket, operation)
+            if elsewhere:
+                queue.start(ticket, execute)
+        if not elsewhere:
+            ticket.run(execute)
+        return ticket
+
+    def _number(self, call: Call) -> None:
+        """Count collectives together, messages for each direction of each pair."""
+        self._check_open(call.name)
+        counter = f"{call.name} {call.peer}" if call.peer else "collectives"
+        self._numbers[counter] += 1
+        call.number = self._numbers[counter]
+
+    def _execute(self, call: Call, ticket: Ticket[T], operation: Callable[[], T]) -> T:
+        try:
+            ticket.await_previous()
+            self._check_failure(call)
+            call.deadline = time.monotonic() + call.limit
+            return operation()
+        except BaseException as error:
+            self._break(call, error)
+            raise
+
+    def _break(self, call: Call, error: BaseException) -> None:
+        """Let the error that has ended an operation end those of all ranks."""
+        if isinstance(error, CommunicatorError):
+            self._fail(error, str(error))
+        else:
+            reason = f"{call.title} ended in {type(error).__name__}: {error}"
+            self._fail(CommunicatorError(f"{self._where(call.title)}: {reason}"), reason)
 
     def _where(self, title: str) -> str:
         return f"{title} on rank {self.rank} of {self.size} ({self.backend})"
 
-    def _overdue(self, call: Call) -> Callable[[float], Timeout]:
-        def make(seconds: float) -> Timeout:
-            missing = call.waits_for()
-            what = timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
-            return Timeout(f"{self._where(call.title)}: {what}", missing)
-
-        return make
+    def _overdue(self, call: Call, seconds: float) -> Timeout:
+        missing = call.waits_for()
+        what = timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
+        return Timeout(f"{self._where(call.title)}: {what}", missing)
 
     def _check_open(self, name: str) -> None:
         if self._closed:

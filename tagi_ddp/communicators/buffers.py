@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -66,15 +66,16 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
         return _tensor_elements(buffer, name, torch)
     if not isinstance(buffer, np.ndarray):
         raise TypeError(
-            f"{name} must be a numpy array or a torch tensor, got {type(buffer).__name__}"
+            f"{name} is a {type(buffer).__name__} that gives no numeric array; pass a numpy array "
+            "or a torch tensor"
         )
     dtype = buffer.dtype.name
     if dtype not in FLOATS + INTEGERS or not buffer.dtype.isnative:
         raise TypeError(unsupported(name, str(buffer.dtype)))
     if not buffer.flags.c_contiguous:
-        raise ValueError(not_contiguous(name, "numpy.ascontiguousarray()"))
+        raise ValueError(not_contiguous(name))
     if writable and not buffer.flags.writeable:
-        raise ValueError(f"{name} is read-only, but the result is written to it; pass a copy")
+        raise ValueError(not_writable(name))
     flat = buffer.reshape(-1)
     return HostElements.of(dtype, flat.view(np.uint16) if dtype == "bfloat16" else flat)
 
@@ -85,88 +86,83 @@ def _tensor_elements(tensor: Any, name: str, torch: Any) -> HostElements:
         raise TypeError(unsupported(name, dtype))
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} lives on {tensor.device}, but this communicator's buffers live on the cpu"
+            f'{name} is not in host memory, but the communicator\'s device is "cpu"; copy it to '
+            "the host first"
         )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(not_contiguous(name, ".contiguous()"))
+        raise ValueError(not_contiguous(name))
     flat = tensor.detach().reshape(-1)
     if dtype == "bfloat16":
         return HostElements.of(dtype, flat.view(torch.int16).numpy().view(np.uint16))
     return HostElements.of(dtype, flat.numpy())
 
 
+# The texts, in the words of shm's bindings.
+
+
 def unsupported(name: str, dtype: str) -> str:
     """Return what is wrong with a buffer of this dtype."""
-    return f"{name} has dtype {dtype}; supported are {', '.join(FLOATS + INTEGERS)}"
+    return (
+        f"{name} has dtype {dtype}, which cannot be sent; use {', '.join(FLOATS)} or an integer "
+        "of 8 to 64 bits"
+    )
 
 
-def not_contiguous(name: str, remedy: str) -> str:
+def not_contiguous(name: str) -> str:
     """Return what is wrong with a buffer that is strided."""
-    return f"{name} is not C-contiguous; pass {remedy} of it"
+    return f"{name} is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes"
+
+
+def not_writable(name: str) -> str:
+    """Return what is wrong with a result that cannot be written to."""
+    return f"{name} is read-only, but is written to; pass a copy"
 
 
 def check_result(source: Elements, out: Elements, expected: int, *, in_place: bool = False) -> None:
     """Check that ``out`` has the dtype of ``buffer``, ``expected`` elements and its own memory."""
     if out.dtype != source.dtype:
-        raise TypeError(f"out has dtype {out.dtype}, but buffer has {source.dtype}")
-    if out.count != expected:
-        raise ValueError(f"out has {out.count} elements, but {expected} will be written")
+        raise TypeError(f"out has dtype {out.dtype}, expected {source.dtype}")
+    check_count(out, "out", expected)
     same = in_place and source.address == out.address
     if not same and source.address < out.end and out.address < source.end:
-        raise ValueError("out overlaps buffer; pass memory of its own")
+        remedy = "memory of its own, or the same array" if in_place else "memory of its own"
+        raise ValueError(f"out and buffer overlap; pass {remedy}")
+
+
+def check_count(elements: Elements, name: str, expected: int) -> None:
+    """Check the number of elements of the argument called ``name``."""
+    if elements.count != expected:
+        raise ValueError(f"{name} has {elements.count} elements, expected {expected}")
 
 
 def check_op(op: ReduceOp, dtype: str) -> None:
     """Check that ``op`` is known and fits ``dtype``."""
     if op not in get_args(ReduceOp):
-        raise ValueError(f"op must be one of {', '.join(get_args(ReduceOp))}, got {op!r}")
+        raise ValueError(f'op is "{op}"; use "sum", "mean", "min" or "max"')
     if op == "mean" and dtype not in FLOATS:
-        raise TypeError(f"op='mean' takes floats only, but buffer has dtype {dtype}")
+        raise TypeError(
+            f'op is "mean", which is not defined for {dtype}; use "sum" or a float dtype'
+        )
 
 
 def check_counts(
-    counts: Sequence[int] | None, name: str, size: int, total: int, whole: str
+    counts: Sequence[int] | None, name: str, size: int, whole: Elements, whole_name: str
 ) -> list[int]:
-    """Return ``counts`` as a list of ``size`` integers whose sum is ``total``.
+    """Return ``counts`` as a list of ``size`` integers that add up to the elements of ``whole``.
 
-    None shares ``total`` equally. ``whole`` names the buffer that has ``total`` elements.
+    None shares them equally.
     """
     if counts is None:
-        if total % size:
+        if whole.count % size:
             raise ValueError(
-                f"{whole} has {total} elements, which {size} ranks cannot share equally; "
-                f"pass {name}"
+                f"{whole_name} has {whole.count} elements, which {size} ranks cannot share evenly; "
+                f"give {name}"
             )
-        return [total // size] * size
-    values = [check_integer(count, name) for count in counts]
+        return [whole.count // size] * size
+    values = [integer(name, count) for count in counts]
+    if negative := [value for value in values if value < 0]:
+        raise ValueError(f"{name} holds {negative[0]}; counts of elements are not negative")
     if len(values) != size:
-        raise ValueError(f"{name} must hold one count per rank ({size}), got {len(values)}")
-    if min(values) < 0:
-        raise ValueError(f"{name} must not be negative, got {min(values)}")
-    if sum(values) != total:
-        raise ValueError(f"{name} add up to {sum(values)}, but {whole} has {total} elements")
+        raise ValueError(f"{name} has {len(values)} entries, expected one for each of {size} ranks")
+    check_count(whole, whole_name, sum(values))
     return values
-
-
-def check_integer(value: Any, name: str) -> int:
-    """Return ``value`` as an int; bool and float are refused."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return int(value)
-
-
-def check_rank(value: Any, name: str, size: int) -> int:
-    """Return ``value`` as a rank of the group."""
-    rank = check_integer(value, name)
-    if not 0 <= rank < size:
-        raise ValueError(f"{name} must be a rank from 0 to {size - 1}, got {rank}")
-    return rank
-
-
-def check_timeout(value: Any, name: str = "timeout") -> float:
-    """Return ``value`` as a positive finite number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive, finite number of seconds, got {value!r}")
-    return float(value)

@@ -7,11 +7,10 @@ import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
 
-from tagi_ddp.communicators import buffers
+from tagi_ddp import checks
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.objects import all_gather_object
@@ -19,10 +18,24 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import LaunchEnvironment, detect
 
 BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
+# The module of each, what it imports, and the extra that installs that.
+_MODULES = {
+    "shm": ("shm", "tagi_ddp._backend", ""),
+    "nccl": ("nccl", "tagi_ddp._backend", ""),
+    "mpi": ("host.mpi", "mpi4py", "openmpi"),
+    "gloo": ("host.gloo", "torch", "torch"),
+}
 _MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
 
 # Communicators of one job are told apart by their order, which is the same on all ranks.
 _orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+class _Backend(Protocol):
+    """What the module of a backend has; shm and nccl wrap no groups."""
+
+    create: Callable[..., Communicator]
+    wrap: Callable[..., Communicator]
 
 
 def init(
@@ -56,13 +69,12 @@ def init(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     _check_device(device, backend)
-    timeout = buffers.check_timeout(timeout)
+    timeout = checks.seconds("timeout", timeout)
     environment = detect()
     if world_size is None:
         world_size = environment.world_size
-    if buffers.check_integer(world_size, "world_size") < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    rank = buffers.check_rank(environment.rank if rank is None else rank, "rank", world_size)
+    world_size = checks.integer("world_size", world_size, 1)
+    rank = checks.rank("rank", environment.rank if rank is None else rank, world_size)
     if world_size == 1 and backend != "nccl":
         return SingleCommunicator(timeout)
     if backend == "auto":
@@ -70,11 +82,9 @@ def init(
     if backend == "shm":
         return _shm(rank, world_size, job or environment.job, timeout)
     if backend == "mpi":
-        return _module("host.mpi", "mpi4py", "openmpi").create(
-            rank, world_size, environment, timeout
-        )
+        return _backend("mpi").create(rank, world_size, environment, timeout)
     if backend == "gloo":
-        return _module("host.gloo", "torch", "torch").create(rank, world_size, job, timeout)
+        return _backend("gloo").create(rank, world_size, job, timeout)
     return _nccl(rank, world_size, environment, job, timeout, device)
 
 
@@ -92,11 +102,11 @@ def as_communicator(group: Any) -> Communicator:
         return below
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
-        return _module("host.gloo", "torch", "torch").wrap(group)
+        return _backend("gloo").wrap(group)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(group, mpi.Comm):  # COMM_NULL bears no look at its size
         if isinstance(group, mpi.Intracomm):
-            return _module("host.mpi", "mpi4py", "openmpi").wrap(group)
+            return _backend("mpi").wrap(group)
     elif isinstance(group, Communicator):
         return group
     raise TypeError(
@@ -114,7 +124,8 @@ def _below(group: Any) -> Communicator | None:
     """Return the communicator on which a torch group of the backend "tagi_ddp" runs, else None."""
     backend = sys.modules.get("tagi_ddp.torch_backend.process_group")
     if backend is not None and isinstance(group, backend.ProcessGroup):
-        return group.communicator
+        below: Communicator = group.communicator
+        return below
     return None
 
 
@@ -146,8 +157,7 @@ def _shm(rank: int, world_size: int, job: str | None, timeout: float) -> Communi
             "shm finds the other ranks by the job's name, and no launcher gave one: start the "
             "ranks with tagi-ddp run, mpirun, torchrun or srun, or pass the same job= on all ranks"
         )
-    create = _module("shm", "tagi_ddp._backend", "").create
-    return create(rank, world_size, f"{job}/{next(_orders[job])}", timeout)
+    return _backend("shm").create(rank, world_size, f"{job}/{next(_orders[job])}", timeout)
 
 
 def _nccl(
@@ -159,7 +169,7 @@ def _nccl(
     device: str | None,
 ) -> Communicator:
     """Return an NCCL communicator; a host communicator of the same ranks brings them together."""
-    nccl = _module("nccl", "tagi_ddp._backend", "")
+    nccl = _backend("nccl")
     # Processes that were started by hand are taken to be on one host.
     local_rank = rank if environment.launcher == "none" else environment.local_rank
     number = None if device is None else int(device.removeprefix("cuda:"))
@@ -180,14 +190,13 @@ def _check_device(device: str | None, backend: str) -> None:
         raise ValueError(f"device must be None or 'cpu' for {backend}, got {device!r}")
 
 
-def _module(name: str, needs: str, extra: str) -> ModuleType:
+def _backend(name: str) -> _Backend:
     """Import a backend's module; BackendUnavailable says what to install."""
+    module, needs, extra = _MODULES[name]
     try:
         importlib.import_module(needs)
-        return importlib.import_module(f"tagi_ddp.communicators.{name}")
+        return cast(_Backend, importlib.import_module(f"tagi_ddp.communicators.{module}"))
     except (ImportError, RuntimeError) as error:
         remedy = f"pip install 'tagi-ddp[{extra}]'" if extra else "build the package: pip install ."
         reason = str(error).partition("\n")[0]
-        raise BackendUnavailable(
-            f"backend {name.rpartition('.')[2]!r} needs {needs} ({reason}): {remedy}"
-        ) from error
+        raise BackendUnavailable(f"backend {name!r} needs {needs} ({reason}): {remedy}") from error

@@ -32,4 +32,4 @@ def all_gather_object(comm: Communicator, obj: Any) -> list[Any]:
     counts = sizes.tolist()
     gathered = np.empty(sum(counts), np.uint8)
     comm.all_gather(data, gathered, counts)
-    return [pickle.loads(part) for part in np.split(gathered, np.cumsum(counts)[:-1])]
+    return [pickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]

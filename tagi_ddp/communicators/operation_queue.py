@@ -1,99 +1,100 @@
-"""Operations in the order of their calls, on the caller's thread or on a thread of the lane."""
+"""Operations in the order of their calls, on the caller's thread or on a thread of the queue.
+
+That thread is a daemon: a ThreadPoolExecutor would join it when the interpreter ends, before
+anything could abort an operation that is stuck.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
+from concurrent import futures
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
-Body = Callable[[Callable[[], None]], None]
+T = TypeVar("T")
 
 
-class Task:
-    """One operation of a `Lane`; the `Work` that ``async_op=True`` returns.
-
-    ``body(await_turn)`` calls ``await_turn`` first, which returns once the previous task is
-    complete. ``overdue(seconds)`` makes the error of a `wait` whose own limit passes first.
-    """
+class Ticket(Generic[T]):
+    """An operation's place in an `OperationQueue`; the `Work` that ``async_op=True`` returns."""
 
     def __init__(
-        self,
-        body: Body,
-        previous: Task | None,
-        overdue: Callable[[float], BaseException],
+        self, previous: futures.Future[Any] | None, overdue: Callable[[float], BaseException]
     ) -> None:
-        """Make a task that comes after ``previous``."""
-        self._body: Body | None = body
+        """Come after ``previous``; ``overdue(seconds)`` makes the error of a limited wait."""
+        self.future: futures.Future[T] = futures.Future()
         self._previous = previous
         self._overdue = overdue
-        self._error: BaseException | None = None
-        self._complete = threading.Event()
 
-    def run(self) -> None:
-        """Run, and keep the error for `wait`."""
-        try:
-            assert self._body is not None
-            self._body(self._await_turn)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._body = None  # it holds the caller's buffers
-            self._complete.set()
-
-    def _await_turn(self) -> None:
+    def await_previous(self) -> None:
+        """Return when the previous operation is complete, or has failed."""
         if self._previous is not None:
-            self._previous._complete.wait()
+            self._previous.exception()
             self._previous = None
+
+    def run(self, operation: Callable[[], T]) -> None:
+        """Run ``operation``; keep its result, or its error."""
+        try:
+            self.future.set_result(operation())
+        except BaseException as error:
+            self.future.set_exception(error)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until complete; raise its error if it failed.
 
         ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
         """
-        if not self._complete.wait(timeout):
-            raise self._overdue(timeout or 0.0)
-        if self._error is not None:
-            raise self._error
+        self.result(timeout)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Do what `wait` does, and return what the operation returned."""
+        try:
+            error = self.future.exception(timeout)
+        except futures.TimeoutError:
+            raise self._overdue(timeout or 0.0) from None
+        if error is not None:
+            raise error
+        return self.future.result()
 
     def done(self) -> bool:
         """Tell, without blocking, whether it is complete or has failed."""
-        return self._complete.is_set()
+        return self.future.done()
 
 
-class Lane:
-    """Runs tasks one after the other, in the order of `submit`."""
+class OperationQueue:
+    """Gives operations their order, and a thread to those that nothing waits for."""
 
     def __init__(self, name: str) -> None:
-        """Make an empty lane; its thread starts with the first asynchronous task."""
+        """Make an empty queue; its thread starts with the first asynchronous operation."""
         self._name = name
-        self._last: Task | None = None
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._last: futures.Future[Any] | None = None
+        self._asynchronous: SimpleQueue[tuple[Ticket[Any], Callable[[], Any]] | None]
+        self._asynchronous = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(
-        self, body: Body, overdue: Callable[[float], BaseException], *, async_op: bool
-    ) -> Task:
-        """Take the next place; callers hold a lock.
-
-        An asynchronous task runs on the lane's thread, a blocking one when its caller calls `run`.
-        """
+    def ticket(self, overdue: Callable[[float], BaseException]) -> Ticket[Any]:
+        """Return the next place; callers hold a lock, and run something with every ticket."""
         previous = None if self._last is None or self._last.done() else self._last
-        self._last = task = Task(body, previous, overdue)
-        if async_op:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
-            self._tasks.put(task)
-        return task
+        ticket: Ticket[Any] = Ticket(previous, overdue)
+        self._last = ticket.future
+        return ticket
+
+    def start(self, ticket: Ticket[T], operation: Callable[[], T]) -> None:
+        """Run an operation on the queue's thread; callers hold the lock of its `ticket` still."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._asynchronous.put((ticket, operation))
 
     def _serve(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
+        for ticket, operation in iter(self._asynchronous.get, None):
+            ticket.run(operation)
+            del ticket, operation  # which holds the caller's buffers
 
     def close(self) -> None:
-        """Wait for what was submitted, each ending within its own limit, and end the thread."""
+        """Wait for what has a ticket, each ending within its own limit, and end the thread."""
         if self._last is not None:
-            self._last._complete.wait()
+            self._last.exception()
         if self._thread is not None:
-            self._tasks.put(None)
+            self._asynchronous.put(None)
             self._thread.join()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tagi_ddp.communicators.base import BaseCommunicator, Call
+from tagi_ddp.communicators.base import BaseCommunicator
 from tagi_ddp.communicators.buffers import HostElements, elements
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.errors import CommunicatorError
 
 
-class SingleCommunicator(BaseCommunicator[HostElements]):
+class SingleCommunicator(BaseCommunicator[HostElements, None]):
     """A group whose only rank is this process."""
 
     backend = "single"

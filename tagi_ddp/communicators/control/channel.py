@@ -16,7 +16,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
@@ -145,19 +145,20 @@ class ControlChannel:
         for rank, message in came:
             self._take(rank, message)
 
-    def _receive(self, rank: int | None) -> Iterator[tuple[int, bytes | None]]:
+    def _receive(self, rank: int | None) -> list[tuple[int, bytes | None]]:
         """Return what has come from ``rank``, None for the end; None is the alarm's rank."""
+        came: list[tuple[int, bytes | None]] = []
         if rank is None:
             os.eventfd_read(self._alarm)
-            return
+            return came
         connection = self._connections[rank]
         try:
-            yield rank, connection.recv_bytes()
-            while _unread(connection):
-                yield rank, connection.recv_bytes()
+            while not came or _unread(connection):
+                came.append((rank, connection.recv_bytes()))
         except (OSError, EOFError):  # or the rest of a message does not come
             self._selector.unregister(connection)
-            yield rank, None
+            came.append((rank, None))
+        return came
 
     def own_address(self) -> str:
         """Return the address by which ranks on other hosts, if there are any, reach this one."""

@@ -15,18 +15,19 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tagi_ddp.communicators.base import BaseCommunicator, Call, E
+from tagi_ddp.communicators.base import BaseCommunicator, E, R
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Series
-from tagi_ddp.communicators.control.handshake import Handshake, Transfer
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.mesh import Listener
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 
-W = TypeVar("W", bound="CheckedCommunicator")
+W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
 
 
-class CheckedCommunicator(BaseCommunicator[E]):
+class CheckedCommunicator(BaseCommunicator[E, R]):
     """A rank with a control channel; a subclass adds the engine and its collectives."""
 
     def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
@@ -40,10 +41,12 @@ class CheckedCommunicator(BaseCommunicator[E]):
         _open.add(self)
 
     @abstractmethod
-    def _engine_send(self, data: E, dst: int, limit: float) -> Transfer: ...
+    def _engine_send(self, handshake: Handshake, data: E, dst: int, limit: float) -> None:
+        """Send to ``dst``, which receives now; ``handshake`` waits for the engine."""
 
     @abstractmethod
-    def _engine_recv(self, data: E, src: int, limit: float) -> Transfer: ...
+    def _engine_recv(self, handshake: Handshake, data: E, src: int, limit: float) -> None:
+        """Receive from ``src``, which sends now."""
 
     @abstractmethod
     def _engine_split(self: W, call: Call, color: int | None, key: int, part: W | None) -> None:
@@ -60,13 +63,13 @@ class CheckedCommunicator(BaseCommunicator[E]):
     def _send(self, call: Call, data: E, dst: int) -> None:
         handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
         handshake.gather(None)
-        handshake.carry(self._engine_send(data, dst, call.left()))
+        self._engine_send(handshake, data, dst, call.left())
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
         handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
         handshake.gather(None)
-        handshake.carry(self._engine_recv(data, src, call.left()))
+        self._engine_recv(handshake, data, src, call.left())
         handshake.leave()
 
     def _barrier(self, call: Call) -> None:
@@ -155,7 +158,7 @@ class CheckedCommunicator(BaseCommunicator[E]):
         self.close()
 
 
-_open: weakref.WeakSet[CheckedCommunicator] = weakref.WeakSet()
+_open: weakref.WeakSet[CheckedCommunicator[Any, Any]] = weakref.WeakSet()
 
 
 @atexit.register

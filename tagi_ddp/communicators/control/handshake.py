@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from tagi_ddp.communicators import errors
-from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.channel import ControlChannel, Kind, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
@@ -17,12 +18,8 @@ _GRACE = 2.0  # seconds in which the messages should explain an engine's error
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 
-class Transfer(Protocol):
-    """Data under way in an engine."""
-
-    def ready(self, seconds: float) -> bool:
-        """Wait up to ``seconds``; tell whether it is complete; raise the engine's RuntimeError."""
-        ...
+Ready = Callable[[float], bool]
+"""Waits up to some seconds for an engine; tells whether it is done; raises its RuntimeError."""
 
 
 class Handshake:
@@ -51,27 +48,28 @@ class Handshake:
         self._own, self._theirs = series
         self._failure = failure
         self._announced = False
+        self._said = b""
 
     def gather(self, content: Any) -> dict[int, Any]:
         """Tell this call and a small ``content`` to the peers; return theirs once all have come."""
         call, channel = self._call, self._channel
-        message = json.dumps([call.name, call.arguments, content]).encode()
-        channel.send(self._peers, Kind.ENTER, self._own, call.number, message)
+        self._said = json.dumps([call.name, call.arguments, content]).encode()
+        channel.send(self._peers, Kind.ENTER, self._own, call.number, self._said)
         call.waits_for = self._absent
         if not channel.until(self._all_here, call.deadline - call.limit / 2):
             self._announce()
             if not channel.until(self._all_here, call.deadline):
                 self._time_out(self._to_blame(self._absent()) or self._absent())
         messages = {r: channel.entered.pop((r, self._theirs, call.number)) for r in self._peers}
-        return {r: json.loads(message)[2] for r, message in messages.items()}
+        return {r: content if m == self._said else json.loads(m)[2] for r, m in messages.items()}
 
-    def carry(self, transfer: Transfer) -> None:
+    def carry(self, ready: Ready) -> None:
         """Wait until the engine is done, with an eye on the messages."""
         call, channel = self._call, self._channel
         call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             try:
-                if transfer.ready(_SLICE):
+                if ready(_SLICE):
                     return
             except RuntimeError as error:
                 self.explain(error)
@@ -107,11 +105,14 @@ class Handshake:
         return [r for r in ranks if waiting.get((r, series), -1) <= left.get((r, series), -1)]
 
     def _all_here(self) -> bool:
-        call, absent = self._call, self._absent()
+        call, channel = self._call, self._channel
+        absent: list[int] = []
         others: dict[int, str] = {}
         for rank in self._peers:
-            if rank not in absent:
-                message = self._channel.entered[rank, self._theirs, call.number]
+            message = channel.entered.get((rank, self._theirs, call.number))
+            if message is None:
+                absent.append(rank)
+            elif message != self._said:
                 name, arguments, _ = json.loads(message)
                 # The series of messages pair a send with a recv, whose names differ.
                 if arguments != call.arguments or (name != call.name and not call.peer):
@@ -119,7 +120,7 @@ class Handshake:
         if others:
             what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
             raise Mismatch(f"{self._where}: {what}", sorted(others))
-        self._check(absent, self._channel.died | self._channel.closed)
+        self._check(absent, channel.died | channel.closed)
         return not absent
 
     def _interrupted(self) -> bool:
@@ -129,22 +130,34 @@ class Handshake:
 
     def _check(self, needed: list[int], gone: set[int]) -> None:
         """Raise if this rank or another failed, or if a needed one is gone."""
-        channel, failure = self._channel, self._failure()
+        failure = self._failure()
         if failure is not None:
             raise type(failure)(f"{self._where}: stopped ({failure})", failure.ranks)
+        if self._channel.failures:
+            self._check_failures()
+        if died := [rank for rank in needed if rank in gone & self._channel.died]:
+            raise PeerLost(f"{self._where}: {errors.died_text(died)}", died)
+        if closed := [rank for rank in needed if rank in gone]:
+            raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
+
+    def _check_failures(self) -> None:
         # A peer that is through with this operation failed in a later one.
         through = set(self._peers).difference(self._unfinished())
-        failures = {r: f for r, f in channel.failures.items() if r not in through}
+        failures = {r: f for r, f in self._channel.failures.items() if r not in through}
         for rank, said in failures.items():
             kind, ranks = _SHARED.get(said.error, PeerLost), list(said.ranks) or [rank]
             if self._rank in ranks:  # they gave up on this rank, or differ from it
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
             raise kind(f"{self._where}: rank {rank} gave up: {said.reason}", ranks)
-        if died := [rank for rank in needed if rank in gone & channel.died]:
-            raise PeerLost(f"{self._where}: {errors.died_text(died)}", died)
-        if closed := [rank for rank in needed if rank in gone]:
-            raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise what the messages say about an error of the engine in the block."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise what the messages say about an engine's error, else the error itself."""

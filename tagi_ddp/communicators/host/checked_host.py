@@ -10,11 +10,11 @@ from abc import abstractmethod
 
 import numpy as np
 
-from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements, elements
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
-from tagi_ddp.communicators.control.handshake import Handshake, Transfer
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.host.reduce import reduce_rows
 
@@ -22,7 +22,7 @@ _PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memor
 _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
 
 
-class CheckedHostCommunicator(CheckedCommunicator[HostElements]):
+class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     """A rank whose collectives start with a handshake of all; a subclass adds the engine."""
 
     _elements = staticmethod(elements)
@@ -30,12 +30,12 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements]):
     # The engine copies flat arrays of one dtype; its methods are called alike on all ranks.
 
     @abstractmethod
-    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Transfer: ...
+    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready: ...
 
     @abstractmethod
     def _engine_all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
-    ) -> Transfer: ...
+    ) -> Ready: ...
 
     @abstractmethod
     def _engine_all_to_all(
@@ -45,7 +45,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements]):
         sent: list[int],
         received: list[int],
         limit: float,
-    ) -> Transfer: ...
+    ) -> Ready: ...
 
     # Operations.
 

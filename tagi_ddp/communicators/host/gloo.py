@@ -11,23 +11,26 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.channel import ControlChannel, Series
 from tagi_ddp.communicators.control.checked import open_channel, opened
-from tagi_ddp.communicators.control.handshake import Transfer
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.environment import rendezvous_endpoint
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _STORE_SLICE = 0.01  # seconds between two looks at the store
 
@@ -44,21 +47,20 @@ class GlooCommunicator(CheckedHostCommunicator):
 
     def open_engine(self, call: Call) -> None:
         """Connect the contexts of all ranks; ``call`` is what their errors name."""
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
         options._devices = _devices(self._channel.own_address())
         options._timeout = timedelta(seconds=call.left())
         options._threads = 2
         handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
-        try:
+        with handshake.explaining():
             store = _ChannelStore(self._channel, call.deadline)
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        except RuntimeError as error:
-            handshake.explain(error)
         handshake.gather(None)
         handshake.leave()
 
-    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Transfer:
-        return _Collective([] if array.size == 0 else [self._broadcast_async(array, root, limit)])
+    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+        works = [self._broadcast_async(array, root, limit)] if array.size else []
+        return partial(_complete, works)
 
     def _broadcast_async(self, array: np.ndarray, root: int, limit: float) -> Any:
         options = dist.BroadcastOptions()
@@ -69,18 +71,17 @@ class GlooCommunicator(CheckedHostCommunicator):
 
     def _engine_all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
-    ) -> Transfer:
+    ) -> Ready:
         # A broadcast from each rank: gloo's own all_gather takes equal counts only.
         ends = np.cumsum(counts)
         slices = [out[end - count : end] for count, end in zip(counts, ends, strict=True)]
         slices[self.rank][...] = array
-        return _Collective(
-            [
-                self._broadcast_async(part, root, limit)
-                for root, part in enumerate(slices)
-                if part.size
-            ]
-        )
+        works = [
+            self._broadcast_async(part, root, limit)
+            for root, part in enumerate(slices)
+            if part.size
+        ]
+        return partial(_complete, works)
 
     def _engine_all_to_all(
         self,
@@ -89,7 +90,7 @@ class GlooCommunicator(CheckedHostCommunicator):
         sent: list[int],
         received: list[int],
         limit: float,
-    ) -> Transfer:
+    ) -> Ready:
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=limit)
         width = array.itemsize
@@ -100,13 +101,19 @@ class GlooCommunicator(CheckedHostCommunicator):
             [width * count for count in sent],
             options,
         )
-        return _Collective([work])
+        return partial(_complete, [work])
 
-    def _engine_send(self, data: HostElements, dst: int, limit: float) -> Transfer:
-        return _Message(self._group.send([_bytes(data.array)], dst, 0), limit)
+    def _engine_send(
+        self, handshake: Handshake, data: HostElements, dst: int, limit: float
+    ) -> None:
+        work = self._group.send([_bytes(data.array)], dst, 0)
+        handshake.carry(partial(_deliver, work, limit))
 
-    def _engine_recv(self, data: HostElements, src: int, limit: float) -> Transfer:
-        return _Message(self._group.recv([_bytes(data.array)], src, 0), limit)
+    def _engine_recv(
+        self, handshake: Handshake, data: HostElements, src: int, limit: float
+    ) -> None:
+        work = self._group.recv([_bytes(data.array)], src, 0)
+        handshake.carry(partial(_deliver, work, limit))
 
     def _engine_split(
         self, call: Call, color: int | None, key: int, part: GlooCommunicator | None
@@ -121,7 +128,7 @@ class GlooCommunicator(CheckedHostCommunicator):
         self._group = None
 
 
-class _ChannelStore(dist.Store):
+class _ChannelStore(Store):
     """What gloo asks of a store while it connects, by messages."""
 
     def __init__(self, channel: ControlChannel, deadline: float) -> None:
@@ -129,7 +136,7 @@ class _ChannelStore(dist.Store):
         self._channel = channel
         self._deadline = deadline
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # its stub says str
         self._channel.send_value(key, value)
 
     def get(self, key: str) -> bytes:
@@ -149,35 +156,24 @@ class _ChannelStore(dist.Store):
             raise RuntimeError(f"no address came for {missing}")
 
 
-class _Collective:
-    """Operations that gloo runs on its threads."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def ready(self, seconds: float) -> bool:
-        while self._works:
-            work = self._works[0]
-            try:
-                work.wait(timedelta(seconds=seconds))
-            except RuntimeError:
-                if not work.is_completed():
-                    return False  # the wait timed out, not the operation
-                work.wait(timedelta(seconds=seconds))  # raises the operation's own error
-            self._works.pop(0)
-        return True
+def _complete(works: list[Any], seconds: float) -> bool:
+    """Wait up to ``seconds`` for each operation that gloo runs on its threads."""
+    while works:
+        work = works[0]
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False  # the wait timed out, not the operation
+            work.wait(timedelta(seconds=seconds))  # raises the operation's own error
+        works.pop(0)
+    return True
 
 
-class _Message:
-    """A message; its wait must not end early, as gloo then closes the connection."""
-
-    def __init__(self, work: Any, limit: float) -> None:
-        self._work = work
-        self._limit = timedelta(seconds=limit)
-
-    def ready(self, seconds: float) -> bool:
-        self._work.wait(self._limit)
-        return True
+def _deliver(work: Any, limit: float, _: float) -> bool:
+    """Wait for a message; the wait must not end early, as gloo then closes the connection."""
+    work.wait(timedelta(seconds=limit))
+    return True
 
 
 def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooCommunicator:
@@ -189,7 +185,7 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     deadline = time.monotonic() + timeout
     store = _environment_store(rank, deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = dist.PrefixStore(f"{job}/{attempt}", store)
+    keys = PrefixStore(f"{job}/{attempt}", store)
     comm = _connect(rank, world_size, keys, timeout, deadline)
     # All ranks are through with the store, and wait in `open_engine` until rank 0 has closed it:
     # neither the next call nor torch's own groups at this address find these keys.
@@ -203,7 +199,7 @@ def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
     return connect(store, group.rank(), group.size(), timeout)
 
 
-def connect(store: dist.Store, rank: int, size: int, timeout: float) -> GlooCommunicator:
+def connect(store: Store, rank: int, size: int, timeout: float) -> GlooCommunicator:
     """Return a communicator of the ranks that have ``store`` in common."""
     deadline = time.monotonic() + timeout
     comm = _connect(rank, size, store, timeout, deadline)
@@ -211,13 +207,13 @@ def connect(store: dist.Store, rank: int, size: int, timeout: float) -> GlooComm
 
 
 def _connect(
-    rank: int, size: int, store: dist.Store, timeout: float, deadline: float
+    rank: int, size: int, store: Store, timeout: float, deadline: float
 ) -> GlooCommunicator:
     def exchange(record: bytes) -> Sequence[bytes]:
         # Each rank counts its own communicators, which come in the same order on all ranks.
         order = store.add(f"tagi_ddp/{rank}", 1)
         names = [f"tagi_ddp/{order}/{r}" for r in range(size)]
-        store.set(names[rank], record)
+        store.set(names[rank], record.decode())
         while missing := [r for r in range(size) if not store.check([names[r]])]:
             if time.monotonic() > deadline:
                 where = f"init on rank {rank} of {size} (gloo)"
@@ -229,7 +225,7 @@ def _connect(
     return GlooCommunicator(rank, size, timeout, channel)
 
 
-def _environment_store(rank: int, deadline: float) -> dist.Store:
+def _environment_store(rank: int, deadline: float) -> Store:
     """Return the store by which the ranks find each other."""
     try:
         address, port = rendezvous_endpoint()
@@ -244,7 +240,7 @@ def _environment_store(rank: int, deadline: float) -> dist.Store:
         _await_listener(address, port, deadline)
     limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
     try:
-        return dist.TCPStore(
+        return TCPStore(
             address, port, None, hosts, limit, wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:
@@ -282,5 +278,5 @@ def _bytes(array: np.ndarray) -> torch.Tensor:
     flat = array.view(np.uint8)
     if not flat.flags.writeable:
         memory = (ctypes.c_uint8 * flat.size).from_address(flat.ctypes.data)
-        flat = np.frombuffer(memory, np.uint8)
+        flat = np.ctypeslib.as_array(memory)
     return torch.from_numpy(flat)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tagi_ddp.communicators.base import Call
 from tagi_ddp.communicators.buffers import HostElements
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import close_all, open_channel
-from tagi_ddp.communicators.control.handshake import Transfer
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
@@ -55,14 +55,14 @@ class MpiCommunicator(CheckedHostCommunicator):
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
 
-    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Transfer:
-        return _Request(self._mpi.Ibcast([array, _type(array)], root))
+    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+        return _Request(self._mpi.Ibcast([array, _type(array)], root)).ready
 
     def _engine_all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
-    ) -> Transfer:
+    ) -> Ready:
         kind = _type(array)
-        return _Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind]))
+        return _Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind])).ready
 
     def _engine_all_to_all(
         self,
@@ -71,17 +71,21 @@ class MpiCommunicator(CheckedHostCommunicator):
         sent: list[int],
         received: list[int],
         limit: float,
-    ) -> Transfer:
+    ) -> Ready:
         kind = _type(array)
         return _Request(
             self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
-        )
+        ).ready
 
-    def _engine_send(self, data: HostElements, dst: int, limit: float) -> Transfer:
-        return _Request(self._mpi.Isend([data.array, _type(data.array)], dst))
+    def _engine_send(
+        self, handshake: Handshake, data: HostElements, dst: int, limit: float
+    ) -> None:
+        handshake.carry(_Request(self._mpi.Isend([data.array, _type(data.array)], dst)).ready)
 
-    def _engine_recv(self, data: HostElements, src: int, limit: float) -> Transfer:
-        return _Request(self._mpi.Irecv([data.array, _type(data.array)], src))
+    def _engine_recv(
+        self, handshake: Handshake, data: HostElements, src: int, limit: float
+    ) -> None:
+        handshake.carry(_Request(self._mpi.Irecv([data.array, _type(data.array)], src)).ready)
 
     def _engine_split(
         self, call: Call, color: int | None, key: int, part: MpiCommunicator | None

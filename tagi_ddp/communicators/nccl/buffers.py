@@ -17,6 +17,7 @@ from tagi_ddp.communicators.buffers import (
     elements,
     item_size,
     not_contiguous,
+    not_writable,
     unsupported,
 )
 from tagi_ddp.communicators.communicator import Buffer
@@ -101,7 +102,7 @@ def _of_tensor(tensor: Any, name: str, torch: Any) -> DeviceElements:
     if dtype not in FLOATS + INTEGERS:
         raise TypeError(unsupported(name, dtype))
     if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(not_contiguous(name, ".contiguous()"))
+        raise ValueError(not_contiguous(name))
     stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
     return DeviceElements(dtype, tensor.numel(), tensor.data_ptr(), tensor, stream)
 
@@ -114,14 +115,14 @@ def _of_interface(buffer: Any, name: str, writable: bool) -> DeviceElements:
         raise TypeError(unsupported(name, str(dtype)))
     address, read_only = interface["data"]
     if writable and read_only:
-        raise ValueError(f"{name} is read-only, but the result is written to it; pass a copy")
+        raise ValueError(not_writable(name))
     shape = interface["shape"]
     count, strides = math.prod(shape), interface.get("strides")
     if count and strides is not None:
         expected = item_size(dtype.name)
         for length, stride in zip(reversed(shape), reversed(strides), strict=True):
             if length != 1 and stride != expected:
-                raise ValueError(not_contiguous(name, "a contiguous copy"))
+                raise ValueError(not_contiguous(name))
             expected *= length
     stream = interface.get("stream") or _LEGACY_STREAM
     return DeviceElements(

@@ -17,29 +17,30 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from tagi_ddp._backend import Device, NcclRank
-from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.control.channel import ControlChannel, Kind, Series
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
-from tagi_ddp.communicators.control.handshake import Transfer
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
+from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
-from tagi_ddp.communicators.nccl.ring import StreamHandshake
-from tagi_ddp.communicators.nccl.transfers import Connection, Enqueued, Message
 from tagi_ddp.communicators.nccl.work import Group, NcclWork
-from tagi_ddp.communicators.operation_queue import Lane
+from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
 # NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
+T = TypeVar("T")
+
 _TICK = 0.05  # seconds between two looks at operations that nothing waits for
 
 
-class NcclCommunicator(CheckedCommunicator[DeviceElements]):
+class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
     """A rank of an NCCL communicator of its own."""
 
     backend = "nccl"
@@ -57,7 +58,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
         self._enqueueing = threading.RLock()  # operations in the order of the calls
         self._pending: deque[NcclWork] = deque()
         self._completed = 0  # the last collective that is complete here, as all before it
-        self._told: dict[int, int] = {}  # what of that a rank that waits has been told
+        self._told: dict[int, int] = {}  # what of that each waiting rank knows
         self._looking = threading.Lock()
         self._grouped: list[tuple[Call, Plan]] | None = None
         self._ending = threading.Event()
@@ -68,7 +69,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
         handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
-        handshake.carry(Connection(self, "all", self.rank, self.size))
+        self._connect(handshake, "all", self.rank, self.size)
         handshake.gather(None)
         handshake.leave()
         self._helper.start()
@@ -87,7 +88,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
         with self._enqueueing:
             if self._grouped is not None:
                 raise RuntimeError("group() inside of group(): end the first block before")
-            self._grouped = calls = []
+            calls: list[tuple[Call, Plan]] = []
+            self._grouped = calls
             try:
                 yield group
             finally:
@@ -95,29 +97,27 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
             if calls:
                 arguments = "; ".join(f"{call.name}({call.arguments})" for call, _ in calls)
                 call = Call("group", arguments, max(call.limit for call, _ in calls))
-                group.work = self._start(call, lambda: merge([plan for _, plan in calls]))
+                group.work = self._start(call, merge([plan for _, plan in calls]))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order, by way of the hosts."""
-        gathered: list[Any] = []
 
-        def gather() -> None:
+        def gather() -> list[Any]:
             own = base64.b64encode(pickle.dumps(value)).decode()
             handshake = self._handshake(call)
             messages = {**handshake.gather(own), self.rank: own}
             handshake.leave()
-            gathered.extend(pickle.loads(base64.b64decode(messages[r])) for r in range(self.size))
+            return [pickle.loads(base64.b64decode(messages[r])) for r in range(self.size)]
 
         call = self._call("all_gather_object", "", None)
-        self._run(call, gather, False)
-        return gathered
+        return self._submit(call, gather, False).result()
 
     # Operations, as plans.
 
     def _elements(self, buffer: Buffer, name: str, *, writable: bool = False) -> DeviceElements:
         return device_elements(buffer, name, self._device, writable=writable)
 
-    def _all_reduce(  # type: ignore[override]
+    def _all_reduce(
         self, call: Call, source: DeviceElements, target: DeviceElements, op: ReduceOp
     ) -> Plan:
         narrow = target
@@ -130,12 +130,10 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
             _narrowing(target, narrow),
         )
 
-    def _broadcast(  # type: ignore[override]
-        self, call: Call, data: DeviceElements, root: int
-    ) -> Plan:
+    def _broadcast(self, call: Call, data: DeviceElements, root: int) -> Plan:
         return Plan(lambda: self._engine.broadcast(data.memory, root), data.stream, [data])
 
-    def _all_gather(  # type: ignore[override]
+    def _all_gather(
         self, call: Call, source: DeviceElements, target: DeviceElements, counts: list[int]
     ) -> Plan:
         return Plan(
@@ -144,7 +142,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
             [source, target],
         )
 
-    def _reduce_scatter(  # type: ignore[override]
+    def _reduce_scatter(
         self,
         call: Call,
         source: DeviceElements,
@@ -162,7 +160,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
             _narrowing(target, narrow),
         )
 
-    def _all_to_all(  # type: ignore[override]
+    def _all_to_all(
         self,
         call: Call,
         source: DeviceElements,
@@ -186,13 +184,29 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
             work.wait()
         super()._barrier(call)
 
-    def _engine_send(self, data: DeviceElements, dst: int, limit: float) -> Transfer:
-        connection = Connection(self, f"{self.rank} to {dst}", 0, 2)
-        return Message(connection, data, lambda engine: engine.send(data.memory, 1))
+    def _engine_send(
+        self, handshake: Handshake, data: DeviceElements, dst: int, limit: float
+    ) -> None:
+        engine = self._connect(handshake, f"{self.rank} to {dst}", 0, 2)
+        self._transfer(handshake, engine, data, lambda: engine.send(data.memory, 1))
 
-    def _engine_recv(self, data: DeviceElements, src: int, limit: float) -> Transfer:
-        connection = Connection(self, f"{src} to {self.rank}", 1, 2)
-        return Message(connection, data, lambda engine: engine.recv(data.memory, 0))
+    def _engine_recv(
+        self, handshake: Handshake, data: DeviceElements, src: int, limit: float
+    ) -> None:
+        engine = self._connect(handshake, f"{src} to {self.rank}", 1, 2)
+        self._transfer(handshake, engine, data, lambda: engine.recv(data.memory, 0))
+
+    def _transfer(
+        self,
+        handshake: Handshake,
+        engine: NcclRank,
+        data: DeviceElements,
+        enqueue: Callable[[], None],
+    ) -> None:
+        with handshake.explaining():
+            operation = engine.group(data.stream, enqueue)
+        handshake.carry(operation.enqueued)
+        handshake.carry(operation.complete)
 
     def _engine_split(
         self, call: Call, color: int | None, key: int, part: NcclCommunicator | None
@@ -219,85 +233,70 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
     def _engine(self) -> NcclRank:
         return self._engines["all"]
 
-    def connect(self, name: str, rank: int, size: int) -> NcclRank | None:
-        """Begin to connect rank ``rank`` of ``size``, once; None until rank 0's invitation is here.
-
-        Raises RuntimeError with NCCL's text.
-        """
+    def _connect(self, handshake: Handshake, name: str, rank: int, size: int) -> NcclRank:
+        """Return the connection called ``name``, whose rank ``rank`` of ``size`` this one is."""
         if name in self._engines:
             return self._engines[name]
-        key = f"nccl {name}"
-        if rank == 0 and key not in self._channel.values:
-            self._channel.send_value(key, self._nccl.unique_id())
-        invitation = self._channel.values.get(key)
-        if invitation is None:
-            return None
-        engine = NcclRank.connect(self._nccl, self._device, rank, size, invitation)
+        key, channel = f"nccl {name}", self._channel
+        with handshake.explaining():
+            if rank == 0:
+                channel.send_value(key, self._nccl.unique_id())
+        handshake.carry(
+            lambda seconds: channel.until(lambda: key in channel.values, time.monotonic() + seconds)
+        )
+        with handshake.explaining():
+            engine = NcclRank.connect(self._nccl, self._device, rank, size, channel.values[key])
         self._engines[name] = engine
+        handshake.carry(engine.ready)
         return engine
 
-    def await_message(self, seconds: float) -> None:
-        """Wait until something is heard of another rank, at most ``seconds``."""
-        known = len(self._channel.values)
-        self._channel.until(lambda: len(self._channel.values) > known, time.monotonic() + seconds)
-
-    def _run(
-        self, call: Call, body: Callable[[], Any], async_op: bool, lane: Lane | None = None
-    ) -> Work | None:
-        alone = call.peer or call.name in ("barrier", "split", "all_gather_object")
+    def _submit(
+        self,
+        call: Call,
+        operation: Callable[[], T],
+        async_op: bool,
+        queue: OperationQueue | None = None,
+    ) -> Ticket[T]:
         with self._enqueueing:  # while one thread has a group the others wait
             if self._grouped is not None:
-                if alone:
-                    raise RuntimeError(f"{call.name}() inside of group(): end the block before")
+                raise RuntimeError(f"{call.name}() inside of group(): end the block before")
+        return super()._submit(call, operation, async_op, queue)
+
+    def _collective(self, call: Call, operation: Callable[[], Plan], async_op: bool) -> Work | None:
+        with self._enqueueing:
+            plan = operation()
+            if self._grouped is not None:
                 self._check_open(call.name)
-                self._grouped.append((call, body()))
+                self._grouped.append((call, plan))
                 return None
-            work = None if alone else self._start(call, body)
-        if work is None:
-            return super()._run(call, body, async_op, lane)
+            work = self._start(call, plan)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _start(self, call: Call, plan_of: Callable[[], Plan]) -> NcclWork:
-        with self._enqueueing:
-            plan = plan_of()
-            with self._lock:
-                self._check_open(call.name)
-                self._numbers["collectives"] += 1
-                call.number = self._numbers["collectives"]
-            self._check_failure(call)
-            call.deadline = time.monotonic() + call.limit
-            handshake = self._ring(call)
-            try:
-                handshake.enter(plan)
-                try:
-                    operation = self._engine.group(plan.stream, plan.enqueue)
-                except RuntimeError as error:
-                    handshake.explain(error)
-                handshake.carry(Enqueued(operation))
-            except CommunicatorError as error:
-                self._fail(error, str(error))
-                raise
-            except BaseException as error:
-                reason = f"{call.title} ended in {type(error).__name__}: {error}"
-                self._fail(CommunicatorError(f"{self._where(call.title)}: {reason}"), reason)
-                raise
-            call.deadline = math.inf  # until its turn comes
-            work = NcclWork(
-                call,
-                plan,
-                operation,
-                handshake,
-                self._where(call.title),
-                lambda error: self._fail(error, str(error)),
-            )
-            self._pending.append(work)
-            work.finish()
-            return work
+    def _start(self, call: Call, plan: Plan) -> NcclWork:
+        """Put what is planned into the stream; the calls of the ranks are compared later."""
+        with self._lock:
+            self._number(call)
+        self._check_failure(call)
+        call.deadline = time.monotonic() + call.limit
+        handshake = self._stream_handshake(call)
+        try:
+            handshake.enter(plan)
+            with handshake.explaining():
+                operation = self._engine.group(plan.stream, plan.enqueue)
+            handshake.carry(operation.enqueued)
+        except BaseException as error:
+            self._break(call, error)
+            raise
+        call.deadline = math.inf  # until it begins
+        work = NcclWork(call, plan, operation, handshake, self._where(call.title), self._fail)
+        self._pending.append(work)
+        work.finish()
+        return work
 
-    def _ring(self, call: Call) -> StreamHandshake:
+    def _stream_handshake(self, call: Call) -> StreamHandshake:
         return StreamHandshake(
             self._channel,
             self._where(call.title),
@@ -339,7 +338,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements]):
         self._copied = self._completed
         for kind in (Kind.WAITING, Kind.LEAVE):  # the others answer how far they are
             self._channel.send(self._others, kind, Series.COLLECTIVE, self._completed)
-        # The helper must not meet a closed channel, nor the interpreter's end inside of NCCL.
+        # The helper must find no closed channel, nor the interpreter's end inside of NCCL.
         self._ending.set()
         if self._helper.is_alive():
             self._helper.join(self.timeout)

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from tagi_ddp._backend import NcclOperation
-from tagi_ddp.communicators.base import Call
+from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout
+from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.plan import Plan
-from tagi_ddp.communicators.nccl.ring import StreamHandshake
 
 _MOMENT = 0.05  # seconds
 
@@ -26,7 +26,7 @@ class NcclWork:
         operation: NcclOperation,
         handshake: StreamHandshake,
         where: str,
-        fail: Callable[[CommunicatorError], None],
+        fail: Callable[[CommunicatorError, str], None],
     ) -> None:
         """Follow ``operation``; ``fail`` breaks the communicator."""
         self.number = call.number
@@ -110,7 +110,7 @@ class NcclWork:
             self._operation.order(stream)
         except RuntimeError as error:
             self._error = CommunicatorError(f"{self._where}: the backend failed: {error}")
-            self._fail(self._error)
+            self._fail(self._error, str(self._error))
             raise self._error from error
 
     def _poll(self, end: float) -> bool:
@@ -126,7 +126,7 @@ class NcclWork:
         except CommunicatorError as error:
             if self._error is None:
                 self._error = error
-                self._fail(error)
+                self._fail(error, str(error))
             raise
         finally:
             self._lock.release()

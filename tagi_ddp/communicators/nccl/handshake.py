@@ -41,7 +41,7 @@ class StreamHandshake(Handshake):
     def follow(self, operation: NcclOperation, end: float) -> bool:
         """Wait until ``end`` at most; return whether it is complete, and the ranks' calls fit.
 
-        The time of the call's own limit counts from the operation's turn on.
+        The time of the call's own limit counts from when the operation begins on the device.
         """
         call, channel = self._call, self._channel
         call.waits_for = lambda: self._to_blame(self._unfinished())

@@ -1,0 +1,36 @@
+"""What a rank has called."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class Call:
+    """One operation of one rank.
+
+    Ranks whose ``name`` or ``arguments`` of the same operation differ made calls that do not fit.
+    ``deadline`` is on the monotonic clock, counted from when the operation begins.
+    ``waits_for`` returns the ranks that it waits for now.
+    """
+
+    name: str
+    arguments: str
+    limit: float
+    peer: str = ""  # "to rank 1" for a message
+    number: int = 0
+    deadline: float = 0.0
+    waits_for: Callable[[], list[int]] = list
+
+    @property
+    def title(self) -> str:
+        """For example "all_reduce #17" or "send #3 to rank 1"."""
+        if self.number == 0:
+            return self.name
+        return f"{self.name} #{self.number} {self.peer}".rstrip()
+
+    def left(self) -> float:
+        """Return the seconds before the deadline, at least a few."""
+        return max(0.01, self.deadline - time.monotonic())

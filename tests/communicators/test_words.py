@@ -1,0 +1,37 @@
+"""Argument errors of shm, which C++ raises, and of the other backends read the same."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from contract.arguments import CASES
+from contract.data import caught
+
+from tagi_ddp.communicators.shm import ShmCommunicator
+from tagi_ddp.communicators.single import SingleCommunicator
+
+# C++ tells no dtype that it does not know, and the bindings refuse None and wrong numbers first.
+OTHER_WORDS = {
+    "none",
+    "complex",
+    "bool",
+    "swapped bytes",
+    "root no integer",
+    "color no integer",
+    "key no integer",
+}
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[Any, Any]]:
+    with ShmCommunicator(0, 1, secrets.token_hex(8)) as shm, SingleCommunicator() as single:
+        yield shm, single
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - OTHER_WORDS))
+def test_words(both: tuple[Any, Any], case: str) -> None:
+    shm, single = (str(caught(lambda comm=comm: CASES[case][1](comm))) for comm in both)
+    assert single == shm
