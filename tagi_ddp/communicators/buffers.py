@@ -166,3 +166,9 @@ def check_counts(
         raise ValueError(f"{name} has {len(values)} entries, expected one for each of {size} ranks")
     check_count(whole, whole_name, sum(values))
     return values
+
+
+def equal_counts(total: int, ranks: int) -> list[int]:
+    """Return how many of ``total`` elements each rank gets: the first ones get one more."""
+    each, more = divmod(total, ranks)
+    return [each + (rank < more) for rank in range(ranks)]

@@ -15,7 +15,7 @@ FloatArray = NDArray[np.float32]
 
 
 class OutputBuffers:
-    """A pair of the engine's own objects, for whoever computes the outputs without the engine.
+    """A pair of the engine's own objects, for what computes the outputs without the engine.
 
     ``states`` holds means, variances and jacobians of ``batch`` outputs of ``width``; an output
     updater writes the outputs' innovation to ``deltas``.

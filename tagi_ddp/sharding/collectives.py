@@ -72,15 +72,15 @@ class _Exchange(torch.autograd.Function):
         return ctx.exchange(gradient), None, None
 
 
-class Wire:
+class Transport:
     """A communicator, and the memory formats of what travels over it and of what comes out."""
 
     def __init__(
-        self, comm: Communicator, wire: torch.memory_format, own: torch.memory_format
+        self, comm: Communicator, transit: torch.memory_format, own: torch.memory_format
     ) -> None:
-        """Remember them; ``wire`` is the same on all ranks."""
+        """Remember them; ``transit`` is the same on all ranks."""
         self._comm = comm
-        self._wire = wire
+        self._transit = transit
         self.own = own
 
     def gather(self, part: torch.Tensor, split: Split) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Wire:
 
     def _order(self, dimensions: int) -> tuple[int, ...]:
         """Return the dimensions in the order in which they travel."""
-        return _ORDERS.get(self._wire, tuple(range(dimensions)))
+        return _ORDERS.get(self._transit, tuple(range(dimensions)))
 
     def _pack(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
         """Return the parts of ``tensor``, one after the other; without a copy if they lie so."""
@@ -166,10 +166,10 @@ def handshake(
     group: Group,
     check: Callable[[], T],
     number: Callable[[], int] = int,
-) -> tuple[Wire, Vote[T]]:
-    """Return a wire for all ranks' tensors, and what the ranks have said; see `vote`."""
+) -> tuple[Transport, Vote[T]]:
+    """Return a transport for all ranks' tensors, and what the ranks have said; see `vote`."""
     said = vote(communicator(group, torch.device("cpu")), name, tensor, check, number)
-    return Wire(communicator(group, tensor.device), said.wire, said.own), said
+    return Transport(communicator(group, tensor.device), said.transit, said.own), said
 
 
 def _in_a_row(shape: Sequence[int], order: Sequence[int], split: Split) -> bool:

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 
 import torch
 
-from tagi_ddp.sharding.collectives import Wire, apply, handshake, own_copy, own_part, uncompiled
+from tagi_ddp.sharding.collectives import (
+    Transport,
+    apply,
+    handshake,
+    own_copy,
+    own_part,
+    uncompiled,
+)
 from tagi_ddp.sharding.groups import Group, communicator, rank_and_size
 from tagi_ddp.sharding.shapes import split_of, split_of_whole
 from tagi_ddp.sharding.utils import get_memory_format
@@ -86,8 +93,8 @@ def _shard(
 
     def gather(gradient: torch.Tensor) -> torch.Tensor:
         # The ranks have not spoken about memory formats, so it travels in the usual one.
-        wire = Wire(communicator(mgroup, gradient.device), torch.contiguous_format, own)
-        return wire.gather(gradient, split)
+        transport = Transport(communicator(mgroup, gradient.device), torch.contiguous_format, own)
+        return transport.gather(gradient, split)
 
     def fill(gradient: torch.Tensor) -> torch.Tensor:
         whole = torch.zeros(split.shape, dtype=gradient.dtype, device=gradient.device).contiguous(
@@ -107,30 +114,30 @@ def _gather(
     name: str, input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group
 ) -> torch.Tensor:
     rank, _ = where = rank_and_size(mgroup)
-    wire, vote = handshake(name, input_, mgroup, lambda: split_of(input_, dim, shapes, where))
+    transport, vote = handshake(name, input_, mgroup, lambda: split_of(input_, dim, shapes, where))
     split = vote.common
 
     def backward(gradient: torch.Tensor) -> torch.Tensor:
         if name == "sync_tensor":
-            return wire.reduce_scatter(gradient, split)
-        return own_part(gradient, split, rank, wire.own)
+            return transport.reduce_scatter(gradient, split)
+        return own_part(gradient, split, rank, transport.own)
 
-    return apply(input_, lambda part: wire.gather(part, split), backward)
+    return apply(input_, lambda part: transport.gather(part, split), backward)
 
 
 def _reduce(input_: torch.Tensor, mgroup: Group) -> torch.Tensor:
-    wire, _ = handshake("reduce_tensor", input_, mgroup, lambda: tuple(input_.shape))
-    return apply(input_, wire.all_reduce, lambda gradient: gradient)
+    transport, _ = handshake("reduce_tensor", input_, mgroup, lambda: tuple(input_.shape))
+    return apply(input_, transport.all_reduce, lambda gradient: gradient)
 
 
 def _reduce_shard(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     where = rank_and_size(mgroup)
-    wire, vote = handshake(
+    transport, vote = handshake(
         "reduce_shard_tensor", input_, mgroup, lambda: split_of_whole(input_, dim, shapes, where)
     )
     split = vote.common
     return apply(
         input_,
-        lambda whole: wire.reduce_scatter(whole, split),
-        lambda gradient: wire.gather(gradient, split),
+        lambda whole: transport.reduce_scatter(whole, split),
+        lambda gradient: transport.gather(gradient, split),
     )

@@ -103,12 +103,12 @@ def _close(communicators: dict[str, Communicator]) -> None:
 class Vote(Generic[T]):
     """What all ranks have said.
 
-    ``wire`` is the memory format in which tensors travel, ``own`` that of this rank's tensor;
+    ``transit`` is the memory format in which tensors travel, ``own`` that of this rank's tensor;
     they differ only where the ranks' do. ``numbers`` holds what every rank's ``number`` returned.
     """
 
     common: T
-    wire: torch.memory_format
+    transit: torch.memory_format
     own: torch.memory_format
     numbers: list[int]
 
@@ -141,9 +141,9 @@ def vote(
     if any(row[:2] != [0, code] for row in rows):
         _refuse(comm, problem, said)
     shared = functools.reduce(operator.and_, (row[2] for row in rows))
-    wire = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
-    own = wire if formats & wire else favourite
-    return Vote(common, _FORMATS[wire], _FORMATS[own], [row[4] for row in rows])
+    transit = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
+    own = transit if formats & transit else favourite
+    return Vote(common, _FORMATS[transit], _FORMATS[own], [row[4] for row in rows])
 
 
 def _formats(tensor: torch.Tensor) -> tuple[int, int]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.checks import integer
+from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.sharding.groups import Group, rank_and_size
-from tagi_ddp.sharding.shapes import split_sizes
 from tagi_ddp.sharding.utils import get_memory_format
 
 
@@ -209,7 +209,7 @@ def _sort(
         nodes = integer("num_nodes", num_nodes, 0)
     _check_nodes("destinations", destinations, nodes)
     width = torch.uint8 if num_chunks <= 256 else torch.int32  # narrow keys are soon sorted
-    sizes = torch.tensor(split_sizes(nodes, num_chunks), device=edges.device)
+    sizes = torch.tensor(equal_counts(nodes, num_chunks), device=edges.device)
     numbers = torch.arange(num_chunks, dtype=width, device=edges.device)
     # Looking up the chunk of each node takes a tenth of the time of a search.
     chunks = numbers.repeat_interleave(sizes, output_size=nodes).index_select(0, destinations)

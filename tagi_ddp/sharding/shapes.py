@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tagi_ddp import checks
+from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.sharding.groups import Group, rank_and_size
 
 
@@ -22,7 +23,7 @@ def get_shape_shards(
     dim = check_dim(dim, tensor.dim())
     shape = list(tensor.shape)
     _, ranks = rank_and_size(model_comm_group)
-    return [[*shape[:dim], size, *shape[dim + 1 :]] for size in split_sizes(shape[dim], ranks)]
+    return [[*shape[:dim], size, *shape[dim + 1 :]] for size in equal_counts(shape[dim], ranks)]
 
 
 def change_channels_in_shape(
@@ -30,12 +31,6 @@ def change_channels_in_shape(
 ) -> list[list[int]]:
     """Return the shapes with their last entry replaced by ``channels``; None gives no shapes."""
     return [[*shape[:-1], channels] for shape in shape_list or []]
-
-
-def split_sizes(length: int, ranks: int) -> list[int]:
-    """Return the lengths of the parts as tensor_split makes them: the first get one more."""
-    each, more = divmod(length, ranks)
-    return [each + (rank < more) for rank in range(ranks)]
 
 
 @dataclass(frozen=True)

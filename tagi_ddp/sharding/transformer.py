@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from tagi_ddp import checks
+from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.sharding.collectives import apply, handshake, own_copy, uncompiled
 from tagi_ddp.sharding.groups import Group, rank_and_size
-from tagi_ddp.sharding.shapes import Split, check_number, split_sizes
+from tagi_ddp.sharding.shapes import Split, check_number
 
 _HEADS, _SEQUENCE = -3, -2
 
@@ -53,13 +54,13 @@ def _shard_heads(
             )
         return (*input_.shape[:_SEQUENCE], sum(lengths), input_.shape[-1]), lengths
 
-    wire, vote = handshake("shard_heads", input_, mgroup, check)
+    transport, vote = handshake("shard_heads", input_, mgroup, check)
     shape, lengths = vote.common
     by_heads, by_sequence = _splits(shape, lengths, rank)
     return apply(
         input_,
-        lambda tensor: wire.all_to_all(tensor, by_heads, by_sequence),
-        lambda gradient: wire.all_to_all(gradient, by_sequence, by_heads),
+        lambda tensor: transport.all_to_all(tensor, by_heads, by_sequence),
+        lambda gradient: transport.all_to_all(gradient, by_sequence, by_heads),
     )
 
 
@@ -78,20 +79,22 @@ def _shard_sequence(
             )
         return (*input_.shape[:_HEADS], *input_.shape[_SEQUENCE:]), lengths
 
-    wire, vote = handshake("shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS])
+    transport, vote = handshake(
+        "shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS]
+    )
     rest, lengths = vote.common
     heads = vote.numbers
-    if heads != split_sizes(sum(heads), ranks):
+    if heads != equal_counts(sum(heads), ranks):
         raise ValueError(
             f"the ranks have {heads} heads, but {sum(heads)} heads are split as "
-            f"{split_sizes(sum(heads), ranks)}"
+            f"{equal_counts(sum(heads), ranks)}"
         )
     shape = (*rest[:_SEQUENCE], sum(heads), *rest[_SEQUENCE:])
     by_heads, by_sequence = _splits(shape, lengths, rank)
     return apply(
         input_,
-        lambda tensor: wire.all_to_all(tensor, by_sequence, by_heads),
-        lambda gradient: wire.all_to_all(gradient, by_heads, by_sequence),
+        lambda tensor: transport.all_to_all(tensor, by_sequence, by_heads),
+        lambda gradient: transport.all_to_all(gradient, by_heads, by_sequence),
     )
 
 
@@ -111,7 +114,7 @@ def _splits(shape: tuple[int, ...], lengths: tuple[int, ...], rank: int) -> tupl
     whole of ``shape``, and by sequence, where it has some of the heads.
     """
     *leading, heads, sequence, channels = shape
-    parts = tuple(split_sizes(heads, len(lengths)))
+    parts = tuple(equal_counts(heads, len(lengths)))
     at = len(leading)
     return (
         Split((*leading, heads, lengths[rank], channels), at, parts),

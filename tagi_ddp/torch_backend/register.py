@@ -16,7 +16,7 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect
 from tagi_ddp.torch_backend.process_group import NAME, ProcessGroup
 
-_CARRIERS = ("auto", "shm", "mpi", "gloo")
+_BACKENDS = ("auto", "shm", "mpi", "gloo")
 
 
 def register() -> None:
@@ -31,10 +31,10 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGr
 
 
 def _connect(store: Store, rank: int, size: int, timeout: float) -> Communicator:
-    carrier = os.environ.get("TAGI_DDP_TORCH_CARRIER", "auto")
-    if carrier not in _CARRIERS:
+    backend = os.environ.get("TAGI_DDP_TORCH_CARRIER", "auto")
+    if backend not in _BACKENDS:
         raise ValueError(
-            f"TAGI_DDP_TORCH_CARRIER must be one of {', '.join(_CARRIERS)}, got {carrier!r}"
+            f"TAGI_DDP_TORCH_CARRIER must be one of {', '.join(_BACKENDS)}, got {backend!r}"
         )
     if size == 1:
         return SingleCommunicator(timeout)
@@ -42,10 +42,10 @@ def _connect(store: Store, rank: int, size: int, timeout: float) -> Communicator
         store.set("job", secrets.token_hex(8))
     store.set(f"host {rank}", socket.gethostname())
     hosts = {store.get(f"host {other}") for other in range(size)}
-    if carrier == "shm" or (carrier == "auto" and len(hosts) == 1):
+    if backend == "shm" or (backend == "auto" and len(hosts) == 1):
         return init("shm", rank, size, job=store.get("job").decode(), timeout=timeout)
     environment = detect()
-    if carrier == "mpi" or (carrier == "auto" and environment.launcher in ("openmpi", "mpich")):
+    if backend == "mpi" or (backend == "auto" and environment.launcher in ("openmpi", "mpich")):
         if size == environment.world_size:
             return init("mpi", rank, size, timeout=timeout)
         raise BackendUnavailable(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.rank_pool import RankPool
 
-from tagi_ddp.optim.daso.compressed_mean import CompressedMean, no_residual, slices
+from tagi_ddp.communicators.buffers import equal_counts
+from tagi_ddp.optim.daso.compressed_mean import CompressedMean, no_residual
 
 Parts = tuple[np.ndarray, ...]
 
@@ -33,7 +34,7 @@ def means(comm: Any, size: int, dtype: torch.dtype, limit: int, times: int) -> l
         residual = mean.residual
         share, place, begin = torch.zeros(size), 0, 0
         for part in vector.split(limit):
-            counts = slices(len(part), comm.size)
+            counts = equal_counts(len(part), comm.size)
             first = begin + sum(counts[: comm.rank])
             own = counts[comm.rank]
             share[first : first + own] = residual.share[place : place + own]

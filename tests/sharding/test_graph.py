@@ -16,7 +16,7 @@ from tagi_ddp.sharding import (
     shard_tensor,
     sync_tensor,
 )
-from tagi_ddp.sharding.collectives import Wire
+from tagi_ddp.sharding.collectives import Transport
 
 
 def check(comm: Any, case: Case) -> None:
@@ -111,11 +111,11 @@ def test_shm(shm: RankPool, size: int) -> None:
 
 def check_staged(comm: Any) -> int:
     """As if the tensors were on a device, and the communicator's buffers on the host."""
-    own, Wire.staged = Wire.staged, lambda wire, tensor: True
+    own, Transport.staged = Transport.staged, lambda transport, tensor: True
     try:
         return check_all(comm)
     finally:
-        Wire.staged = own
+        Transport.staged = own
 
 
 def test_by_way_of_the_host(shm: RankPool) -> None:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from support.rank_pool import RankPool
 from torch import distributed as dist
 
+from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.sharding import change_channels_in_shape, get_shape_shards
-from tagi_ddp.sharding.shapes import split_sizes
 
 
 @given(length=st.integers(0, 50), ranks=st.integers(1, 12))
 def test_sizes_are_those_of_tensor_split(length: int, ranks: int) -> None:
     expected = [part.numel() for part in torch.arange(length).tensor_split(ranks)]
-    assert split_sizes(length, ranks) == expected
+    assert equal_counts(length, ranks) == expected
 
 
 def shards(comm: Any) -> list[list[list[int]]]:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from tagi_ddp.communicators.buffers import HostElements, elements
+from tagi_ddp.communicators.buffers import HostElements, elements, equal_counts
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
@@ -56,8 +56,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         step = _PART // source.array.itemsize
         for start in range(0, source.count, step):
             part = slice(start, min(start + step, source.count))
-            base, more = divmod(part.stop - start, self.size)
-            counts = [base + (rank < more) for rank in range(self.size)]
+            counts = equal_counts(part.stop - start, self.size)
             mine = np.empty(counts[self.rank], source.array.dtype)
             self._scatter(handshake, call, source, source.array[part], mine, counts, op)
             out = target.array[part]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.communicators import Communicator, Work
+from tagi_ddp.communicators.buffers import equal_counts
 
 
 @dataclass
@@ -86,7 +87,7 @@ class CompressedMean:
         for sent, mean in zip(
             torch.split(self._sent, limit), torch.split(self.mean, limit), strict=True
         ):
-            counts = slices(sent.numel(), ranks)
+            counts = equal_counts(sent.numel(), ranks)
             own = counts[rank]
             rows = sent.new_empty(ranks * own)
             work = self._communicator.all_to_all(sent, rows, counts, [own] * ranks, async_op=True)
@@ -123,16 +124,10 @@ class CompressedMean:
         chunk.work = self._communicator.all_gather(cast, chunk.mean, chunk.counts, async_op=True)
 
 
-def slices(count: int, ranks: int) -> list[int]:
-    """Return how many of ``count`` elements each rank averages."""
-    base, more = divmod(count, ranks)
-    return [base + int(rank < more) for rank in range(ranks)]
-
-
 def no_residual(vector: Tensor, communicator: Communicator, limit: int) -> Residual:
     """Return the residual before the first mean of such vectors."""
     rank, ranks = communicator.rank, communicator.size
-    shares = [slices(part.numel(), ranks)[rank] for part in torch.split(vector, limit)]
+    shares = [equal_counts(part.numel(), ranks)[rank] for part in torch.split(vector, limit)]
     return Residual(torch.zeros_like(vector), vector.new_zeros(sum(shares)))
 
 

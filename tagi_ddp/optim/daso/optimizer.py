@@ -91,8 +91,8 @@ class DASO(Settings, Closing):
             world = adopt(self.comm, made)
             super().__post_init__()
             self.comm = world or made.enter_context(init())
-            self._levels = Hierarchy(self.comm, self.node_size)
-            made.callback(self._levels.close)
+            self._hierarchy = Hierarchy(self.comm, self.node_size)
+            made.callback(self._hierarchy.close)
             self._made = made.pop_all()
         self._schedule = self._new_schedule()
         self._update = Update(self.local_optimizer, self.scheduler)
@@ -105,14 +105,14 @@ class DASO(Settings, Closing):
 
     def _begin(self, model: nn.Module | None) -> None:
         """Let all ranks begin with the parameters of rank 0."""
-        levels, limit = self._levels, self.sending_chunk_size
+        hierarchy, limit = self._hierarchy, self.sending_chunk_size
         tensors = Tensors(model, self.local_optimizer)
         tensors.begin(self.comm, limit)
-        self._node = Node(levels.node, tensors, limit)
+        self._node = Node(hierarchy.node, tensors, limit)
         self._nodes: Nodes | None = None
-        if levels.nodes > 1:
+        if hierarchy.nodes > 1:
             self._nodes = Nodes(
-                levels,
+                hierarchy,
                 [*tensors.parameters, *tensors.floats],
                 tensors.integers,
                 self.downcast_type,
@@ -135,7 +135,7 @@ class DASO(Settings, Closing):
     @property
     def loc_gpus(self) -> int:
         """The number of ranks of a node, each with its GPU if there are any."""
-        return self._levels.node.size
+        return self._hierarchy.node.size
 
     @property
     def params_ref(self) -> list[Tensor]:
@@ -382,11 +382,11 @@ class DASO(Settings, Closing):
         """Let the other ranks know when this one fails alone, so that none waits for it."""
         if self._closed:
             raise CommunicatorError("this DASO is closed; make a new one")
-        return or_abort((self._levels, self.comm))
+        return or_abort((self._hierarchy, self.comm))
 
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:
-            abort((self._levels, self.comm), error)
+            abort((self._hierarchy, self.comm), error)
 
 
 def _number(loss: Any) -> float:
