@@ -19,15 +19,12 @@ SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.
 check: lint
 	.venv/bin/python -m pytest $(PARALLEL) $(SLOW:%=--ignore=%)
 
-# Everything: style, types, then all tests. Where ranks have to notice something in time they have
-# the machine to themselves; all else runs two files at a time, those that take minutes first.
+# Everything: style, types, then all tests, two files at a time, those that take minutes first.
 PARALLEL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
-ALONE = $(filter-out %/test_gloo.py %/test_mpi.py,$(wildcard tests/communicators/test_*.py))
-OTHERS = tests/project $(filter-out %/project/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
-    $(wildcard tests/test_*.py)
 test: lint
-	.venv/bin/python -m pytest $(ALONE)
-	.venv/bin/python -m pytest $(PARALLEL) $(OTHERS) $(ALONE:%=--ignore=%)
+	.venv/bin/python -m pytest $(PARALLEL) tests/project tests/communicators tests/commands \
+	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
+	    $(wildcard tests/test_*.py)
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.
 lint: .venv/.installed-dev

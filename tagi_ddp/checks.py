@@ -50,7 +50,7 @@ def seconds(name: str, value: Any) -> float:
     """Return ``value`` as a positive, finite number of seconds; raise TypeError or ValueError."""
     limit = real(name, value)
     if not (math.isfinite(limit) and limit > 0):
-        raise ValueError(f"{name} is {limit:g}, but must be a positive, finite number of seconds")
+        raise ValueError(f"{name} must be a positive, finite number of seconds, got {limit:g}")
     return limit
 
 
