@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from support.networks import NETWORKS, fresh
-from tagi_ddp._backend import Contribution
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compute.test_activations import ELEMENTWISE, OVER_OUTPUTS, activation
 from tagi_ddp import OutputUpdater, accelerate
+from tagi_ddp._backend import Contribution
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.device_shards import DeviceShards
 from tagi_ddp.replica.host import attach

@@ -12,9 +12,9 @@ from support.networks import NETWORKS, distance, learn, parameters
 from support.rank_pool import RankPool, doomed_pool
 from support.reports import Report, report, set_delta_variances, wrap
 from support.tasks import train
-from tagi_ddp._backend import shards
 
 from tagi_ddp import DDPSequential, PeerLost
+from tagi_ddp._backend import shards
 from tagi_ddp.communicators import Communicator
 
 SHARES = (9, 7, 8, 11, 5)
