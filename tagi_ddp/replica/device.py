@@ -18,7 +18,7 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.engine.layers import PARAMETERS, Layer
-from tagi_ddp.replica.device_agreement import WORDS, DeviceAgreement, Outcomes, words_of
+from tagi_ddp.replica.device_agreement import DeviceAgreement, Outcomes, words_of
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
 from tagi_ddp.replica.protocol import Parameters
@@ -182,7 +182,7 @@ class DeviceReplica:
             if statistics.size:
                 averages = statistics.packed(contribution.batch)
                 communicator.all_reduce(averages, async_op=True)
-            words, table = table, table.new_zeros(communicator.size, WORDS)
+            words, table = table, table.new_zeros(communicator.size, table.shape[1])
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
         agreement = DeviceAgreement(table, average)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -13,32 +14,40 @@ from tagi_ddp._backend import CAP_FACTORS, Contribution
 # A refused step is told this many steps later, when its outcome has long arrived: the same number
 # on all ranks, which so stop together.
 LAG = 8
-_SAMPLES, _FINISHED, _FINITE, _WRITTEN = range(4)  # a rank's words
-WORDS = 4
+
+
+class Word(IntEnum):
+    """What a rank says of a step: a column of the table of all ranks."""
+
+    SAMPLES = 0
+    FINISHED = 1
+    FINITE = 2
+    WRITTEN = 3  # 0 where an aborted operation has left zeros
 
 
 def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
-    """Return what a rank tells the others, [WORDS] int64, on the device of its ``deltas``."""
-    words = torch.ones(WORDS, dtype=torch.int64, device=deltas.device)
-    words[_SAMPLES].fill_(contribution.batch)
-    words[_FINISHED].fill_(int(contribution.finished))
+    """Return what a rank tells the others, int64 by `Word`, on the device of its ``deltas``."""
+    words = torch.ones(len(Word), dtype=torch.int64, device=deltas.device)
+    words[Word.SAMPLES].fill_(contribution.batch)
+    words[Word.FINISHED].fill_(int(contribution.finished))
     if contribution.batch:
-        words[_FINITE].copy_(torch.isfinite(deltas).all())
+        words[Word.FINITE].copy_(torch.isfinite(deltas).all())
     return words
 
 
 class DeviceAgreement:
-    """What follows from the words of all ranks, [ranks, WORDS], as scalar tensors.
+    """What follows from the words of all ranks, [ranks, words], as scalar tensors.
 
-    Words that an aborted operation has not written are zeros: nothing applies then.
+    Nothing applies unless all ranks have written theirs.
     """
 
     def __init__(self, table: Tensor, average: bool) -> None:
         self.table = table
-        samples = table[:, _SAMPLES]
+        samples = table[:, Word.SAMPLES]
         self.samples = samples.sum()
         active = (samples > 0).sum()
-        self.applies = table[:, _FINITE:].all() & (active > 0)
+        agreed = table[:, Word.FINITE].all() & table[:, Word.WRITTEN].all()
+        self.applies = agreed & (active > 0)
         batch = self.samples
         self.divisor = torch.ones_like(batch)
         if average:
@@ -51,7 +60,7 @@ class DeviceAgreement:
 
     def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
-        return bool(self.table[:, _FINISHED].all())
+        return bool(self.table[:, Word.FINISHED].all())
 
 
 class Outcomes:
@@ -79,7 +88,7 @@ class Outcomes:
             table, event = self._tables.popleft()
             if event is not None:
                 event.synchronize()
-            written = table[:, _WRITTEN] == 1
-            if refused := torch.nonzero(written & (table[:, _FINITE] == 0)).flatten().tolist():
+            refusing = (table[:, Word.WRITTEN] == 1) & (table[:, Word.FINITE] == 0)
+            if refused := torch.nonzero(refusing).flatten().tolist():
                 return refused
         return []
