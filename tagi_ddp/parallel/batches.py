@@ -16,10 +16,16 @@ Data = Sequence[Any] | Dataset[Any]
 
 
 def length_of(data: Data) -> int:
-    """Return the number of samples; raise ValueError if arrays differ in it."""
-    if not isinstance(data, tuple | list):
-        return len(data)  # type: ignore[arg-type]
-    lengths = [len(array) for array in data]
+    """Return the number of samples; raise TypeError or ValueError if there is no one number."""
+    try:
+        if not isinstance(data, tuple | list):
+            return len(data)  # type: ignore[arg-type]
+        lengths = [len(array) for array in data]
+    except TypeError as error:
+        raise TypeError(
+            "data must be arrays of one length, like (x, y), or a dataset that has a length, got "
+            f"a {type(data).__name__}: {error}"
+        ) from error
     if len(set(lengths)) != 1:
         raise ValueError(f"data must hold arrays of one length, got lengths {lengths}")
     return lengths[0]

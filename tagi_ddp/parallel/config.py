@@ -41,6 +41,22 @@ class Config:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @classmethod
+    def given(cls: type[C], name: str, value: C | Mapping[str, Any] | None) -> C:
+        """Return the settings of the argument called ``name``: settings, a mapping or None.
+
+        None stands for the defaults.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is not None and not isinstance(value, Mapping):
+            kind = cls.__name__
+            raise TypeError(f"{name} must be a {kind}, a mapping or None, got {value!r}")
+        try:
+            return cls.from_dict(value or {})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}.{error}") from error
+
+    @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """Return the settings of a mapping, nested ones from nested mappings."""
         for name in values:

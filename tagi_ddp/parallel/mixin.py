@@ -34,6 +34,8 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
     where it is, and torch computes it where it can. Then `dp` wraps both.
     """
 
+    config_type = TrainerParallelConfig
+
     def _get_task_model(self, task: TaskT, model: ModelT) -> Any:
         """Return a wrapped `TaskModel` on its device, of the dtype of the settings."""
         double = self.config.use_double_weight_precision

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -70,10 +70,18 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     Files are ``exp_dir/checkpoints/ckpt.<steps>.pt``, ``ckpt.pt``, a link to the last one, and
     ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, a line for each epoch.
 
-    Raises ValueError when ``config`` has no name or no folder.
+    Args:
+        config: the settings, a mapping of them, nested ones from nested mappings, or None for the
+            defaults. A mapping is read as ``config_type``, which subclasses may set.
+
+    Raises TypeError or ValueError that names the setting, when it is not as it must be, or when
+    there is no name or no folder.
     """
 
-    def __init__(self, config: TrainerConfigT) -> None:
+    config_type: ClassVar[type[Config]] = BaseTrainerConfig
+
+    def __init__(self, config: TrainerConfigT | Mapping[str, Any] | None) -> None:
+        config = cast(TrainerConfigT, self.config_type.given("config", config))
         for name in ("name", "exp_dir"):
             if getattr(config, name) == MISSING:
                 raise ValueError(f"{name} must be given: {type(config).__name__}({name}=...)")
@@ -126,11 +134,11 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """
         rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
-        if is_module == (optimizer is None):
-            takes = "a function of the parameters" if is_module else "None"
-            raise TypeError(f"optimizer must be {takes} for this model, got {optimizer!r}")
+        _check_factory(optimizer, is_module)
         integer("epochs", epochs, 0)
         length = length_of(data)
+        if length == 0:
+            raise ValueError("data must have samples to train on, got none")
         integer("batch_size", batch_size, 1)
         if is_module:
             check_shares(length, batch_size, size)
@@ -233,6 +241,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
             return step
         optimizer = factory(task_model.parameters())
+        _check_optimizer(optimizer, set(task_model.parameters()))
 
         def descend(loss: Any) -> None:
             optimizer.zero_grad()
@@ -252,7 +261,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """Train on what is left of an epoch; return the mean loss."""
         state, length = self.state, length_of(data)
         sampler.set_epoch(state.epoch)
-        begin = state.num_samples % length if length else 0
+        begin = state.num_samples % length
         total, is_module = 0.0, self._network is None
         task_model.train()
         shares = sampler.batches(batch_size)
@@ -267,7 +276,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             state.num_steps += 1
             state.num_samples += samples
             self._after_step(task_model)
-        mean = self._sum(float(total)) / max(length - begin, 1)
+        mean = self._sum(float(total)) / (length - begin)
         state.epoch += 1
         self._log(mean)
         return mean
@@ -299,3 +308,29 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self.log_dir.mkdir(parents=True, exist_ok=True)
             with open(self.log_dir / f"{self.exp_name}.jsonl", "a") as file:
                 file.write(json.dumps({**asdict(self.state), "loss": loss}) + "\n")
+
+
+def _check_factory(optimizer: Any, is_module: bool) -> None:
+    """Raise TypeError unless it makes an optimizer, or is None for a Sequential."""
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    if callable(optimizer) and not made if is_module else optimizer is None:
+        return
+    takes = "a function of the parameters" if is_module else "None"
+    got = f"an optimizer, {type(optimizer).__name__}" if made else repr(optimizer)
+    like = ""
+    if is_module and made:
+        like = f": give one that makes it, like partial({type(optimizer).__name__}, lr=0.01)"
+    raise TypeError(f"optimizer must be {takes} for this model, got {got}{like}")
+
+
+def _check_optimizer(optimizer: Any, own: set[Any]) -> None:
+    """Raise TypeError or ValueError unless it is an optimizer of these parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must return a torch.optim.Optimizer, got a {kind}")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if others := sum(param not in own for param in params):
+        raise ValueError(
+            f"optimizer must hold only the parameters that it is given, but {others} of its "
+            f"{len(params)} are another model's"
+        )

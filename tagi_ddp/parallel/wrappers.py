@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from tagi_ddp.optim.wrapped import WRAPPERS, check_not_wrapped
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.task_model import TaskModel
@@ -20,13 +21,14 @@ from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 T = TypeVar("T")
+Settings = ParallelConfig | Mapping[str, Any] | None
 
 # They shard between the ranks of a node, and replicate between nodes.
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def dp(
-    model: T, cfg: ParallelConfig, *, node_size: int | None = None
+    model: T, cfg: Settings = None, *, node_size: int | None = None
 ) -> T | DistributedDataParallel | FullyShardedDataParallel:
     """Wrap a model for data parallel training, if necessary; a collective call.
 
@@ -35,7 +37,7 @@ def dp(
 
     Args:
         model: a torch.nn.Module; a pytagi Sequential; or a `TaskModel` over one of them.
-        cfg: the settings.
+        cfg: the settings, a mapping of them, or None for the defaults.
         node_size: for FSDP's hybrid strategies: how many consecutive ranks make a node; None: the
             launcher's local world size, or the ranks of a host.
 
@@ -44,18 +46,20 @@ def dp(
         returns.
 
     Raises:
-        TypeError, ValueError: a Sequential cannot do what the settings ask for.
+        TypeError, ValueError: ``cfg`` holds no settings, the model is wrapped already, or a
+            Sequential cannot do what the settings ask for.
         RuntimeError: torch.distributed could not be initialised; the text says how to.
     """
+    settings = ParallelConfig.given("cfg", cfg)
     if groups.rank_and_size()[1] == 1:
         return model
     wrapped: DistributedDataParallel | FullyShardedDataParallel = (
-        fsdp(model, cfg, node_size=node_size) if cfg.use_fsdp else ddp(model, cfg)
+        fsdp(model, settings, node_size=node_size) if settings.use_fsdp else ddp(model, settings)
     )
     return wrapped
 
 
-def ddp(model: Any, cfg: ParallelConfig) -> Any:
+def ddp(model: Any, cfg: Settings = None) -> Any:
     """Return a model of which every rank has all; a collective call.
 
     A torch module becomes torch's DistributedDataParallel on the default group, which is
@@ -67,13 +71,15 @@ def ddp(model: Any, cfg: ParallelConfig) -> Any:
     of any shares. Without torch's default group it finds the ranks by itself. A TaskModel over a
     Sequential is returned as another one over the DDPSequential.
     """
+    settings = ParallelConfig.given("cfg", cfg)
     if (bare := _sequential(model)) is not None:
-        return _around(model, _wrap_sequential(bare, cfg, sharded=False))
+        return _around(model, _wrap_sequential(bare, settings, sharded=False))
+    check_not_wrapped("model", model, (*WRAPPERS, FullyShardedDataParallel))
     groups.initialise()
-    return DistributedDataParallel(model, init_sync=cfg.sync_module_states)
+    return DistributedDataParallel(model, init_sync=settings.sync_module_states)
 
 
-def fsdp(model: Any, cfg: ParallelConfig, *, node_size: int | None = None) -> Any:
+def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> Any:
     """Return a model of which every rank keeps a part; a collective call.
 
     A torch module becomes one unit of torch's FullyShardedDataParallel, with the parameters' own
@@ -85,15 +91,19 @@ def fsdp(model: Any, cfg: ParallelConfig, *, node_size: int | None = None) -> An
     A Sequential becomes a DDPSequential each rank of which computes the update of its part of the
     parameters; with NO_SHARD that of `ddp`. The result is the same, bit for bit.
     """
+    settings = ParallelConfig.given("cfg", cfg)
     if (bare := _sequential(model)) is not None:
-        sharded = cfg.sharding_strategy != ShardingStrategy.NO_SHARD
-        return _around(model, _wrap_sequential(bare, cfg, sharded))
+        sharded = settings.sharding_strategy != ShardingStrategy.NO_SHARD
+        return _around(model, _wrap_sequential(bare, settings, sharded))
+    # Its parts may be units already, but not the whole.
+    whole = (FullyShardedDataParallel,) if isinstance(model, FullyShardedDataParallel) else ()
+    check_not_wrapped("model", model, (*WRAPPERS, *whole))
     groups.initialise()
-    if cfg.sync_module_states:
+    if settings.sync_module_states:
         _take_from_rank_0(model)
-    strategy, group = _strategy_and_group(cfg.sharding_strategy, node_size)
+    strategy, group = _strategy_and_group(settings.sharding_strategy, node_size)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    offload = cfg.cpu_offload and device.type != "cpu"  # torch would ask for pinned memory
+    offload = settings.cpu_offload and device.type != "cpu"  # torch would ask for pinned memory
     with _without_advice():
         wrapped = FullyShardedDataParallel(
             model,
@@ -172,6 +182,11 @@ def _sequential(model: Any) -> Any:
     bare = model.model if isinstance(model, TaskModel) else model
     if isinstance(bare, nn.Module):
         return None
+    if isinstance(bare, DDPSequential):
+        raise ValueError(
+            "model must not be wrapped for parallel training already, but is a DDPSequential: give "
+            "the Sequential that it was made of"
+        )
     if not hasattr(bare, "_cpp_backend"):
         raise TypeError(
             "model must be a torch.nn.Module, a pytagi Sequential or a TaskModel over one of them, "

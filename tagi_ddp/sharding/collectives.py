@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.sharding.groups import Group, Vote, communicator, vote
+from tagi_ddp.sharding.groups import Group, Vote, check_dense, communicator, vote
 from tagi_ddp.sharding.shapes import Split, whole_of
 from tagi_ddp.sharding.utils import get_memory_format
 
@@ -45,6 +45,7 @@ def uncompiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy, contiguous in the tensor's memory format."""
+    check_dense(tensor)
     return tensor.clone(memory_format=get_memory_format(tensor))
 
 
@@ -102,7 +103,11 @@ class Transport:
         """Return the sum of every rank's ``tensor``."""
         source = self._pack(tensor, whole_of(tensor.shape))
         target = torch.empty_like(source)
-        self._run(self._comm.all_reduce, source, "sum", out=target)
+
+        def total(buffer: torch.Tensor, out: torch.Tensor, **options: Any) -> Any:
+            return self._comm.all_reduce(buffer, "sum", out=out, **options)
+
+        self._run(total, source, target)
         return self._unpack(target, tensor, whole_of(tensor.shape))
 
     def all_to_all(self, tensor: torch.Tensor, split: Split, gathered: Split) -> torch.Tensor:
@@ -115,11 +120,20 @@ class Transport:
         self._run(self._comm.all_to_all, source, target, split.counts, gathered.counts)
         return self._unpack(target, tensor, gathered)
 
-    def _run(self, operation: Callable[..., Any], *args: Any, **options: Any) -> None:
+    def _run(
+        self,
+        operation: Callable[..., Any],
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *counts: Sequence[int],
+    ) -> None:
+        if source.is_complex():
+            counts = tuple([2 * count for count in each] for each in counts)
+        args = (_as_sent(source), _as_sent(target), *counts)
         if self._comm.device == "cpu":
-            operation(*args, **options)
+            operation(*args)
         else:  # the stream waits, the host does not
-            operation(*args, **options, async_op=True).order()
+            operation(*args, async_op=True).order()
 
     def staged(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor must go by way of the host."""
@@ -132,7 +146,7 @@ class Transport:
     def _pack(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
         """Return the parts of ``tensor``, one after the other; without a copy if they lie so."""
         order = self._order(tensor.dim())
-        inner = tensor.permute(order)
+        inner = tensor.resolve_conj().resolve_neg().permute(order)
         if _in_a_row(inner.shape, order, split):
             flat = inner.contiguous().view(-1)
         else:
@@ -170,6 +184,13 @@ def handshake(
     """Return a transport for all ranks' tensors, and what the ranks have said; see `vote`."""
     said = vote(communicator(group, torch.device("cpu")), name, tensor, check, number)
     return Transport(communicator(group, tensor.device), said.transit, said.own), said
+
+
+def _as_sent(flat: torch.Tensor) -> torch.Tensor:
+    """Return a view that communicators take: bytes of bools, pairs of floats of complex numbers."""
+    if flat.is_complex():
+        return torch.view_as_real(flat).view(-1)
+    return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def _in_a_row(shape: Sequence[int], order: Sequence[int], split: Split) -> bool:

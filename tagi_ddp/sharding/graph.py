@@ -2,8 +2,12 @@
 
 In all of them ``mgroup`` is a communicator, a torch process group, or None; with None or a group of
 one they return a copy. ``shapes`` holds, for each rank, the full shape of its part; only entry
-``dim`` may differ between ranks, and may be 0. What comes out is contiguous in the input's memory
-format, keeps its dtype and shares no memory with it.
+``dim`` may differ between ranks, and may be 0. That entry, the size, stands for the whole shape
+too: ``[4, 3]`` for ``[[4, 2], [3, 2]]`` along dimension 0. What comes out is contiguous in the
+input's memory format, keeps its dtype and shares no memory with it.
+
+Floats, integers, complex numbers and bools travel; bools have no sum, and sparse tensors are
+refused.
 
 What is wrong with an argument raises a ValueError or IndexError: on every rank where ranks
 communicate, also if it is wrong on one only, and before a tensor moves. That costs a small
@@ -11,8 +15,6 @@ all-gather in each forward that communicates, none in backward.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -24,11 +26,9 @@ from tagi_ddp.sharding.collectives import (
     own_part,
     uncompiled,
 )
-from tagi_ddp.sharding.groups import Group, communicator, rank_and_size
-from tagi_ddp.sharding.shapes import split_of, split_of_whole
+from tagi_ddp.sharding.groups import Group, check_dense, communicator, rank_and_size
+from tagi_ddp.sharding.shapes import Shapes, Split, split_of, split_of_whole
 from tagi_ddp.sharding.utils import get_memory_format
-
-Shapes = Sequence[Sequence[int]]
 
 
 def shard_tensor(
@@ -88,6 +88,7 @@ def _shard(
     input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group, gather_in_backward: bool
 ) -> torch.Tensor:
     rank, _ = where = rank_and_size(mgroup)
+    check_dense(input_)
     split = split_of_whole(input_, dim, shapes, where)
     own = get_memory_format(input_)
 
@@ -126,18 +127,31 @@ def _gather(
 
 
 def _reduce(input_: torch.Tensor, mgroup: Group) -> torch.Tensor:
-    transport, _ = handshake("reduce_tensor", input_, mgroup, lambda: tuple(input_.shape))
+    def check() -> tuple[int, ...]:
+        _check_sum("reduce_tensor", input_)
+        return tuple(input_.shape)
+
+    transport, _ = handshake("reduce_tensor", input_, mgroup, check)
     return apply(input_, transport.all_reduce, lambda gradient: gradient)
 
 
 def _reduce_shard(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     where = rank_and_size(mgroup)
-    transport, vote = handshake(
-        "reduce_shard_tensor", input_, mgroup, lambda: split_of_whole(input_, dim, shapes, where)
-    )
+
+    def check() -> Split:
+        _check_sum("reduce_shard_tensor", input_)
+        return split_of_whole(input_, dim, shapes, where)
+
+    transport, vote = handshake("reduce_shard_tensor", input_, mgroup, check)
     split = vote.common
     return apply(
         input_,
         lambda whole: transport.reduce_scatter(whole, split),
         lambda gradient: transport.gather(gradient, split),
     )
+
+
+def _check_sum(name: str, input_: torch.Tensor) -> None:
+    """Raise TypeError if tensors of this dtype have no sum."""
+    if input_.dtype == torch.bool:
+        raise TypeError(f"input_ of {name} has dtype bool, which has no sum: give it as integers")

@@ -128,8 +128,7 @@ def vote(
     problem: Exception | None = None
     said, formats, favourite, own_number = "", 0, 0, 0
     try:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"input_ must be a tensor, got {type(tensor).__name__}")
+        check_dense(tensor)
         common, own_number = check(), number()
         said = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
         formats, favourite = _formats(tensor)
@@ -144,6 +143,16 @@ def vote(
     transit = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
     own = transit if formats & transit else favourite
     return Vote(common, _FORMATS[transit], _FORMATS[own], [row[4] for row in rows])
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise TypeError unless it is a tensor, and a dense one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"input_ must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"input_ must be dense, got a tensor of layout {tensor.layout}: to_dense() makes one"
+        )
 
 
 def _formats(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,16 +1,23 @@
-"""Shapes of shards: one per rank, the full shape of that rank's part of a tensor."""
+"""Shapes of shards: one per rank, the full shape of that rank's part of a tensor, or its size.
+
+The size is the part's length along the dimension that is split.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, overload
 
 import torch
 
 from tagi_ddp import checks
 from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.sharding.groups import Group, rank_and_size
+
+Shapes = Sequence[Sequence[int]] | Sequence[int]
 
 
 def get_shape_shards(
@@ -26,11 +33,23 @@ def get_shape_shards(
     return [[*shape[:dim], size, *shape[dim + 1 :]] for size in equal_counts(shape[dim], ranks)]
 
 
+@overload
+def change_channels_in_shape(shape_list: Sequence[int], channels: int) -> list[int]: ...
+
+
+@overload
 def change_channels_in_shape(
     shape_list: Sequence[Sequence[int]] | None, channels: int
-) -> list[list[int]]:
-    """Return the shapes with their last entry replaced by ``channels``; None gives no shapes."""
-    return [[*shape[:-1], channels] for shape in shape_list or []]
+) -> list[list[int]]: ...
+
+
+def change_channels_in_shape(shape_list: Any, channels: int) -> list[Any]:
+    """Return the shapes with their last entry replaced by ``channels``; None gives no shapes.
+
+    Sizes have no channels, and stay.
+    """
+    shapes = shape_list or []
+    return [s if isinstance(s, Integral) else [*s[:-1], channels] for s in shapes]
 
 
 @dataclass(frozen=True)
@@ -61,9 +80,7 @@ def whole_of(shape: Sequence[int]) -> Split:
     return Split(tuple(shape), 0, tuple(shape[:1]) or (1,))
 
 
-def split_of(
-    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], where: tuple[int, int]
-) -> Split:
+def split_of(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, int]) -> Split:
     """Return how ``shapes`` split the tensor of which ``tensor`` is this rank's part.
 
     Raises ValueError, IndexError or TypeError that says what does not fit.
@@ -78,9 +95,7 @@ def split_of(
     return split
 
 
-def split_of_whole(
-    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], where: tuple[int, int]
-) -> Split:
+def split_of_whole(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, int]) -> Split:
     """Return how ``shapes`` split ``tensor``; raise ValueError, ... if they do not fit."""
     split = _read(tensor, dim, shapes, where)
     if split.shape[split.dim] != tensor.shape[split.dim]:
@@ -99,23 +114,31 @@ def check_dim(dim: int, dimensions: int) -> int:
     return number % dimensions
 
 
-def check_number(shapes: Sequence[Sequence[int]], ranks: int) -> None:
-    """Check that there is one shape per rank."""
+def entries(shapes: Shapes, ranks: int) -> list[tuple[int, ...] | int]:
+    """Return each rank's shape, or its size; raise TypeError or ValueError that names it."""
     if not isinstance(shapes, Sequence):
         raise TypeError(f"shapes must hold one shape per rank, got {type(shapes).__name__}")
     if len(shapes) != ranks:
         raise ValueError(f"shapes must hold one shape per rank ({ranks}), got {len(shapes)}")
+    return [_entry(f"shapes[{rank}]", entry) for rank, entry in enumerate(shapes)]
 
 
-def _read(
-    tensor: torch.Tensor, dim: int, shapes: Sequence[Sequence[int]], where: tuple[int, int]
-) -> Split:
+def _entry(name: str, entry: Any) -> tuple[int, ...] | int:
+    if isinstance(entry, Integral):
+        return checks.integer(name, entry, 0)
+    if not isinstance(entry, Iterable):
+        raise TypeError(f"{name} must be a shape or a size, got {entry!r}")
+    return tuple(checks.integer(name, length, 0) for length in entry)
+
+
+def _read(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, int]) -> Split:
     dim = check_dim(dim, tensor.dim())
-    check_number(shapes, where[1])
     rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
     sizes = []
-    for rank, shape in enumerate(shapes):
-        entry = tuple(checks.integer(f"shapes[{rank}]", length, 0) for length in shape)
+    for rank, entry in enumerate(entries(shapes, where[1])):
+        if isinstance(entry, int):
+            sizes.append(entry)
+            continue
         if (*entry[:dim], *entry[dim + 1 :]) != rest or len(entry) != tensor.dim():
             raise ValueError(
                 f"shapes[{rank}] is {entry}, which differs from input_'s shape "

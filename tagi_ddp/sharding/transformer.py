@@ -2,46 +2,38 @@
 
 Tensors are (..., heads, sequence, channels). In parallel attention each rank has all of the
 sequence for some of the heads, elsewhere all heads for some of the sequence. Heads are split as
-tensor_split does, the sequence by ``shapes``: ``shapes[r][0]`` is its length on rank r. Either may
-leave nothing for a rank. ``mgroup`` and errors are as in `tagi_ddp.sharding.graph`.
+tensor_split does, the sequence by ``shapes``: ``shapes[r][0]``, or ``shapes[r]`` if that is a
+number, is its length on rank r. Either may leave nothing for a rank. ``mgroup``, dtypes and errors
+are as in `tagi_ddp.sharding.graph`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from tagi_ddp import checks
 from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.sharding.collectives import apply, handshake, own_copy, uncompiled
 from tagi_ddp.sharding.groups import Group, rank_and_size
-from tagi_ddp.sharding.shapes import Split, check_number
+from tagi_ddp.sharding.shapes import Shapes, Split, entries
 
 _HEADS, _SEQUENCE = -3, -2
 
 
-def shard_heads(
-    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
-) -> torch.Tensor:
+def shard_heads(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     """From (..., heads, local sequence, channels) to (..., local heads, sequence, channels)."""
     if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard_heads)(input_, shapes, mgroup)
 
 
-def shard_sequence(
-    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
-) -> torch.Tensor:
+def shard_sequence(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     """From (..., local heads, sequence, channels) to (..., heads, local sequence, channels)."""
     if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard_sequence)(input_, shapes, mgroup)
 
 
-def _shard_heads(
-    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
-) -> torch.Tensor:
+def _shard_heads(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     rank, ranks = rank_and_size(mgroup)
 
     def check() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -64,9 +56,7 @@ def _shard_heads(
     )
 
 
-def _shard_sequence(
-    input_: torch.Tensor, shapes: Sequence[Sequence[int]], mgroup: Group
-) -> torch.Tensor:
+def _shard_sequence(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     rank, ranks = rank_and_size(mgroup)
 
     def check() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -98,15 +88,18 @@ def _shard_sequence(
     )
 
 
-def _lengths(input_: torch.Tensor, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
+def _lengths(input_: torch.Tensor, shapes: Shapes, ranks: int) -> tuple[int, ...]:
     """Return the lengths of the sequence's parts."""
     if input_.dim() < -_HEADS:
         raise ValueError(
             "input_ must have the dimensions (..., heads, sequence, channels), got "
             f"{input_.dim()} dimensions"
         )
-    check_number(shapes, ranks)
-    return tuple(checks.integer(f"shapes[{r}][0]", shape[0], 0) for r, shape in enumerate(shapes))
+    found = entries(shapes, ranks)
+    for rank, entry in enumerate(found):
+        if entry == ():
+            raise ValueError(f"shapes[{rank}] must begin with the sequence's length, got nothing")
+    return tuple(entry if isinstance(entry, int) else entry[0] for entry in found)
 
 
 def _splits(shape: tuple[int, ...], lengths: tuple[int, ...], rank: int) -> tuple[Split, Split]:

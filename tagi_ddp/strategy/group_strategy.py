@@ -9,12 +9,13 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator, all_gather_object, init
-from tagi_ddp.communicators.guard import Closing
+from tagi_ddp.communicators.guard import Closing, or_abort
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
+from tagi_ddp.strategy.agreement import check_same, described
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.mixture import mixture
-from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
+from tagi_ddp.strategy.seeds import group_seed, seed_everything
 
 
 class DDPGroupStrategy(Closing):
@@ -35,7 +36,8 @@ class DDPGroupStrategy(Closing):
         **options: keyword arguments of `DDPSequential`.
 
     Raises:
-        ValueError: numbers do not divide; the same on every rank.
+        TypeError, ValueError: numbers do not divide, or they or the seed differ between ranks; the
+            same on every rank.
     """
 
     layout: GroupLayout
@@ -55,25 +57,41 @@ class DDPGroupStrategy(Closing):
         self._options = options
         with ExitStack() as made:
             self._connect(communicator, made)
+            base = self._agree(
+                seed, num_gpus_per_model=num_gpus_per_model, read_group_size=read_group_size
+            )
             self.layout = GroupLayout(
                 self.world.size, num_gpus_per_model, read_group_size, self.world.rank
             )
             self.group = self.world
-            self._seed(seed)
+            self._seed(base)
             self._made = made.pop_all()
 
     def _connect(self, communicator: Communicator | None, made: ExitStack) -> None:
         self.world = made.enter_context(init()) if communicator is None else communicator
 
-    def _seed(self, base: int | None) -> None:
-        seed_everything(group_seed(base_seed(base), self.layout.model_group))
+    def _agree(self, seed: int | None, **numbers: Any) -> int:
+        """Return the base seed, once it and the numbers are the same on all ranks."""
+        base, own = described(seed, **numbers)
+        check_same(all_gather_object(self.world, own))
+        if isinstance(base, Exception):
+            raise base
+        return base
+
+    def _seed(self, base: int) -> None:
+        seed_everything(group_seed(base, self.layout.model_group))
 
     def setup(self, model: Any) -> DDPSequential:
         """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.
 
         A collective call. A batch is shared by the ranks of `group`, as by
         ``DistributedSampler(data, strategy.group.size, strategy.group.rank)``.
+
+        Raises:
+            TypeError: ``model`` is no Sequential; the other ranks get PeerLost.
         """
+        with or_abort((self.group,)):
+            _check_network(model)
         return DDPSequential(model, communicator=self.group, **self._options)
 
     def close(self) -> None:
@@ -100,7 +118,8 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
         communicator, seed, options: as for `DDPGroupStrategy`.
 
     Raises:
-        ValueError: numbers do not divide; the same on every rank.
+        TypeError, ValueError: numbers do not divide, or they or the seed differ between ranks; the
+            same on every rank.
     """
 
     layout: EnsembleLayout
@@ -120,6 +139,12 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
         self._options = options
         with ExitStack() as made:
             self._connect(communicator, made)
+            base = self._agree(
+                seed,
+                num_gpus_per_model=num_gpus_per_model,
+                num_gpus_per_ensemble=num_gpus_per_ensemble,
+                read_group_size=read_group_size,
+            )
             self.layout = EnsembleLayout(
                 self.world.size,
                 num_gpus_per_model,
@@ -129,7 +154,7 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
             )
             self.group = self._split(self.layout.member, made)
             self.members = self._split(self.layout.subgroup_ranks.start, made)
-            self._seed(seed)
+            self._seed(base)
             self._made = made.pop_all()
 
     def _split(self, color: int, made: ExitStack) -> Communicator:
@@ -161,3 +186,13 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
         same share of a batch, or for all of it.
         """
         return mixture(self.members, mu, var)
+
+
+def _check_network(model: Any) -> None:
+    """Raise TypeError unless it is a pytagi Sequential, or like one."""
+    if not hasattr(model, "_cpp_backend"):
+        raise TypeError(
+            f"model must be a pytagi Sequential, got a {type(model).__name__}: strategies for "
+            "models of torch, which are given to Lightning's Trainer, are in "
+            "tagi_ddp.strategy.lightning and tagi_ddp.strategy.pytorch_lightning"
+        )

@@ -68,7 +68,7 @@ def process_dataloader(
         cast(Dataset[Any], dataset),
         num_replicas=groups,
         rank=number,
-        shuffle=isinstance(_sampler(loader), RandomSampler),
+        shuffle=shuffles(loader),
         drop_last=_drops(loader),
     )
     return _with_sampler(loader, sampler)
@@ -95,6 +95,11 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     if loader.batch_sampler is None:  # batch_size=None
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", None)
+
+
+def shuffles(loader: DataLoader[Any]) -> bool:
+    """Tell whether the loader draws the order of its samples."""
+    return isinstance(_sampler(loader), RandomSampler)
 
 
 def _drops(loader: DataLoader[Any]) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
+from tagi_ddp.strategy.agreement import check_same, described
 from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
-from tagi_ddp.strategy.loaders import process_dataloader, sample_group
-from tagi_ddp.strategy.seeds import base_seed, group_seed, seed_everything
+from tagi_ddp.strategy.loaders import process_dataloader, sample_group, shuffles
+from tagi_ddp.strategy.seeds import group_seed, seed_everything
 
 if TYPE_CHECKING:  # of each of Lightning's packages one comes next among the bases
     from lightning.pytorch.strategies import DDPStrategy
@@ -33,7 +34,8 @@ class GroupStrategy(DDPStrategy):
         **kwargs: of DDPStrategy.
 
     Raises:
-        TypeError, ValueError: from Trainer(): numbers do not divide; the same on every rank.
+        TypeError, ValueError: from Trainer(): numbers do not divide; when the Trainer runs: they or
+            the seed differ between ranks; the same on every rank.
     """
 
     layout: GroupLayout
@@ -50,7 +52,8 @@ class GroupStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._num_gpus_per_model = num_gpus_per_model
         self._read_group_size = read_group_size
-        self._base = seed
+        self._seed = seed
+        self._base = 0
         self._group_timeout = kwargs.get("timeout")
         self._groups: dict[str, dist.ProcessGroup] = {}
 
@@ -85,8 +88,20 @@ class GroupStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Connect all ranks, and those of each group."""
         super().setup_environment()
+        self._agree()
         self._make_group("model_ranks")
         self._make_group("reader_ranks")
+
+    def _agree(self) -> None:
+        """Keep the base seed, once it and the groups' numbers are the same on all ranks."""
+        numbers = {name: number for name, number in asdict(self.layout).items() if name != "rank"}
+        base, own = described(self._seed, **numbers)
+        answers = [own] * self.layout.world_size
+        dist.all_gather_object(answers, own)
+        check_same(answers)
+        if isinstance(base, Exception):
+            raise base
+        self._base = base
 
     def _make_group(self, ranks: str) -> None:
         """Make the groups of one kind, on all ranks in the same order; keep this rank's."""
@@ -99,7 +114,8 @@ class GroupStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does, then seed this process by its model group."""
         super().setup(trainer)
-        seed_everything(group_seed(base_seed(self._base), self.layout.model_group))
+        keep_order(trainer)
+        seed_everything(group_seed(self._base, self.layout.model_group))
 
     def configure_ddp(self) -> None:
         """Register the gradients' hooks, then wrap the model."""
@@ -123,6 +139,7 @@ class GroupStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader of what this rank shall read, see `loaders.process_dataloader`.
 
+        Lightning's sampler, if it made one, shuffles what the loader shuffled, see `keep_order`.
         So a loader without a sampler shares its samples even after
         ``Trainer(use_distributed_sampler=False)``, but in predict; give it a sampler to choose them
         yourself. That option is for datasets that have both indices and ``set_comm_group_info``:
@@ -140,6 +157,7 @@ class GroupStrategy(DDPStrategy):
         """Take the hooks from the model, and leave the groups after Lightning's own teardown."""
         if self.lightning_module is not None:
             remove_gradient_scale(self.lightning_module)
+            forget_order(self.lightning_module.trainer)
         try:
             super().teardown()
         finally:
@@ -200,6 +218,23 @@ class EnsGroupStrategy(GroupStrategy):
         super().setup_environment()
         self._make_group("ensemble_ranks")
         self._make_group("subgroup_ranks")
+
+
+def keep_order(trainer: Any) -> None:
+    """Let Lightning's samplers shuffle only what the user's loaders do; in fit it shuffles all."""
+    connector = trainer._data_connector
+    prepare = type(connector)._prepare_dataloader
+
+    def prepare_in_order(dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        ordered = isinstance(dataloader, DataLoader) and not shuffles(dataloader)
+        return prepare(connector, dataloader, shuffle=shuffle and not ordered, mode=mode)
+
+    connector._prepare_dataloader = prepare_in_order
+
+
+def forget_order(trainer: Any) -> None:
+    """Undo `keep_order`."""
+    vars(trainer._data_connector).pop("_prepare_dataloader", None)
 
 
 def _keep_seeds(worker: int) -> None:

@@ -25,6 +25,7 @@ from optim.torch_cases import (
     values,
 )
 from tagi_ddp.communicators import CommunicatorError, PeerLost
+from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer, module
 
 MODES = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
@@ -132,6 +133,38 @@ def test_copies_have_no_owner(shm: RankPool) -> None:
                 assert distance(values(copied), values(net)) == 0
 
     shm.run(task, size=2)
+
+
+def wrapped_twice(comm: Any) -> None:
+    net, other = make(Plain), make(Plain)
+    with DataParallel(net, comm, descend(net.parameters())) as model:
+        with pytest.raises(ValueError, match=r"module must not be .* is one, a DataParallel"):
+            DataParallel(model, comm, descend(other.parameters()))
+        with pytest.raises(ValueError, match=r"module must not .* has one at '0', a DataParallel"):
+            DataParallel(nn.Sequential(model), comm, descend(other.parameters()))
+        with DASO(torch.optim.SGD(other.parameters(), 0.1), 4, comm) as daso:
+            with pytest.raises(ValueError, match=r"module must not .* is one, a DataParallel"):
+                DataParallelMultiGPU(model, daso)
+            twice = DataParallelMultiGPU(other, daso)
+            with pytest.raises(ValueError, match=r"module must .* is one, a DataParallelMultiGPU"):
+                DataParallel(twice, comm, descend(make(Plain).parameters()))
+    comm.barrier()
+
+
+def test_what_is_wrapped_already(shm: RankPool) -> None:
+    shm.run(wrapped_twice, size=2)
+
+
+def of_another_model(comm: Any) -> None:
+    net, other = make(Plain), descend(make(Plain).parameters())
+    with pytest.raises(ValueError, match="optimizer must hold parameters of module, got those of"):
+        DataParallel(net, comm, other)
+    with DataParallel(net, comm, [descend(net.parameters()), other]):  # a loss that learns, too
+        comm.barrier()
+
+
+def test_an_optimizer_of_another_model(shm: RankPool) -> None:
+    shm.run(of_another_model, size=2)
 
 
 # --- arguments ----------------------------------------------------------------------------------

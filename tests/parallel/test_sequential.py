@@ -179,7 +179,7 @@ def test_what_does_not_apply(wrap: Any) -> None:
 
     with pytest.raises(ValueError, match="task has parameters of torch beside a pytagi Seq"):
         wrap(TaskModel(WithScale(), make()), ParallelConfig())
-    with accelerate(make()) as model, pytest.raises(TypeError, match="got a DDPSequential"):
+    with accelerate(make()) as model, pytest.raises(ValueError, match="is a DDPSequential"):
         wrap(model, ParallelConfig())
 
 

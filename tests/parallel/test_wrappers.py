@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pytagi.nn import Linear, Sequential
 from support.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.support import assert_equal_on_all, torch_group
+from tagi_ddp.optim import DataParallel, DataParallelOptimizer
 from tagi_ddp.parallel import ParallelConfig, Task, TaskModel, ddp, dp, fsdp, full_state_dict
 from tagi_ddp.parallel.groups import node_groups
 from tagi_ddp.parallel.wrappers import refuse_lost_gradients
@@ -234,6 +236,63 @@ def lost(comm: Any, path: str) -> None:
 
 def test_gradients_that_offloading_would_lose(shm: RankPool, tmp_path: Path) -> None:
     shm.run(lost, str(tmp_path / "f"), size=2)
+
+
+def settings_of_all_kinds(comm: Any, path: str) -> None:
+    with torch_group(comm, path):
+        for given, kind in (
+            (None, DistributedDataParallel),
+            ({}, DistributedDataParallel),
+            ({"use_fsdp": "yes", "sharding_strategy": "FULL_SHARD"}, FullyShardedDataParallel),
+        ):
+            assert type(dp(nn.Linear(2, 2), given)) is kind
+        assert type(ddp(nn.Linear(2, 2))) is DistributedDataParallel
+        assert fsdp(nn.Linear(2, 2), {"sharding_strategy": 3}).sharding_strategy.value == 3
+        check_wrong_settings()
+
+
+def check_wrong_settings() -> None:
+    for wrap in (dp, ddp, fsdp):
+        with pytest.raises(TypeError, match="cfg must be a ParallelConfig, a mapping or None, got"):
+            wrap(nn.Linear(2, 2), True)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"cfg\.use_fdsp is no setting; there are use_fsdp"):
+            wrap(nn.Linear(2, 2), {"use_fdsp": True})
+        with pytest.raises(TypeError, match=r"cfg\.use_fsdp must be true or false, got 'maybe'"):
+            wrap(nn.Linear(2, 2), {"use_fsdp": "maybe"})
+
+
+def test_settings(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(settings_of_all_kinds, str(tmp_path / "f"), size=2)
+    check_wrong_settings()  # in one process, too
+
+
+def wrap_twice(comm: Any, path: str) -> None:
+    whole = ParallelConfig(True, sharding_strategy=ShardingStrategy.FULL_SHARD)
+    wraps = (dp, ddp, lambda model: dp(model, whole), lambda model: fsdp(model, whole))
+    with torch_group(comm, path):
+        net = nn.Linear(2, 2)
+        optimizer = DataParallelOptimizer(torch.optim.SGD(net.parameters()))
+        for one in (
+            ddp(nn.Linear(2, 2)),
+            fsdp(nn.Linear(2, 2), whole),
+            DataParallel(net, dist.group.WORLD, optimizer, blocking=True),
+        ):
+            kind = type(one).__name__
+            for wrap in wraps:
+                with pytest.raises(ValueError, match=f"model must not be .* is one, a {kind}:"):
+                    wrap(one)
+            with pytest.raises(ValueError, match=f"model must .* has one at 'model', a {kind}"):
+                ddp(TaskModel(Squares(), one))
+        network = ddp(Sequential(Linear(2, 2)))
+        for wrap in wraps:
+            for model in (network, TaskModel(Task(), network)):
+                with pytest.raises(ValueError, match=r"model must not .* but is a DDPSequential"):
+                    wrap(model)
+        dist.barrier()
+
+
+def test_what_is_wrapped_already(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(wrap_twice, str(tmp_path / "f"), size=2)
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp])

@@ -14,6 +14,8 @@ Tensor = torch.Tensor
 EVEN, UNEVEN, WITH_EMPTY, EMPTY = (2, 2, 2, 2), (3, 1, 4, 2), (2, 0, 3, 0), (0, 0, 0, 0)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+COMPLEX = (torch.complex64, torch.complex128)
+ALL_DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)
 FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 # By itself pickle looks for them in the first module that has imported torch, maybe a test.
@@ -41,15 +43,22 @@ class Case:
 
     def whole(self, seed: int) -> Tensor:
         """Return small whole numbers, the same on all ranks."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = self.shape(sum(self.sizes))
-        return torch.randint(-4, 5, shape, generator=generator).to(self.dtype)
+        return drawn(seed, self.shape(sum(self.sizes)), self.dtype)
 
     def lay(self, tensor: Tensor) -> Tensor:
         return LAYOUTS[self.layout](tensor)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         return whole.split(self.sizes, self.dim)[rank]
+
+
+def drawn(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return small whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    real, imaginary = torch.randint(-4, 5, (2, *shape), generator=generator)
+    if dtype.is_complex:
+        return torch.complex(real.double(), imaginary.double()).to(dtype)
+    return (real > 0) if dtype == torch.bool else real.to(dtype)
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -74,7 +83,7 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(sizes[:ranks], -2, torch.float64, "strided", (3, 2))
         yield Case(sizes[:ranks], 1, torch.float32, "contiguous", (1, 5))  # parts lie in a row
         yield Case(sizes[:ranks], 0, torch.float32, "contiguous", ())
-    for dtype in FLOATS + INTEGERS:
+    for dtype in ALL_DTYPES:
         yield Case(UNEVEN[:ranks], 0, dtype, "contiguous", (3,))
         yield Case(UNEVEN[:ranks], 1, dtype, "strided", (3, 2))
     for dim in (0, 1, 2, -1):
@@ -88,7 +97,7 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """Return what the function returns, and ``given``'s gradient; check what holds for all."""
     before, before_gradient = given.clone(), gradient.clone()
-    leaf = given.detach().requires_grad_(given.is_floating_point())
+    leaf = given.detach().requires_grad_(given.is_floating_point() or given.is_complex())
     out = function(leaf)
     assert out.dtype == given.dtype
     formats = [f for f in FORMATS if given.is_contiguous(memory_format=f)]
@@ -102,7 +111,7 @@ def run(
     result = out.detach().clone()
     if given.numel():
         with torch.no_grad():
-            given.add_(1)
+            given.copy_(given == 0)
     assert torch.equal(out, result), "the output is not a tensor of its own"
     return result, found
 
@@ -114,4 +123,5 @@ def expect(name: str, case: Any, found: Tensor | None, expected: Tensor) -> None
 
 def total(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of small whole numbers, which every dtype represents exactly."""
-    return torch.stack([t.to(torch.float64) for t in tensors]).sum(0).to(tensors[0].dtype)
+    exact = torch.complex128 if tensors[0].is_complex() else torch.float64
+    return torch.stack([t.to(exact) for t in tensors]).sum(0).to(tensors[0].dtype)

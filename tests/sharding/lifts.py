@@ -22,6 +22,9 @@ def _vjp(part: Tensor, whole: Tensor, gradient: Tensor, comm: Any) -> Tensor:
 
 
 def comm_sum(tensor: Tensor, comm: Any) -> Tensor:
+    if tensor.is_complex():
+        pairs = torch.view_as_real(tensor.resolve_conj())
+        return torch.view_as_complex(comm_sum(pairs, comm))
     out = torch.empty_like(tensor)
     comm.all_reduce(tensor, out=out)
     return out

@@ -78,6 +78,8 @@ def check(comm: Any, case: Case) -> None:
         whole,
         lambda g, gs: part(total(gs)),
     )
+    if case.dtype == torch.bool:  # which has no sum
+        return
     compare(
         "reduce_tensor",
         lambda x: reduce_tensor(x, comm),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.rank_pool import RankPool
 
 from sharding.lifts import joined, spread
 from tagi_ddp.communicators import CommunicatorError
+from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.sharding import (
     gather_tensor,
     reduce_shard_tensor,
@@ -245,11 +247,16 @@ def refusals(comm: Any) -> list[str]:
         (TypeError, lambda: shard_tensor(whole, 0.0, shapes, comm)),
         (TypeError, lambda: gather_tensor(part, 0, None, comm)),
         (TypeError, lambda: gather_tensor([0, 0] if one else part, 0, shapes, comm)),
-        (TypeError, lambda: gather_tensor(part.bool(), 0, shapes, comm)),
-        (
-            RuntimeError if one else ValueError,
-            lambda: gather_tensor(part.to_sparse_csr() if one else part, 0, shapes, comm),
-        ),
+        (TypeError, lambda: reduce_tensor(whole.bool() if one else whole, comm)),
+        (TypeError, lambda: reduce_shard_tensor(whole.bool(), 0, shapes, comm)),
+        (TypeError, lambda: gather_tensor(part.to_sparse_csr() if one else part, 0, shapes, comm)),
+        (TypeError, lambda: shard_tensor(whole.to_sparse(), 0, shapes, comm)),
+        (ValueError, lambda: gather_tensor(part, 0, [1, 3] if one else [3, 1], comm)),
+        (ValueError, lambda: gather_tensor(part, 0, [3, -1], comm)),
+        (ValueError, lambda: gather_tensor(part, 0, [4], comm)),
+        (TypeError, lambda: gather_tensor(part, 0, [3.0, 1.0] if one else [3, 1], comm)),
+        (TypeError, lambda: gather_tensor(part, 0, [3, True], comm)),
+        (ValueError, lambda: shard_heads(whole[None], [[2], []], comm)),
     ]
     texts = []
     for kind, call in calls:
@@ -274,5 +281,71 @@ def test_refusals(pool: RankPool) -> None:
         assert "float64" in texts[7]
         assert "float32" in texts[7]
         assert "add up to 4, but input_ has 3" in texts[16]
+        assert "input_ of reduce_tensor has dtype bool, which has no sum" in texts[25]
+        assert "input_ of reduce_shard_tensor has dtype bool" in texts[26]
+        assert "input_ must be dense, got a tensor of layout torch.sparse_csr" in texts[27]
+        assert "input_ must be dense, got a tensor of layout torch.sparse_coo" in texts[28]
+        assert (
+            "the local shard has shape (1, 2), but shapes[1], this rank's, is (3, 2)" in texts[29]
+        )
+        assert "shapes[1] must be at least 0, got -1" in texts[30]
+        assert "one shape per rank (2), got 1" in texts[31]
+        assert "shapes[0] must be a shape or a size, got 3.0" in texts[32]
+        assert "shapes[1] must be an integer, got True" in texts[33]
+        assert "shapes[1] must begin with the sequence's length" in texts[34]
     assert "rank 1 called reduce_tensor(float32, cpu, (2, 4))" in first[18]
     assert "rank 1 called gather_tensor" in first[19]
+
+
+@pytest.mark.parametrize("group", [None, SingleCommunicator()])
+def test_a_group_of_one_takes_no_sparse_tensors_either(group: Any) -> None:
+    with pytest.raises(TypeError, match=r"input_ must be dense, got a tensor of layout torch\.sp"):
+        gather_tensor(torch.eye(2).to_sparse(), 0, [[2, 2]], group)
+
+
+# Other dtypes, and sizes in place of shapes.
+
+
+def with_sizes(comm: Any) -> None:
+    """Compare sizes, also those of numpy, with the shapes that they stand for."""
+    rank, lengths = comm.rank, [3, 1]
+    whole, other = torch.arange(8.0).view(4, 2), np.array(lengths)
+    shapes = [[length, 2] for length in lengths]
+    part = whole.split(lengths)[rank]
+    for sizes in (lengths, tuple(other), [lengths[0], shapes[1]]):
+        assert torch.equal(shard_tensor(whole, 0, sizes, comm), part)
+        assert torch.equal(reduce_shard_tensor(whole, -2, sizes, comm), 2 * part)
+        for function in (gather_tensor, sync_tensor):
+            given = sizes if rank else shapes  # ranks may say the same in both ways
+            assert torch.equal(function(part, 0, given, comm), whole)
+        heads = shard_heads(part.expand(2, -1, -1).contiguous(), sizes, comm)
+        assert torch.equal(heads, whole[None])
+        assert torch.equal(shard_sequence(heads, sizes, comm), part.expand(2, -1, -1))
+
+
+def test_sizes(shm: RankPool) -> None:
+    shm.run(with_sizes, size=2)
+
+
+def complex_numbers(comm: Any) -> None:
+    """Check gradients against differences, and tensors that are conjugated or negated lazily."""
+    rank, lengths = comm.rank, (2, 1)
+    whole = torch.randn(3, 2, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    part, doubled = whole.split(lengths)[rank], 2 * whole
+    given = whole.clone().requires_grad_()
+    shapes = [[length, 2] for length in lengths]
+
+    def synced(x: Tensor) -> Tensor:
+        own = spread(x.split(lengths)[rank], x, comm)
+        return joined(torch.view_as_real(sync_tensor(own, 0, lengths, comm)).flatten(), *flat, comm)
+
+    flat = [[2 * whole.numel()]] * comm.size, 0
+    assert torch.autograd.gradcheck(lambda x: synced(x) * torch.arange(24.0).double(), given)
+    assert torch.equal(gather_tensor(part.conj(), 0, shapes, comm), whole.conj())
+    assert torch.equal(gather_tensor(part.conj().imag, 0, shapes, comm), -whole.imag)
+    assert torch.equal(reduce_tensor(whole.conj(), comm), doubled.conj())
+
+
+@EVERYWHERE
+def test_complex_numbers(pool: RankPool) -> None:
+    pool.run(complex_numbers, size=2)

@@ -73,6 +73,7 @@ def test_channels() -> None:
     given = [torch.Size([4, 3]), [5, 3], (6, 2, 3)]
     assert change_channels_in_shape(given, 8) == [[4, 8], [5, 8], [6, 2, 8]]
     assert given == [torch.Size([4, 3]), [5, 3], (6, 2, 3)]
+    assert change_channels_in_shape([4, 3], 8) == [4, 3]
 
 
 @pytest.mark.parametrize("nothing", [None, [], ()])

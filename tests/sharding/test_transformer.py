@@ -11,14 +11,14 @@ import torch
 from support.rank_pool import RankPool
 
 from sharding.cases import (
+    ALL_DTYPES,
     EMPTY,
     EVEN,
-    FLOATS,
-    INTEGERS,
     LAYOUTS,
     UNEVEN,
     WITH_EMPTY,
     Tensor,
+    drawn,
     expect,
     run,
 )
@@ -42,8 +42,7 @@ class Case:
 
     def whole(self, seed: int) -> Tensor:
         shape = (*self.leading, self.heads, sum(self.lengths), 3)
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(-4, 5, shape, generator=generator).to(self.dtype)
+        return drawn(seed, shape, self.dtype)
 
     def by_sequence(self, whole: Tensor, rank: int) -> Tensor:
         return whole.split(self.lengths, -2)[rank]
@@ -62,7 +61,7 @@ def cases(ranks: int) -> Iterator[Case]:
     for leading in ((), (1,), (2, 3), (0,)):
         yield Case(UNEVEN[:ranks], 5, leading)
         yield Case(UNEVEN[:ranks], 5, leading, layout="strided")
-    for dtype in FLOATS + INTEGERS:
+    for dtype in ALL_DTYPES:
         yield Case(UNEVEN[:ranks], 5, dtype=dtype)
     for lengths in (EVEN, UNEVEN, WITH_EMPTY):
         yield Case(lengths[:ranks], 5, layout="channels_last")

@@ -203,6 +203,58 @@ def check_without_fit(strategy: Any, info: tuple[int, ...]) -> None:
     torch.testing.assert_close(answers[0], Net(seed=0)(data.tensors[0]), rtol=0, atol=1e-10)
 
 
+class Reads(pl.LightningModule):
+    """Notes the numbers of the samples that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        self.seen += batch[0].tolist()
+        return self.weight * batch[0].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def check_order() -> None:
+    """Samples come in order where the loader or its sampler has one, else in one that is drawn."""
+    data, backwards = TensorDataset(torch.arange(SAMPLES)), range(SAMPLES)[::-1]
+    for own in (True, False):  # Lightning's sampler, and ours
+        for options, order in (
+            ({"shuffle": False}, range(SAMPLES)),
+            ({"sampler": backwards}, backwards),
+            ({"shuffle": True}, None),
+        ):
+            strategy, task = ours.DDPGroupStrategy(2, 1, seed=5), Reads()
+            trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=own, **OPTIONS)
+            for _ in range(2):
+                task.seen = []
+                trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+                trainer.fit(task, DataLoader(data, BATCH, **options))
+                share = list(order or range(SAMPLES))
+                if own or "sampler" not in options:
+                    share = share[strategy.layout.model_group :: 2]
+                assert (task.seen == share) == (order is not None), (own, options, task.seen)
+            assert "_prepare_dataloader" not in vars(trainer._data_connector)
+
+
+def check_numbers_differ() -> None:
+    """Numbers and seeds that differ between ranks are named on all of them, at once."""
+    last = dist.get_rank() == RANKS - 1
+    for model, seed, text in (
+        (4 if last else 2, 5, "num_gpus_per_model .* but rank 0 has 2 and rank 3 4"),
+        (2, 6 if last else 5, "seed must be the same on all ranks, but rank 0 has 5 and rank 3 6"),
+    ):
+        trainer = pl.Trainer(strategy=ours.DDPGroupStrategy(model, 1, seed=seed), **OPTIONS)
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=text):
+            trainer.fit(Reads(), DataLoader(TensorDataset(torch.arange(SAMPLES))))
+        assert time.monotonic() - begin < 5
+
+
 WRONG = {
     "num_gpus_per_model is 3, which does not divide world_size, 4": (3, 4, 1),
     "read_group_size is 2, which does not divide num_gpus_per_model, 1": (1, 4, 2),
@@ -249,6 +301,8 @@ def main() -> None:
         trainer.fit(task, DataLoader(Samples(), BATCH))
     check_nothing_left(trainer.strategy, task)
 
+    check_order()
+    check_numbers_differ()
     rank = dist.get_rank()
     info = (rank, rank // 2, rank % 2, 2)
     check_without_fit(ours.DDPGroupStrategy(2, 1), (*info, 0, 1))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytagi
 import pytest
+import torch
 from support.networks import NETWORKS, distance, learn, parameters
 from support.rank_pool import RankPool
 
@@ -151,6 +152,81 @@ def test_wrong_divisors(shm: RankPool, text: str) -> None:
     for own, everywhere in shm.run(refused, WRONG[text]):
         assert text in own
         assert everywhere == [everywhere[0]] * 4
+
+
+DIFFERENT = {
+    "num_gpus_per_model must be the same on all ranks, but rank 0 has 1 and rank 1 2": (
+        (1, 2, 1, 3),
+        (2, 2, 1, 3),
+    ),
+    "num_gpus_per_ensemble must be the same on all ranks, but rank 0 has 2 and rank 1 1": (
+        (1, 2, 1, 3),
+        (1, 1, 1, 3),
+    ),
+    "num_gpus_per_ensemble must be the same on all ranks, but rank 0 has nothing and rank 1 2": (
+        (1, None, 1, 3),
+        (1, 2, 1, 3),
+    ),
+    "read_group_size must be the same on all ranks, but rank 0 has 1 and rank 1 '1'": (
+        (1, 2, 1, 3),
+        (1, 2, "1", 3),
+    ),
+    "num_gpus_per_model must be the same on all ranks, but rank 0 has 1 and rank 1 True": (
+        (1, None, 1, 3),
+        (True, None, 1, 3),
+    ),
+    "seed must be the same on all ranks, but rank 0 has 3 and rank 1 4": (
+        (1, None, 1, 3),
+        (1, None, 1, 4),
+    ),
+    "seed must be the same on all ranks, but rank 0 has 3 and rank 1 TypeError(": (
+        (1, 2, 1, 3),
+        (1, 2, 1, "x"),
+    ),
+}
+
+
+def differ(comm: Any, calls: list[Any]) -> str:
+    model, ensemble, reader, seed = calls[comm.rank]
+    sizes = (model, reader) if ensemble is None else (model, ensemble, reader)
+    kind = DDPGroupStrategy if ensemble is None else DDPEnsGroupStrategy
+    with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
+        kind(*sizes, communicator=comm, seed=seed)
+    comm.barrier()  # the group goes on being usable
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", DIFFERENT)
+def test_numbers_that_differ_between_ranks(shm: RankPool, text: str) -> None:
+    for found in shm.run(differ, DIFFERENT[text], size=2, limit=5):
+        assert found.startswith(text)
+
+
+def wrong_seed(comm: Any) -> str:
+    with pytest.raises(TypeError) as caught:
+        DDPGroupStrategy(1, 1, communicator=comm, seed="x")  # type: ignore[arg-type]
+    comm.barrier()
+    return str(caught.value)
+
+
+def test_a_seed_that_is_no_number(shm: RankPool) -> None:
+    assert shm.run(wrong_seed, size=2) == ["base must be an integer, got 'x'"] * 2
+
+
+def give_a_torch_module(comm: Any) -> str:
+    strategy = DDPGroupStrategy(1, 1, communicator=comm, seed=3)
+    model = torch.nn.Linear(2, 2) if comm.rank == 1 else MLP.build()
+    try:
+        strategy.setup(model)
+    except (TypeError, PeerLost) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_torch_modules_are_sent_to_lightning(shm: RankPool) -> None:
+    for text in shm.run(give_a_torch_module, size=2, fresh=True, limit=5):
+        assert "model must be a pytagi Sequential, got a Linear" in text
+        assert "tagi_ddp.strategy.lightning" in text
 
 
 def leave_in_an_error(comm: Any) -> tuple[str, str]:

@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from tagi_ddp.optim.daso.optimizer import DASO
+from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
 
 
-class DataParallelMultiGPU(nn.Module):
+class DataParallelMultiGPU(Wrapper):
     """A module whose ranks are kept in step by `DASO`, on any number of GPUs, or none.
 
     Args:
@@ -23,6 +24,7 @@ class DataParallelMultiGPU(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
         if not isinstance(daso, DASO):
             raise TypeError(f"daso must be a DASO, got {daso!r}")
+        check_not_wrapped("module", module)
         super().__init__()
         self.module = module
         self._progress = daso.progress

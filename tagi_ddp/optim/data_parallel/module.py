@@ -17,9 +17,10 @@ from tagi_ddp.optim.changes import Changes
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
+from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
 
 
-class DataParallel(Closing, nn.Module):
+class DataParallel(Closing, Wrapper):
     """A module as one of the equal replicas of all ranks; a context manager.
 
     Each rank runs forward and backward on its own share of a batch, by a loss that is a mean over
@@ -55,8 +56,9 @@ class DataParallel(Closing, nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_not_wrapped("module", module)
         check_blocking(blocking)
-        self._optimizers = _checked(optimizer)
+        self._optimizers = _checked(optimizer, module)
         self._modules["module"] = module
         self.blocking = blocking
         self._given: Communicator = as_communicator(comm)
@@ -265,8 +267,8 @@ class _Hook:
         return _Hook, (None, self._name)
 
 
-def _checked(optimizer: Any) -> list[DataParallelOptimizer]:
-    """Return the optimizers as a list."""
+def _checked(optimizer: Any, module: nn.Module) -> list[DataParallelOptimizer]:
+    """Return the optimizers of the module as a list."""
     optimizers = [optimizer] if isinstance(optimizer, DataParallelOptimizer) else optimizer
     if not isinstance(optimizers, Sequence) or isinstance(optimizers, str):
         got = type(optimizer).__name__
@@ -282,4 +284,10 @@ def _checked(optimizer: Any) -> list[DataParallelOptimizer]:
     params = [param for one in optimizers for param in one.params_ref]
     if len(set(params)) < len(params):
         raise ValueError("optimizer must not hold a parameter twice")
+    own = set(module.parameters())
+    if own and own.isdisjoint(params):
+        raise ValueError(
+            "optimizer must hold parameters of module, got those of another model: make it of "
+            "module.parameters()"
+        )
     return list(optimizers)

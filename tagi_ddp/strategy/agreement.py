@@ -1,0 +1,42 @@
+"""The ranks' arguments, compared before any group is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tagi_ddp.checks import integer
+from tagi_ddp.strategy.seeds import base_seed
+
+
+def described(seed: int | None, **numbers: Any) -> tuple[int | Exception, dict[str, Any]]:
+    """Return the base seed, or what is wrong with it, and what ranks compare."""
+    base: int | Exception
+    try:
+        base = base_seed(seed)
+    except (TypeError, ValueError) as error:
+        base = error
+    return base, {name: _plain(value) for name, value in {**numbers, "seed": base}.items()}
+
+
+def check_same(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError that names the first number in which the ranks' ``answers`` differ.
+
+    All ranks call this with the same answers, in rank order.
+    """
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        given = [answer.get(name, "nothing") for answer in answers]
+        other = next((rank for rank, value in enumerate(given) if value != given[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"{name} must be the same on all ranks, but rank 0 has {given[0]} and rank {other} "
+                f"{given[other]}"
+            )
+
+
+def _plain(value: Any) -> int | str:
+    """Return a number as an int, and all else as a text that can be sent and compared."""
+    try:
+        return integer("", value)
+    except TypeError:
+        return repr(value)
