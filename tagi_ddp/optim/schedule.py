@@ -23,7 +23,8 @@ class Skips:
     """How often ranks synchronize, in batches; 1 <= batches_to_wait <= global_skip.
 
     A global synchronization begins every ``global_skip`` batches and is merged ``batches_to_wait``
-    batches later; the ranks of a node synchronize every ``local_skip`` batches.
+    batches later; the ranks of a node synchronize in these batches of the wait, and else every
+    ``local_skip`` batches.
     """
 
     global_skip: int
@@ -134,7 +135,8 @@ class SyncSchedule:
             return Sync(merge=waited if waited <= wait else 0, blocking=True)
         merge = waited if waited == wait else 0
         send = batch // skip if batch % skip == 0 else None
-        local = batch % self.skips.local_skip == 0 or merge > 0 or send is not None
+        in_flight = 0 < waited <= wait
+        local = batch % self.skips.local_skip == 0 or in_flight or send is not None
         return Sync(local, merge, send)
 
     def end_epoch(self, loss: float) -> None:

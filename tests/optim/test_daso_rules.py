@@ -198,6 +198,26 @@ def test_work_of_other_ranks_is_kept(shm: RankPool) -> None:
         assert found[8] == -2.5
 
 
+def steps(comm: Any) -> list[float]:
+    """Return what this rank holds after each batch, whose gradients are the node's ranks'."""
+    x = nn.Parameter(torch.zeros(()))
+    daso = DASO(torch.optim.SGD([x], 1.0), 1, comm, node_size=2, **CYCLING)
+    daso.last_batch = 20
+    found = []
+    for _ in range(20):
+        x.grad = torch.tensor(float(comm.rank % 2))
+        daso.step()
+        found.append(x.item())
+    daso.close()
+    return found
+
+
+def test_ranks_of_a_node_step_together_while_a_copy_is_in_flight(shm: RankPool) -> None:
+    first, second, *_ = np.array(shm.run(steps))
+    apart = np.flatnonzero(first != second)
+    assert apart.tolist() == [3, 5, 7, 11, 13, 15]  # neither 1 nor 9 nor 17
+
+
 def missing(comm: Any) -> tuple[list[float], bool]:
     parameters = [nn.Parameter(torch.zeros(())) for _ in range(3)]
     daso = DASO(torch.optim.SGD(parameters, 1.0), 1, comm, node_size=2)

@@ -179,7 +179,7 @@ def wrong_types(comm: Any) -> None:
         (opt, (net,), "torch_optimizer must be a torch.optim.Optimizer, got Plain"),
         (opt, (optimizer,), "torch_optimizer must be a torch.optim.Optimizer, got DataParallelOpt"),
         (opt, (sgd, 1), "blocking must be a bool, got 1"),
-        (model, (len, comm, optimizer), "module must be a torch.nn.Module, got builtin"),
+        (model, (len, comm, optimizer), "module must be a torch.nn.Module, got <built-in"),
         (model, (net, "shm", optimizer), "expected a communicator"),
         (model, (net, comm, sgd), "optimizer must be a DataParallelOptimizer or several, got SGD"),
         (model, (net, comm, [optimizer, sgd]), "DataParallelOptimizers only, got SGD"),

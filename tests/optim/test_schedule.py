@@ -51,6 +51,7 @@ def test_what_is_sent_is_merged_once(
             if not cycling:
                 assert sync == Sync(blocking=True)
                 continue
+            in_flight = sent is not None
             due = sent is not None and (last or batch == sent + skips.batches_to_wait)
             assert sync.merge == (batch - sent if due and sent is not None else 0)
             sent = None if due else sent
@@ -62,10 +63,26 @@ def test_what_is_sent_is_merged_once(
             if not last:
                 assert (sync.send is None) == (batch % skips.global_skip > 0)
                 often = batch % skips.local_skip == 0
-                assert sync.local == (often or sync.send is not None or sync.merge > 0)
+                assert sync.local == (often or sync.send is not None or in_flight)
         assert sent is None, "a copy is in flight between epochs"
         assert senders == list(range(len(senders)))
         schedule.end_epoch(loss)
+
+
+@pytest.mark.parametrize(
+    ("batches", "arguments", "alone"),
+    [
+        (20, {}, [3, 5, 7, 11, 13, 15]),  # each wait is of two batches: 1 and 2, 9 and 10, 17, 18
+        (17, {"local_skip_factor": 1}, [3, 4, 5, 6, 7, 11, 12, 13, 14, 15]),
+        (12, {"max_global_skips": 4, "local_skip_factor": 1}, [2, 3, 6, 7, 10]),
+    ],
+)
+def test_ranks_of_a_node_synchronize_while_a_copy_is_in_flight(
+    batches: int, arguments: dict[str, int], alone: list[int]
+) -> None:
+    schedule = SyncSchedule(10, warmup_epochs=0, cooldown_epochs=0, **arguments)
+    syncs = [schedule.after(batch, batches) for batch in range(batches)]
+    assert [i for i, sync in enumerate(syncs) if not (sync.local or sync.blocking)] == alone
 
 
 def phases(count: int, **arguments: int) -> str:

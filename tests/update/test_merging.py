@@ -335,4 +335,4 @@ def differ(comm: Any) -> Report:
 def test_ranks_must_agree_on_the_scheme(shm: RankPool) -> None:
     for kind, text, _ in shm.run(differ, size=2):
         assert kind == "ReplicaMismatch"
-        assert "the option sync_every) of rank 1: 3" in text
+        assert "the option sync_every of rank 1: 3" in text

@@ -10,7 +10,7 @@ from torch import Tensor
 from tagi_ddp.communicators.guard import AllRanksRaise
 
 
-class NotFinite(AllRanksRaise, FloatingPointError):
+class NotFinite(AllRanksRaise, FloatingPointError, ValueError):
     """NaN or infinite numbers in what all ranks have received."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from itertools import compress
 from typing import Any
@@ -10,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.guard import AllRanksRaise
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import broadcast_in_place, mean_in_place
-
-
-class ModelsDiffer(AllRanksRaise, ValueError):
-    """Ranks have models of different tensors."""
 
 
 class Tensors:
@@ -28,14 +22,14 @@ class Tensors:
     integers: its other buffers.
     """
 
-    def __init__(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Collect them."""
         known: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = {id(parameter) for parameter in known}
-        named = [] if model is None else list(model.named_parameters())
-        buffers = [] if model is None else list(model.named_buffers())
+        named = list(model.named_parameters())
+        buffers = list(model.named_buffers())
         others = [pair for pair in named if id(pair[1]) not in numbers]
-        self._named = [*((f"parameter {i}", p) for i, p in enumerate(known)), *others, *buffers]
+        self._all = [*known, *(tensor for _, tensor in (*others, *buffers))]
         self.parameters: list[Tensor] = [p for p in known if p.requires_grad]
         self.floats: list[Tensor] = [p for _, p in others if p.requires_grad]
         self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
@@ -44,25 +38,8 @@ class Tensors:
             raise TypeError("parameters must be real, got complex ones")
 
     def begin(self, world: Communicator, limit: int) -> None:
-        """Let all ranks have what rank 0 has, also where it is frozen; a collective call.
-
-        Raises ValueError on all ranks if their models differ in more than numbers.
-        """
-        own = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in self._named]
-        digest = hashlib.sha256(repr(own).encode()).digest()
-        if len(set(all_gather_object(world, digest))) > 1:
-            first, *others = all_gather_object(world, own)
-            for rank, other in enumerate(others, 1):
-                if other != first:
-                    raise ModelsDiffer(_difference(first, rank, other))
-        broadcast_in_place([tensor for _, tensor in self._named], world, 0, limit)
-
-
-def _difference(first: list[Any], rank: int, other: list[Any]) -> str:
-    for ours, theirs in zip(first, other, strict=False):
-        if ours != theirs:
-            return f"models differ between ranks: rank 0 has {ours}, rank {rank} has {theirs}"
-    return f"models differ between ranks: rank 0 has {len(first)} tensors, rank {rank} {len(other)}"
+        """Let all ranks have what rank 0 has, also where it is frozen; a collective call."""
+        broadcast_in_place(self._all, world, 0, limit)
 
 
 class Node:

@@ -155,7 +155,7 @@ class Nodes:
 
     def _receive(self, sent: InFlight, part: float) -> None:
         """Add what was sent to the base; ``part`` of the residual remains."""
-        self._wait()
+        self.wait()
         node, vectors = self._hierarchy.node, self._vectors
         means = [mean.mean for mean in sent.means] or [
             torch.empty(vector.base.shape, dtype=vector.cast, device=node.device)
@@ -176,18 +176,19 @@ class Nodes:
                 vector.residual = vector.residual.mixed(own.residual, part)
         self._in_flight = None
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for what is in flight, but do not merge it."""
         for mean in self._sent:
             mean.finish()
 
     def drop(self) -> None:
         """Wait for what is in flight, and forget it."""
-        self._wait()
+        self.wait()
         self._in_flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for what is in flight, but do not merge it; return everything as new tensors."""
-        self._wait()
+        """Wait, as `wait` does; return everything as new tensors."""
+        self.wait()
         in_flight = None
         if self._in_flight is not None:
             means = [(mean.mean.clone(), _saved(mean.residual)) for mean in self._sent]

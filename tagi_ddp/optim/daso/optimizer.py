@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.checks import integer, real
-from tagi_ddp.communicators import Communicator, CommunicatorError, init
+from tagi_ddp.communicators import Communicator, CommunicatorError, Mismatch, init
+from tagi_ddp.communicators.equality import require_equal
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.hierarchy import Hierarchy
-from tagi_ddp.optim.daso.finite import NotFinite
+from tagi_ddp.optim.daso.batches import Batches
+from tagi_ddp.optim.daso.loss import average_loss
 from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.daso.settings import Settings, adopt
 from tagi_ddp.optim.daso.update import Update
+from tagi_ddp.optim.models import describe_model
 from tagi_ddp.optim.schedule import Skips, Sync
+
+_SAME = "Give the same on all ranks."
 
 
 class DASO(Settings, Closing):
     """Distributed asynchronous and selective optimization around an optimizer of torch.
 
-    The ranks of a node average their gradients after most batches. Nodes exchange their parameters
-    after every batch of the first and the last epochs, and in between now and then, without
-    waiting: see `SyncSchedule`. With one node it is data parallelism, after every batch.
+    The ranks of a node average their gradients after most batches, after each while something is in
+    flight between nodes. Nodes exchange their parameters after every batch of the first and the
+    last epochs, and in between now and then, without waiting: see `SyncSchedule`. With one node it
+    is data parallelism, after every batch.
 
     Making it is a collective call, and so are `step`, `epoch_loss_logic`, `set_model`, `reset` and
     `load_state_dict`. An epoch has ``last_batch`` batches, which must be set, and ends with
@@ -83,28 +89,32 @@ class DASO(Settings, Closing):
     def __post_init__(self) -> None:
         """Check the arguments, split the ranks into nodes, and begin with rank 0's parameters."""
         self._closed = False
-        self._last_batch: int | None = None
-        self._batch = 0  # the number of the epoch's next one
         self._sent = 0  # the batch after which the last copy was sent
         self._apart = False  # whether ranks of a node have stepped alone
         with ExitStack() as made:
-            world = adopt(self.comm, made)
-            super().__post_init__()
-            self.comm = world or made.enter_context(init())
+            self.comm = adopt(self.comm, made) or made.enter_context(init())
+            require_equal(self.comm, self.describe, "the ranks' arguments", _SAME)
             self._hierarchy = Hierarchy(self.comm, self.node_size)
             made.callback(self._hierarchy.close)
             self._made = made.pop_all()
+        self._batches = Batches(self.comm, self._hierarchy)
         self._schedule = self._new_schedule()
         self._update = Update(self.local_optimizer, self.scheduler)
         try:
-            with self._or_abort():
-                self._begin(None)
+            self._begin(nn.Module())
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, model: nn.Module | None) -> None:
-        """Let all ranks begin with the parameters of rank 0."""
+    def _begin(self, model: nn.Module) -> None:
+        """Let all ranks begin with the parameters of rank 0, if their models are the same."""
+        optimizers = {"local_optimizer": self.local_optimizer}
+        described = partial(describe_model, "model", model, optimizers)
+        require_equal(self.comm, described, "the ranks' models", _SAME)
+        with self._or_abort():
+            self._synchronize(model)
+
+    def _synchronize(self, model: nn.Module) -> None:
         hierarchy, limit = self._hierarchy, self.sending_chunk_size
         tensors = Tensors(model, self.local_optimizer)
         tensors.begin(self.comm, limit)
@@ -121,16 +131,6 @@ class DASO(Settings, Closing):
             )
 
     # --- settings, and where training is ------------------------------------------------------
-
-    @property
-    def max_gs(self) -> int:
-        """``max_global_skips``."""
-        return self.max_global_skips
-
-    @property
-    def cast_dtype(self) -> torch.dtype:
-        """``downcast_type``."""
-        return self.downcast_type
 
     @property
     def loc_gpus(self) -> int:
@@ -154,7 +154,7 @@ class DASO(Settings, Closing):
 
     @property
     def local_skip(self) -> int:
-        """Batches from one synchronization of a node's ranks to the next."""
+        """Batches from one synchronization of a node's ranks to the next; 1 while a copy waits."""
         return self._skips.local_skip
 
     @property
@@ -169,11 +169,11 @@ class DASO(Settings, Closing):
     @property
     def last_batch(self) -> int | None:
         """The number of batches of an epoch, the same on all ranks; None until it is set."""
-        return self._last_batch
+        return self._batches.all
 
     @last_batch.setter
     def last_batch(self, batches: int | None) -> None:
-        self._last_batch = None if batches is None else integer("last_batch", batches, 1)
+        self._batches.count(batches)
 
     @property
     def amp(self) -> bool:
@@ -206,11 +206,9 @@ class DASO(Settings, Closing):
             TypeError: ``model`` is no module.
             ValueError: on all ranks, where models differ in more than numbers.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {model!r}")
         with self._or_abort():
             self._drop()
-            self._begin(model)
+        self._begin(model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the optimizer's parameters."""
@@ -227,23 +225,21 @@ class DASO(Settings, Closing):
         """Step the optimizer, the scheduler and the scaler, then synchronize what is due.
 
         Raises:
-            RuntimeError: ``last_batch`` is not set, or the epoch's last batch was before this one.
+            RuntimeError: ``last_batch`` is not set, which is a ValueError too, or the epoch's last
+                batch was before this one.
+            ValueError: on all ranks, when they make different numbers of steps in an epoch.
             FloatingPointError: on all ranks, when what they exchange is NaN or infinite.
         """
-        if self._last_batch is None:
-            raise RuntimeError("last_batch is not set: give it the number of batches of an epoch")
-        if self._batch >= self._last_batch:
-            raise RuntimeError(
-                f"all {self._last_batch} batches of epoch {self.epoch} are done: call "
-                "epoch_loss_logic at the end of each epoch"
-            )
-        sync = self._schedule.after(self._batch, self._last_batch)
         with self._or_abort():
-            self._step(sync)
-        self._batch += 1
+            if self._batches.done == 0:
+                self._batches.begin()
+            self._step(self._schedule.after(self._batches.next(), self._batches.known()))
+        self._batches.done += 1
 
     @torch.no_grad()
     def _step(self, sync: Sync) -> None:
+        if (number := self._batches.done + 1) == self._batches.all:
+            self._end(number)
         if self._nodes is not None:
             self._nodes.progress()
         together = self._nodes is None or sync.local or sync.blocking
@@ -261,7 +257,7 @@ class DASO(Settings, Closing):
             self._nodes.merge(sync.merge)
         if sync.send is not None:
             self._nodes.send(sync.send % self.loc_gpus)
-            self._sent = self._batch
+            self._sent = self._batches.done
         if sync.blocking:
             self._nodes.average()
 
@@ -278,47 +274,45 @@ class DASO(Settings, Closing):
 
         Raises:
             TypeError, ValueError: ``loss`` is no number.
-            FloatingPointError: on all ranks, when the averaged loss is NaN or infinite.
+            FloatingPointError: on all ranks, when the averaged loss is NaN or infinite; it is a
+                ValueError, too, like that of `step`.
         """
-        if not isinstance(loss_globally_averaged, bool):
-            raise TypeError(
-                f"loss_globally_averaged must be a bool, got {loss_globally_averaged!r}"
-            )
-        value = _number(loss)
         with self._or_abort():
-            if self._nodes is not None and 0 < self._batch != self._last_batch:
-                self._synchronize_early(self._nodes)
-            shared = torch.tensor([value], dtype=torch.float64, device=self.comm.device)
-            if loss_globally_averaged:
-                self.comm.broadcast(shared)  # as it may differ in the last bits
-            else:
-                self.comm.all_reduce(shared, "mean")
-            average = shared.item()
-            if not math.isfinite(average):
-                raise NotFinite(f"the loss of all ranks is {average}: look at each rank's")
+            if 0 < self._batches.done != self._batches.all:
+                self._end(self._batches.done)
+                self._synchronize_early()
+            average = average_loss(self.comm, loss, loss_globally_averaged)
             self._schedule.end_epoch(average)
-        self._batch = 0
+        self._batches.done = 0
         self.print0(
             f"epoch {self.epoch - 1}: loss {average:g}; next: {self._schedule.phase}, "
             f"global_skip {self.global_skip}, local_skip {self.local_skip}, "
             f"batches_to_wait {self.batches_to_wait}"
         )
 
+    def _end(self, steps: int) -> None:
+        """Find out whether all ranks end the epoch after so many steps."""
+        if self._nodes is not None:
+            self._nodes.wait()  # which uses the same communicator
+        self._batches.end(steps)
+
     @torch.no_grad()
-    def _synchronize_early(self, nodes: Nodes) -> None:
+    def _synchronize_early(self) -> None:
+        if self._nodes is None:
+            return
         self._node.vote()
         self._node.average([])
         if self._apart:
             self._node.average_parameters()
-        nodes.merge(self._batch - 1 - self._sent)
-        nodes.average()
+        self._nodes.merge(self._batches.done - 1 - self._sent)
+        self._nodes.average()
 
     def reset(self) -> None:
         """Go back to the first epoch and the first skips; what is in flight is dropped."""
         with self._or_abort():
             self._drop()
         self._schedule = self._new_schedule()
-        self._batch = 0
+        self._batches.done = 0
 
     def _drop(self) -> None:
         if self._nodes is not None:
@@ -334,8 +328,8 @@ class DASO(Settings, Closing):
         return {
             "layout": [self.comm.rank, self.comm.size, self.loc_gpus],
             "schedule": self._schedule.state_dict(),
-            "batch": self._batch,
-            "last_batch": self._last_batch,
+            "batch": self._batches.done,
+            "last_batch": self._batches.all,
             "sent": self._sent,
             "apart": self._apart,
             "node": self._node.state_dict(),
@@ -356,7 +350,7 @@ class DASO(Settings, Closing):
             self._nodes.load_state_dict(state["nodes"])
         self._node.load_state_dict(state["node"])
         self._schedule.load_state_dict(state["schedule"])
-        self._batch, self._last_batch = state["batch"], state["last_batch"]
+        self._batches.done, self._batches.all = state["batch"], state["last_batch"]
         self._sent, self._apart = state["sent"], state["apart"]
         self._update.load_state_dict(state)
 
@@ -378,20 +372,18 @@ class DASO(Settings, Closing):
         self._closed = True
         self._made.close()
 
-    def _or_abort(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _or_abort(self) -> Iterator[None]:
         """Let the other ranks know when this one fails alone, so that none waits for it."""
         if self._closed:
             raise CommunicatorError("this DASO is closed; make a new one")
-        return or_abort((self._hierarchy, self.comm))
+        groups = (self._hierarchy, self.comm) if self.comm.size > 1 else ()
+        with or_abort(groups):
+            try:
+                yield
+            except Mismatch as error:
+                raise Mismatch(f"{error} {self._batches}", error.ranks) from error
 
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:
             abort((self._hierarchy, self.comm), error)
-
-
-def _number(loss: Any) -> float:
-    if isinstance(loss, Tensor):
-        if loss.numel() != 1:
-            raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}")
-        loss = loss.item()
-    return real("loss", loss)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import Communicator, as_communicator
+from tagi_ddp.communicators.equality import Entry
 from tagi_ddp.communicators.init import is_made_for
 from tagi_ddp.optim.schedule import SyncSchedule
 
@@ -43,6 +45,30 @@ class Settings:
     verbose: bool = False
     node_size: int | None = field(default=None, kw_only=True)
     local_weight: float = field(default=2.0, kw_only=True)
+
+    def describe(self) -> Iterator[Entry]:
+        """Check all but ``comm``, and return what must be the same on all ranks."""
+        Settings.__post_init__(self)
+        yield "scheduler", "None" if self.scheduler is None else type(self.scheduler).__name__
+        own = ("local_optimizer", "comm", "scheduler", "use_mpi_groups", "verbose")
+        for each in fields(Settings):
+            if each.name not in own:
+                yield each.name, str(getattr(self, each.name))
+
+    @property
+    def max_gs(self) -> int:
+        """``max_global_skips``."""
+        return self.max_global_skips
+
+    @property
+    def cast_dtype(self) -> torch.dtype:
+        """``downcast_type``."""
+        return self.downcast_type
+
+    @property
+    def split_val(self) -> int:
+        """``sending_chunk_size``."""
+        return self.sending_chunk_size
 
     def __post_init__(self) -> None:
         """Check all but ``comm``; those of the schedule check themselves."""

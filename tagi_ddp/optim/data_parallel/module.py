@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, as_communicator
+from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.init import is_made_for
 from tagi_ddp.optim.changes import Changes
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
+from tagi_ddp.optim.models import describe_model
 from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
 
 
@@ -54,13 +56,6 @@ class DataParallel(Closing, Wrapper):
     ) -> None:
         """Copy rank 0's parameters and buffers to all; a collective call."""
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        check_not_wrapped("module", module)
-        check_blocking(blocking)
-        self._optimizers = _checked(optimizer, module)
-        self._modules["module"] = module
-        self.blocking = blocking
         self._given: Communicator = as_communicator(comm)
         self._comm = self._given
         self._groups = [self._given]  # whose ranks learn of errors
@@ -70,13 +65,34 @@ class DataParallel(Closing, Wrapper):
         self._handles: list[Any] = []
         self._ran: set[nn.Module] = set()  # parts, in this forward or the last one
         self._layered: set[Tensor] = set()  # parameters of parts that ran in the last one
+        self._optimizers: list[DataParallelOptimizer] = []
         self._closed = False
         try:
+            self._check(module, optimizer, blocking)
             with self._or_abort():
                 self._attach()
         except BaseException:
             self._close()
             raise
+
+    def _check(self, module: Any, optimizer: Any, blocking: Any) -> None:
+        """Take over the arguments, if all ranks have given the same."""
+
+        def described() -> Iterator[Entry]:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+            check_not_wrapped("module", module)
+            check_blocking(blocking)
+            self._optimizers = _checked(optimizer, module)
+            yield "blocking", str(blocking)
+            titles = (f"optimizer {number}" for number in range(len(self._optimizers)))
+            inner = (optimizer.torch_optimizer for optimizer in self._optimizers)
+            yield from describe_model("module", module, dict(zip(titles, inner, strict=False)))
+
+        remedy = "Give the same module, optimizer and blocking on all ranks."
+        require_equal(self._given, described, "the ranks' arguments", remedy)
+        self._modules["module"] = module
+        self.blocking = blocking
 
     def _attach(self) -> None:
         module = self._inner

@@ -1,0 +1,39 @@
+"""What must be the same of a model and its optimizers on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tagi_ddp.communicators.equality import Entry
+
+
+def describe_model(
+    name: str, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> Iterator[Entry]:
+    """Return what the model called ``name`` consists of, and the parameters of the optimizers.
+
+    Raises TypeError if it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got {model!r}")
+    names: dict[Tensor, str] = {}
+    for path, part in model.named_modules():
+        yield f"{name} {path}".rstrip(), type(part).__name__
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        names[tensor] = path
+        yield f"{name} {path}", _kind(tensor)
+    for title, optimizer in optimizers.items():
+        yield title, type(optimizer).__name__
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            path = f"{names[param]}, " if param in names else ""
+            yield f"parameter {number} of {title}", f"{path}{_kind(param)}"
+
+
+def _kind(tensor: Tensor) -> str:
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)}{', frozen' if frozen else ''}"
