@@ -25,6 +25,7 @@ from optim.torch_cases import (
     values,
 )
 from tagi_ddp.communicators import CommunicatorError, PeerLost
+from tagi_ddp.optim import DASO
 from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer, module
 
 MODES = pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
@@ -166,6 +167,29 @@ def wrong_types(comm: Any) -> None:
 def test_wrong_types(shm: RankPool) -> None:
     """Optimizers that need a closure are refused too."""
     shm.run(wrong_types, size=1)
+
+
+def test_names_of_heat(shm: RankPool) -> None:
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        optimizer = descend(net.parameters())
+        for blocking in (True, False):
+            with DataParallel(net, comm, optimizer, blocking_parameter_updates=blocking) as model:
+                assert model.blocking_parameter_updates == model.blocking == blocking
+                learn(comm, model, optimizer)
+        with pytest.warns(UserWarning, match="optimizer holds the same .* twice") as caught:
+            model = DataParallel(net, comm, [optimizer, optimizer], False)
+        assert caught[0].filename == __file__
+        with model:
+            assert model.blocking_parameter_updates
+            learn(comm, model, optimizer)
+        daso = DASO(torch.optim.SGD(net.parameters(), lr=0.1), 5, comm)
+        with daso, pytest.raises(TypeError, match=r"got DASO, .* DataParallelMultiGPU\(module"):
+            DataParallel(net, comm, daso)
+        with pytest.raises(TypeError, match="blocking must be a bool, got 'no'"):
+            DataParallel(net, comm, optimizer, blocking_parameter_updates="no")
+
+    shm.run(task, size=2)
 
 
 def test_public_attributes(shm: RankPool) -> None:
