@@ -91,9 +91,10 @@ def init(
 def as_communicator(group: Any) -> Communicator:
     """Return ``group`` itself, or a communicator of the ranks of another library's group.
 
-    That is a torch.distributed.ProcessGroup or an intracommunicator of mpi4py. Wrapping is a
-    collective call of its ranks. The communicator has connections of its own, so its operations and
-    the group's do not mix; close it when done.
+    That is a torch.distributed.ProcessGroup, an intracommunicator of mpi4py, or an object whose
+    ``handle`` is one, as heat's communicators have it. Wrapping is a collective call of its ranks.
+    The communicator has connections of its own, so its operations and the group's do not mix; close
+    it when done.
 
     A group of torch's backend "tagi_ddp" runs on a communicator, and this returns that: nothing is
     connected, operations of both come in one order, and only the group closes it.
@@ -104,6 +105,8 @@ def as_communicator(group: Any) -> Communicator:
     if torch is not None and isinstance(group, torch.distributed.ProcessGroup):
         return _backend("gloo").wrap(group)
     mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(handle := getattr(group, "handle", None), mpi.Comm):
+        group = handle
     if mpi is not None and isinstance(group, mpi.Comm):  # COMM_NULL bears no look at its size
         if isinstance(group, mpi.Intracomm):
             return _backend("mpi").wrap(group)

@@ -49,6 +49,26 @@ class Sync:
     blocking: bool = False
 
 
+@dataclass
+class Stability:
+    """Whether a loss is stable.
+
+    level: by which part of the best loss another one must be better to improve on it.
+    best: of the losses.
+    epochs: cycling ones since a loss has improved; after two of them the loss is stable.
+    """
+
+    level: float
+    best: float = math.inf
+    epochs: int = 0
+
+    def improves(self, loss: float) -> bool:
+        """Take note of a loss, and tell whether it improves on the best one."""
+        improved = math.isinf(self.best) or self.best - loss > self.level * abs(self.best)
+        self.best = min(self.best, loss)
+        return improved
+
+
 class SyncSchedule:
     """Tells after each batch which ranks synchronize.
 
@@ -94,9 +114,9 @@ class SyncSchedule:
         }
         for name, (value, _) in counts.items():
             integer(name, value)
-        self._stability_level = real("stability_level", stability_level)
+        self.stability = Stability(real("stability_level", stability_level))
         checked = {name: integer(name, value, low) for name, (value, low) in counts.items()}
-        if not 0 <= self._stability_level < math.inf:
+        if not 0 <= self.stability.level < math.inf:
             raise ValueError(f"stability_level must be 0 or more, got {stability_level}")
         self._total = checked["total_epochs"]
         self._warmup = checked["warmup_epochs"]
@@ -108,8 +128,6 @@ class SyncSchedule:
         )
         self.epoch = 0
         self.skips = self._longest
-        self._best = math.inf  # of the losses
-        self._stable = 0  # cycling epochs since one has improved
 
     @property
     def phase(self) -> Phase:
@@ -147,13 +165,11 @@ class SyncSchedule:
         loss = real("loss", loss)
         if not math.isfinite(loss):
             raise ValueError(f"loss must be finite, got {loss}")
-        improved = self._best - loss > self._stability_level * abs(self._best)
-        improved = improved or math.isinf(self._best)
-        self._best = min(self._best, loss)
+        improved = self.stability.improves(loss)
         if self.phase == "cycling":
-            self._stable = 0 if improved else self._stable + 1
-            if self._stable == _PATIENCE:
-                self._stable = 0
+            self.stability.epochs = 0 if improved else self.stability.epochs + 1
+            if self.stability.epochs == _PATIENCE:
+                self.stability.epochs = 0
                 self._shorten()
         self.epoch += 1
 
@@ -167,8 +183,8 @@ class SyncSchedule:
         """Return what `load_state_dict` needs to go on from here, as numbers by name."""
         return {
             "epoch": self.epoch,
-            "best": self._best,
-            "stable": self._stable,
+            "best": self.stability.best,
+            "stable": self.stability.epochs,
             **asdict(self.skips),
         }
 
@@ -179,5 +195,6 @@ class SyncSchedule:
         """
         if missing := self.state_dict().keys() - state.keys():
             raise ValueError(f"state lacks {sorted(missing)}; give what state_dict returned")
-        self.epoch, self._best, self._stable = state["epoch"], state["best"], state["stable"]
+        self.epoch = state["epoch"]
+        self.stability.best, self.stability.epochs = state["best"], state["stable"]
         self.skips = Skips(*(state[field.name] for field in fields(Skips)))

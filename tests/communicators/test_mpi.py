@@ -187,6 +187,36 @@ def test_a_communicator_of_mpi4py(tmp_path: Path) -> None:
     assert output.count("TypeError expected a communicator") == 3
 
 
+def test_an_object_with_a_handle_of_mpi4py(tmp_path: Path) -> None:
+    """As heat's communicators are; all that takes a communicator takes them."""
+    source = """
+        from types import SimpleNamespace
+        from mpi4py import MPI
+        import torch
+        from tagi_ddp.communicators import as_communicator
+        from tagi_ddp.optim import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
+        world = SimpleNamespace(handle=MPI.COMM_WORLD, rank=MPI.COMM_WORLD.rank)
+        with as_communicator(world) as comm:
+            assert (comm.backend, comm.rank, comm.size) == ("mpi", world.rank, 2)
+        net = torch.nn.Linear(1, 1)
+        sgd = torch.optim.SGD(net.parameters(), 0.1)
+        optimizer = DataParallelOptimizer(sgd, False)
+        DataParallel(net, world, optimizer, blocking_parameter_updates=True).close()
+        daso = DASO(sgd, 5, world)
+        DataParallelMultiGPU(net, daso, comm=world)
+        daso.close()
+        weights = MPI.COMM_WORLD.allgather(net.weight.item())
+        assert weights[0] == weights[1]
+        try:
+            as_communicator(SimpleNamespace(handle=MPI.COMM_NULL))
+        except TypeError as error:
+            print(error)
+    """
+    status, output = run_script(tmp_path / "train.py", source, 2)
+    assert status == 0, output
+    assert output.count("expected a communicator") == 2
+
+
 def test_without_mpirun(tmp_path: Path) -> None:
     source = """
         from tagi_ddp.communicators import BackendUnavailable, init

@@ -95,6 +95,7 @@ def test_attributes(capsys: pytest.CaptureFixture[str]) -> None:
         assert daso.params_ref == [parameter]
         assert (daso.loc_gpus, daso.scheduler, daso.amp, daso.last_batch) == (1, None, False, None)
         assert (daso.cast_dtype, daso.verbose, daso.comm.size) == (torch.bfloat16, True, 1)
+        assert (daso.split, daso.split_val, daso.split_inds) == (None, 10_000_000, None)
         assert (daso.max_gs, daso.warmup_epochs, daso.cooldown_epochs) == (8, 1, 1)
         assert (daso.total_epochs, daso.skip_reduction_factor, daso.local_skip_factor) == (6, 2, 4)
         found = []
@@ -103,8 +104,9 @@ def test_attributes(capsys: pytest.CaptureFixture[str]) -> None:
             found.append((daso.global_skip, daso.local_skip, daso.batches_to_wait))
             daso.epoch_loss_logic(torch.tensor(1.0), loss_globally_averaged=epoch % 2 == 0)
         assert found == [(0, 1, 0), (8, 2, 2), (8, 2, 2), (4, 1, 1), (4, 1, 1), (0, 1, 0)]
+        assert (daso.stability.best, daso.stability.epochs, daso.stability.level) == (1.0, 0, 0.05)
         daso.reset()
-        assert (daso.epoch, daso.global_skip) == (0, 0)
+        assert (daso.epoch, daso.global_skip, daso.stability.best) == (0, 0, float("inf"))
         daso.print0("a", "b", sep="-")
         daso.verbose = False
         daso.print0("silent")
@@ -114,17 +116,33 @@ def test_attributes(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[-1] == "a-b"
 
 
+def splits(comm: Any) -> list[Any]:
+    found = []
+    for size in (10, 4, 3):
+        parameters = [nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(3))]
+        optimizer = optimizer_of(*parameters)
+        with DASO(optimizer, 5, comm, sending_chunk_size=size, node_size=1) as daso:
+            found += [daso.split, daso.split_val, daso.split_inds]
+    return found
+
+
+def test_how_what_is_sent_is_split(shm: RankPool) -> None:
+    expected = [False, 10, None, True, 4, [4, 8], True, 3, [3, 6, 9]]
+    assert shm.run(splits, size=2) == [expected] * 2
+
+
 def test_wrong_calls() -> None:
     daso = make()
-    with pytest.raises(RuntimeError, match="last_batch is not set"):
-        daso.step()
+    for error in (RuntimeError, ValueError):
+        with pytest.raises(error, match="last_batch is not set"):
+            daso.step()
     with pytest.raises(TypeError, match=r"last_batch must be an integer, got 2\.0"):
         daso.last_batch = 2.0  # type: ignore[assignment]
     with pytest.raises(ValueError, match="last_batch must be at least 1, got 0"):
         daso.last_batch = 0
     daso.last_batch = 1
     daso.step()
-    with pytest.raises(RuntimeError, match="all 1 batches of this epoch are done: call epoch_loss"):
+    with pytest.raises(RuntimeError, match=r"all 1 batches .* such as len\(loader\), not"):
         daso.step()
     with pytest.raises(TypeError, match="loss must be a number, got 'low'"):
         daso.epoch_loss_logic("low")  # type: ignore[arg-type]
@@ -132,15 +150,16 @@ def test_wrong_calls() -> None:
         daso.epoch_loss_logic(torch.zeros(2))
     with pytest.raises(TypeError, match="loss_globally_averaged must be a bool, got 1"):
         daso.epoch_loss_logic(1.0, 1)  # type: ignore[arg-type]
-    with pytest.raises(FloatingPointError, match="the loss of all ranks is nan"):
-        daso.epoch_loss_logic(float("nan"))
+    for error in (FloatingPointError, ValueError):
+        with pytest.raises(error, match="the loss of all ranks is nan"):
+            daso.epoch_loss_logic(float("nan"))
     with pytest.raises(TypeError, match=r"scaler must be a torch\.amp\.GradScaler, got None"):
         daso.add_scaler(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got 3"):
         daso.set_model(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, got 3"):
         DataParallelMultiGPU(3, daso)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="daso must be a DASO, got None"):
+    with pytest.raises(TypeError, match="optimizer must be a DASO, got None"):
         DataParallelMultiGPU(nn.Linear(1, 1), None)  # type: ignore[arg-type]
     state = daso.state_dict()
     with pytest.raises(ValueError, match=r"state lacks \['batch'\]"):

@@ -201,6 +201,29 @@ def test_wrong_types(shm: RankPool) -> None:
     shm.run(wrong_types, size=1)
 
 
+def test_names_of_heat(shm: RankPool) -> None:
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        optimizer = descend(net.parameters())
+        for blocking in (True, False):
+            with DataParallel(net, comm, optimizer, blocking_parameter_updates=blocking) as model:
+                assert model.blocking_parameter_updates == model.blocking == blocking
+                learn(comm, model, optimizer)
+        with pytest.warns(UserWarning, match="optimizer holds the same .* twice") as caught:
+            model = DataParallel(net, comm, [optimizer, optimizer], False)
+        assert caught[0].filename == __file__
+        with model:
+            assert model.blocking_parameter_updates
+            learn(comm, model, optimizer)
+        daso = DASO(torch.optim.SGD(net.parameters(), lr=0.1), 5, comm)
+        with daso, pytest.raises(TypeError, match=r"got DASO, .* DataParallelMultiGPU\(module"):
+            DataParallel(net, comm, daso)
+        with pytest.raises(TypeError, match="blocking must be a bool, got 'no'"):
+            DataParallel(net, comm, optimizer, blocking_parameter_updates="no")
+
+    shm.run(task, size=2)
+
+
 def test_public_attributes(shm: RankPool) -> None:
     def task(comm: Any) -> None:
         net = make(Plain)

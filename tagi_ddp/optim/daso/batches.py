@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators import Communicator, Mismatch
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.communicators.hierarchy import Hierarchy
@@ -80,6 +81,11 @@ class Batches:
         for level in self._levels:
             require_equal(level, described, "the ranks' epochs", _REMEDY, BatchesDiffer)
 
-    def __str__(self) -> str:
-        """Say where this rank is, and where all should be."""
-        return f"This rank has made {self.done} steps of this epoch's {self.all}; {_REMEDY}"
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Say in a Mismatch where this rank is, and where all should be."""
+        try:
+            yield
+        except Mismatch as error:
+            here = f"This rank has made {self.done} steps of this epoch's {self.all}"
+            raise Mismatch(f"{error} {here}; {_REMEDY}", error.ranks) from error

@@ -15,20 +15,21 @@ class DataParallelMultiGPU(Wrapper):
 
     Args:
         module: this rank's; its parameters and buffers become those of rank 0.
-        daso: the optimizer, which takes charge of them.
+        optimizer: the DASO, which takes charge of them.
+        comm: accepted for compatibility; the ranks are those of the optimizer.
     """
 
-    def __init__(self, module: nn.Module, daso: DASO) -> None:
+    def __init__(self, module: nn.Module, optimizer: DASO, comm: Any = None) -> None:
         """Give the module to the optimizer; a collective call."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
-        if not isinstance(daso, DASO):
-            raise TypeError(f"daso must be a DASO, got {daso!r}")
+        if not isinstance(optimizer, DASO):
+            raise TypeError(f"optimizer must be a DASO, got {optimizer!r}")
         check_not_wrapped("module", module)
         super().__init__()
         self.module = module
-        self._progress = daso.progress
-        daso.set_model(module)
+        self._progress = optimizer.progress
+        optimizer.set_model(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -114,6 +114,16 @@ class Nodes:
             ]
 
     @property
+    def splits(self) -> list[int]:
+        """The first element of each operation but the first one, of all elements that are sent."""
+        starts: list[int] = []
+        begin = 0
+        for vector in self._vectors:
+            starts += range(begin, begin + vector.base.numel(), self._limit)
+            begin += vector.base.numel()
+        return starts[1:]
+
+    @property
     def busy(self) -> bool:
         """Whether this rank has sent something that is not merged."""
         return len(self._sent) > 0

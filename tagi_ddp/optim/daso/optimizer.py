@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import Communicator, CommunicatorError, Mismatch, init
+from tagi_ddp.communicators import Communicator, CommunicatorError, init
 from tagi_ddp.communicators.equality import require_equal
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.hierarchy import Hierarchy
@@ -21,7 +21,7 @@ from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.daso.settings import Settings, adopt
 from tagi_ddp.optim.daso.update import Update
 from tagi_ddp.optim.models import describe_model
-from tagi_ddp.optim.schedule import Skips, Sync
+from tagi_ddp.optim.schedule import Skips, Stability, Sync
 
 _SAME = "Give the same on all ranks."
 
@@ -143,6 +143,21 @@ class DASO(Settings, Closing):
         return [p for group in self.local_optimizer.param_groups for p in group["params"]]
 
     @property
+    def split(self) -> bool | None:
+        """Whether nodes need more than one operation to send; None: there is one node."""
+        return None if self._nodes is None else bool(self._nodes.splits)
+
+    @property
+    def split_inds(self) -> list[int] | None:
+        """Where what nodes send is split into operations; None if it is not."""
+        return self._nodes.splits if self._nodes is not None and self.split else None
+
+    @property
+    def stability(self) -> Stability:
+        """The best loss, and for how many epochs none has improved on it."""
+        return self._schedule.stability
+
+    @property
     def epoch(self) -> int:
         """The number of the epoch, from 0."""
         return self._schedule.epoch
@@ -225,8 +240,7 @@ class DASO(Settings, Closing):
         """Step the optimizer, the scheduler and the scaler, then synchronize what is due.
 
         Raises:
-            RuntimeError: ``last_batch`` is not set, which is a ValueError too, or the epoch's last
-                batch was before this one.
+            RuntimeError: ``last_batch`` is not set (a ValueError too), or was before this batch.
             ValueError: on all ranks, when they make different numbers of steps in an epoch.
             FloatingPointError: on all ranks, when what they exchange is NaN or infinite.
         """
@@ -378,11 +392,8 @@ class DASO(Settings, Closing):
         if self._closed:
             raise CommunicatorError("this DASO is closed; make a new one")
         groups = (self._hierarchy, self.comm) if self.comm.size > 1 else ()
-        with or_abort(groups):
-            try:
-                yield
-            except Mismatch as error:
-                raise Mismatch(f"{error} {self._batches}", error.ranks) from error
+        with or_abort(groups), self._batches.told():
+            yield
 
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.init import is_made_for
 from tagi_ddp.optim.changes import Changes
 from tagi_ddp.optim.chunks import broadcast_in_place
+from tagi_ddp.optim.daso import DASO
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
 from tagi_ddp.optim.models import describe_model
@@ -41,10 +43,13 @@ class DataParallel(Closing, Wrapper):
         module: the network; trained in place.
         comm: a communicator, a torch.distributed.ProcessGroup or an mpi4py communicator.
         optimizer: one or several, of different parameters.
-        blocking: overrides the optimizers' own.
+        blocking: overrides the optimizers' own. An optimizer that is given twice counts once, and
+            makes this True, with a warning.
+        blocking_parameter_updates: another name of ``blocking``, which it replaces if it is given.
 
     Raises:
-        TypeError, ValueError: naming the argument and what it got.
+        TypeError, ValueError: naming the argument and what it got; where the ranks' modules or
+            arguments differ, on all ranks.
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class DataParallel(Closing, Wrapper):
         comm: Communicator | Any,
         optimizer: DataParallelOptimizer | Sequence[DataParallelOptimizer],
         blocking: bool = False,
+        *,
+        blocking_parameter_updates: bool | None = None,
     ) -> None:
         """Copy rank 0's parameters and buffers to all; a collective call."""
         super().__init__()
@@ -68,7 +75,8 @@ class DataParallel(Closing, Wrapper):
         self._optimizers: list[DataParallelOptimizer] = []
         self._closed = False
         try:
-            self._check(module, optimizer, blocking)
+            named = blocking_parameter_updates
+            self._check(module, optimizer, blocking if named is None else named)
             with self._or_abort():
                 self._attach()
         except BaseException:
@@ -83,8 +91,9 @@ class DataParallel(Closing, Wrapper):
                 raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
             check_not_wrapped("module", module)
             check_blocking(blocking)
-            self._optimizers = _checked(optimizer, module)
-            yield "blocking", str(blocking)
+            self._optimizers, twice = _checked(optimizer, module)
+            self.blocking = blocking or twice
+            yield "blocking", str(self.blocking)
             titles = (f"optimizer {number}" for number in range(len(self._optimizers)))
             inner = (optimizer.torch_optimizer for optimizer in self._optimizers)
             yield from describe_model("module", module, dict(zip(titles, inner, strict=False)))
@@ -92,7 +101,11 @@ class DataParallel(Closing, Wrapper):
         remedy = "Give the same module, optimizer and blocking on all ranks."
         require_equal(self._given, described, "the ranks' arguments", remedy)
         self._modules["module"] = module
-        self.blocking = blocking
+
+    @property
+    def blocking_parameter_updates(self) -> bool:
+        """Whether a step waits for all ranks and updates at once; ``blocking``."""
+        return self.blocking
 
     def _attach(self) -> None:
         module = self._inner
@@ -283,8 +296,13 @@ class _Hook:
         return _Hook, (None, self._name)
 
 
-def _checked(optimizer: Any, module: nn.Module) -> list[DataParallelOptimizer]:
-    """Return the optimizers of the module as a list."""
+def _checked(optimizer: Any, module: nn.Module) -> tuple[list[DataParallelOptimizer], bool]:
+    """Return the optimizers of the module, each once, and whether any was given twice."""
+    if isinstance(optimizer, DASO):
+        raise TypeError(
+            "optimizer must be a DataParallelOptimizer or several, got DASO, which is for "
+            "DataParallelMultiGPU(module, daso)"
+        )
     optimizers = [optimizer] if isinstance(optimizer, DataParallelOptimizer) else optimizer
     if not isinstance(optimizers, Sequence) or isinstance(optimizers, str):
         got = type(optimizer).__name__
@@ -297,7 +315,8 @@ def _checked(optimizer: Any, module: nn.Module) -> list[DataParallelOptimizer]:
         raise ValueError("optimizer must hold at least one DataParallelOptimizer, got none")
     if any(one.attached for one in optimizers):
         raise ValueError("optimizer belongs to another DataParallel; close that before")
-    params = [param for one in optimizers for param in one.params_ref]
+    once = list(dict.fromkeys(optimizers))
+    params = [param for one in once for param in one.params_ref]
     if len(set(params)) < len(params):
         raise ValueError("optimizer must not hold a parameter twice")
     own = set(module.parameters())
@@ -306,4 +325,9 @@ def _checked(optimizer: Any, module: nn.Module) -> list[DataParallelOptimizer]:
             "optimizer must hold parameters of module, got those of another model: make it of "
             "module.parameters()"
         )
-    return list(optimizers)
+    if twice := len(once) < len(optimizers):
+        warnings.warn(
+            "optimizer holds the same DataParallelOptimizer twice: it is used once, and blocking",
+            stacklevel=6,
+        )
+    return once, twice
