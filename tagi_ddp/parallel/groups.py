@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -91,6 +92,30 @@ def _store_by_communicator() -> TCPStore:
             address = (host, store.port)
         host, port = all_gather_object(comm, address)[0]
         return store or TCPStore(host, port, None, False, LIMIT)
+
+
+@contextmanager
+def all_raise() -> Iterator[None]:
+    """Let all ranks raise the TypeError or ValueError that the block raises on one of them.
+
+    A collective call, if torch's default group is initialised and reaches the hosts: one small
+    gather. The group stays usable.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        problem = error
+    own = None if problem is None else (isinstance(problem, TypeError), str(problem))
+    answers = [own]
+    if dist.is_initialized() and "cpu:" in dist.get_backend_config():
+        answers = [own] * dist.get_world_size()
+        dist.all_gather_object(answers, own)
+    if problem is not None:
+        raise problem
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            raise (TypeError if answer[0] else ValueError)(f"rank {rank}: {answer[1]}")
 
 
 def give_up(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,6 +54,9 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
 
     def _rank_and_size(self) -> tuple[int, int]:
         return groups.rank_and_size()
+
+    def _all_raise(self) -> AbstractContextManager[None]:
+        return groups.all_raise()
 
 
 def _device() -> torch.device:

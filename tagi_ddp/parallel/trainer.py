@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -134,14 +134,15 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """
         rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
-        _check_factory(optimizer, is_module)
-        integer("epochs", epochs, 0)
-        length = length_of(data)
-        if length == 0:
-            raise ValueError("data must have samples to train on, got none")
-        integer("batch_size", batch_size, 1)
-        if is_module:
-            check_shares(length, batch_size, size)
+        with self._all_raise():
+            _check_factory(optimizer, is_module)
+            integer("epochs", epochs, 0)
+            length = length_of(data)
+            if length == 0:
+                raise ValueError("data must have samples to train on, got none")
+            integer("batch_size", batch_size, 1)
+            if is_module:
+                check_shares(length, batch_size, size)
         try:
             task_model = self._prepare(task, model)
             step = self._step_of(task_model, optimizer)
@@ -216,6 +217,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     def _rank_and_size(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""
         return 0, 1
+
+    def _all_raise(self) -> AbstractContextManager[None]:
+        """Return a block whose errors all ranks raise."""
+        return nullcontext()
 
     # --- training -----------------------------------------------------------------------------
 

@@ -50,7 +50,8 @@ def dp(
             Sequential cannot do what the settings ask for.
         RuntimeError: torch.distributed could not be initialised; the text says how to.
     """
-    settings = ParallelConfig.given("cfg", cfg)
+    with groups.all_raise():
+        settings = ParallelConfig.given("cfg", cfg)
     if groups.rank_and_size()[1] == 1:
         return model
     wrapped: DistributedDataParallel | FullyShardedDataParallel = (
@@ -71,10 +72,9 @@ def ddp(model: Any, cfg: Settings = None) -> Any:
     of any shares. Without torch's default group it finds the ranks by itself. A TaskModel over a
     Sequential is returned as another one over the DDPSequential.
     """
-    settings = ParallelConfig.given("cfg", cfg)
-    if (bare := _sequential(model)) is not None:
-        return _around(model, _wrap_sequential(bare, settings, sharded=False))
-    check_not_wrapped("model", model, (*WRAPPERS, FullyShardedDataParallel))
+    settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel))
+    if bare is not None:
+        return _around(model, _wrap_sequential(bare, sharded=False))
     groups.initialise()
     return DistributedDataParallel(model, init_sync=settings.sync_module_states)
 
@@ -91,13 +91,12 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
     A Sequential becomes a DDPSequential each rank of which computes the update of its part of the
     parameters; with NO_SHARD that of `ddp`. The result is the same, bit for bit.
     """
-    settings = ParallelConfig.given("cfg", cfg)
-    if (bare := _sequential(model)) is not None:
-        sharded = settings.sharding_strategy != ShardingStrategy.NO_SHARD
-        return _around(model, _wrap_sequential(bare, settings, sharded))
     # Its parts may be units already, but not the whole.
     whole = (FullyShardedDataParallel,) if isinstance(model, FullyShardedDataParallel) else ()
-    check_not_wrapped("model", model, (*WRAPPERS, *whole))
+    settings, bare = _checked(model, cfg, (*WRAPPERS, *whole))
+    if bare is not None:
+        sharded = settings.sharding_strategy != ShardingStrategy.NO_SHARD
+        return _around(model, _wrap_sequential(bare, sharded))
     groups.initialise()
     if settings.sync_module_states:
         _take_from_rank_0(model)
@@ -116,6 +115,23 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
     if offload:
         refuse_lost_gradients(wrapped)
     return wrapped
+
+
+def _checked(
+    model: Any, cfg: Settings, wrappers: tuple[type[nn.Module], ...]
+) -> tuple[ParallelConfig, Any]:
+    """Return the settings, and the Sequential that is meant or None; all ranks raise what one does.
+
+    A module, or a part of it, must be none of ``wrappers``.
+    """
+    with groups.all_raise():
+        settings = ParallelConfig.given("cfg", cfg)
+        bare = _sequential(model)
+        if bare is None:
+            check_not_wrapped("model", model, wrappers)
+        else:
+            _check_for_sequential(settings)
+    return settings, bare
 
 
 # --- torch's modules -------------------------------------------------------------------------
@@ -204,7 +220,8 @@ def _around(model: Any, wrapped: DDPSequential) -> Any:
     return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped
 
 
-def _wrap_sequential(model: Any, cfg: ParallelConfig, sharded: bool) -> DDPSequential:
+def _check_for_sequential(cfg: ParallelConfig) -> None:
+    """Raise ValueError if a Sequential cannot do what the settings ask for."""
     if cfg.cpu_offload:
         raise ValueError(
             "cpu_offload must be False for a pytagi Sequential, got True: its parameters have one "
@@ -215,6 +232,9 @@ def _wrap_sequential(model: Any, cfg: ParallelConfig, sharded: bool) -> DDPSeque
             "sync_module_states must be True for a pytagi Sequential, got False: a DDPSequential "
             "always begins with rank 0's parameters"
         )
+
+
+def _wrap_sequential(model: Any, sharded: bool) -> DDPSequential:
     if dist.is_available() and dist.is_initialized():
         from tagi_ddp.sharding.groups import communicator  # one for each group, kept with it
 

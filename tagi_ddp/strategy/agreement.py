@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tagi_ddp.checks import integer
+from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.strategy.seeds import base_seed
+
+
+class GroupsDiffer(AllRanksRaise, ValueError):
+    """The ranks were given different numbers or seeds."""
 
 
 def described(seed: int | None, **numbers: Any) -> tuple[int | Exception, dict[str, Any]]:
@@ -20,7 +25,7 @@ def described(seed: int | None, **numbers: Any) -> tuple[int | Exception, dict[s
 
 
 def check_same(answers: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError that names the first number in which the ranks' ``answers`` differ.
+    """Raise GroupsDiffer that names the first number in which the ranks' ``answers`` differ.
 
     All ranks call this with the same answers, in rank order.
     """
@@ -28,7 +33,7 @@ def check_same(answers: Sequence[Mapping[str, Any]]) -> None:
         given = [answer.get(name, "nothing") for answer in answers]
         other = next((rank for rank, value in enumerate(given) if value != given[0]), None)
         if other is not None:
-            raise ValueError(
+            raise GroupsDiffer(
                 f"{name} must be the same on all ranks, but rank 0 has {given[0]} and rank {other} "
                 f"{given[other]}"
             )

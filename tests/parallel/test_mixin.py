@@ -353,6 +353,9 @@ def wrong_optimizers(comm: Any, path: str, folder: str) -> None:
             trainer.train(Fit(), model, none, optimizer=SGD, **arguments)
         with pytest.raises(TypeError, match=r"data must be arrays .* got a NoneType"):
             trainer.train(Fit(), model, None, optimizer=SGD, **arguments)
+        given = None if comm.rank == 1 else data()  # one rank alone is wrong
+        with pytest.raises(TypeError, match="data must be arrays of one length"):
+            trainer.train(Fit(), model, given, optimizer=SGD, **arguments)
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == comm.size

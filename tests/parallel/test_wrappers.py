@@ -261,6 +261,29 @@ def check_wrong_settings() -> None:
             wrap(nn.Linear(2, 2), {"use_fsdp": "maybe"})
 
 
+def wrong_on_one_rank(comm: Any, path: str) -> list[str]:
+    """Let one rank alone be wrong: all learn of it at once, and the group stays usable."""
+    one, texts = comm.rank == 1, []
+    with torch_group(comm, path):
+        wrapped = ddp(nn.Linear(2, 2))
+        for wrap in (dp, ddp, fsdp):
+            for model, cfg in (
+                (nn.Linear(2, 2), {"use_fdsp": True} if one else None),
+                (wrapped if one else nn.Linear(2, 2), None),
+                (Sequential(Linear(2, 2)), {"cpu_offload": one}),
+            ):
+                with pytest.raises(ValueError, match=r"^(rank 1: )?(cfg|model|cpu_)") as caught:
+                    wrap(model, cfg)
+                texts.append(str(caught.value))
+        dist.barrier()
+    return texts
+
+
+def test_what_is_wrong_on_one_rank(shm: RankPool, tmp_path: Path) -> None:
+    told, own = shm.run(wrong_on_one_rank, str(tmp_path / "f"), size=2, limit=5)
+    assert told == [f"rank 1: {text}" for text in own]
+
+
 def test_settings(shm: RankPool, tmp_path: Path) -> None:
     shm.run(settings_of_all_kinds, str(tmp_path / "f"), size=2)
     check_wrong_settings()  # in one process, too

@@ -15,6 +15,7 @@ from support.rank_pool import RankPool
 
 from tagi_ddp import CommunicatorError, DDPSequential, PeerLost
 from tagi_ddp.communicators import all_gather_object
+from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.strategy import DDPEnsGroupStrategy, DDPGroupStrategy
 
 MLP = NETWORKS["mlp"]
@@ -192,6 +193,7 @@ def differ(comm: Any, calls: list[Any]) -> str:
     kind = DDPGroupStrategy if ensemble is None else DDPEnsGroupStrategy
     with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
         kind(*sizes, communicator=comm, seed=seed)
+    assert isinstance(caught.value, AllRanksRaise)  # none tells the others, which know
     comm.barrier()  # the group goes on being usable
     return str(caught.value)
 
