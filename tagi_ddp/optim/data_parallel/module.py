@@ -87,16 +87,15 @@ class DataParallel(Closing, Wrapper):
         """Take over the arguments, if all ranks have given the same."""
 
         def described() -> Iterator[Entry]:
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-            check_not_wrapped("module", module)
             check_blocking(blocking)
-            self._optimizers, twice = _checked(optimizer, module)
+            self._optimizers, twice = _checked(optimizer)
             self.blocking = blocking or twice
             yield "blocking", str(self.blocking)
             titles = (f"optimizer {number}" for number in range(len(self._optimizers)))
             inner = (optimizer.torch_optimizer for optimizer in self._optimizers)
             yield from describe_model("module", module, dict(zip(titles, inner, strict=False)))
+            check_not_wrapped("module", module)
+            _check_owner(module, self._optimizers)
 
         remedy = "Give the same module, optimizer and blocking on all ranks."
         require_equal(self._given, described, "the ranks' arguments", remedy)
@@ -296,8 +295,8 @@ class _Hook:
         return _Hook, (None, self._name)
 
 
-def _checked(optimizer: Any, module: nn.Module) -> tuple[list[DataParallelOptimizer], bool]:
-    """Return the optimizers of the module, each once, and whether any was given twice."""
+def _checked(optimizer: Any) -> tuple[list[DataParallelOptimizer], bool]:
+    """Return the optimizers as a list, each once, and whether any was given twice."""
     if isinstance(optimizer, DASO):
         raise TypeError(
             "optimizer must be a DataParallelOptimizer or several, got DASO, which is for "
@@ -319,15 +318,19 @@ def _checked(optimizer: Any, module: nn.Module) -> tuple[list[DataParallelOptimi
     params = [param for one in once for param in one.params_ref]
     if len(set(params)) < len(params):
         raise ValueError("optimizer must not hold a parameter twice")
-    own = set(module.parameters())
-    if own and own.isdisjoint(params):
-        raise ValueError(
-            "optimizer must hold parameters of module, got those of another model: make it of "
-            "module.parameters()"
-        )
     if twice := len(once) < len(optimizers):
         warnings.warn(
             "optimizer holds the same DataParallelOptimizer twice: it is used once, and blocking",
             stacklevel=6,
         )
     return once, twice
+
+
+def _check_owner(module: nn.Module, optimizers: Sequence[DataParallelOptimizer]) -> None:
+    """Raise ValueError if no optimizer holds a parameter of the module."""
+    own = set(module.parameters())
+    if own and own.isdisjoint(param for one in optimizers for param in one.params_ref):
+        raise ValueError(
+            "optimizer must hold parameters of module, got those of another model: make it of "
+            "module.parameters()"
+        )
