@@ -65,24 +65,28 @@ class Handshake:
 
     def carry(self, ready: Ready) -> None:
         """Wait until the engine is done, with an eye on the messages."""
-        call, channel = self._call, self._channel
-        call.waits_for = lambda: self._to_blame(self._unfinished())
+        self._call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             try:
                 if ready(_SLICE):
                     return
             except RuntimeError as error:
                 self.explain(error)
-            channel.until(self._interrupted, 0.0)
-            now = time.monotonic()
-            if now > call.deadline - call.limit / 2:
-                self._announce()
-            if now > call.deadline:
-                self._time_out(self._to_blame(self._unfinished()))
+            self._look()
 
     def leave(self) -> None:
         """Tell the peers that this rank is through."""
         self._channel.send(self._peers, Kind.LEAVE, self._own, self._call.number)
+
+    def _look(self) -> None:
+        """Between two waits for the engine: raise what has gone wrong, or that the time is up."""
+        call = self._call
+        self._channel.until(self._interrupted, 0.0)
+        now = time.monotonic()
+        if now > call.deadline - call.limit / 2:
+            self._announce()
+        if now > call.deadline:
+            self._time_out(call.waits_for())
 
     def _announce(self) -> None:
         """Tell the peers, once, that this rank waits: the ranks that do not are to blame."""

@@ -25,9 +25,8 @@ from typing import TypedDict
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")
 _ATTEMPT = 3.0  # seconds for one address, which a firewall may swallow
-_LIMIT = (
-    10.0  # seconds; what a rank has begun to send or take is small, so only a stopped one waits
-)
+# What a rank has begun to send or take is small, so only a stopped one waits.
+_LIMIT = 10.0  # seconds
 # What strangers cause: silence, an early end, nonsense, a wrong secret.
 _REFUSED = (OSError, EOFError, AssertionError, AuthenticationError, ValueError, struct.error)
 

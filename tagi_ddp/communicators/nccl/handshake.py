@@ -54,13 +54,8 @@ class StreamHandshake(Handshake):
                     call.deadline = time.monotonic() + call.limit
             except RuntimeError as error:
                 self.explain(error)
-            channel.until(self._interrupted, 0.0)
-            now = time.monotonic()
-            if now > call.deadline - call.limit / 2:
-                self._announce()
-            if now > call.deadline:
-                self._time_out(call.waits_for())
-            if now > end:
+            self._look()
+            if time.monotonic() > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)
         if not channel.until(self._settled, min(end, call.deadline)):
