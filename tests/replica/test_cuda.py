@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tagi_ddp import _backend
+from tagi_ddp.communicators import Buffer
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.pointers import LayoutError
@@ -151,8 +152,15 @@ class Rank1(SingleCommunicator):
 
     device = "cuda:3"
 
-    def broadcast(self, tensor: torch.Tensor) -> None:  # type: ignore[override]
-        tensor += 1
+    def broadcast(
+        self,
+        buffer: Buffer,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        buffer += 1
 
 
 @pytest.mark.parametrize(("communicator", "more"), [(SingleCommunicator, 0), (Rank1, 1)])

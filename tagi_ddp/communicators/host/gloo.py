@@ -136,8 +136,8 @@ class _ChannelStore(Store):
         self._channel = channel
         self._deadline = deadline
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # its stub says str
-        self._channel.send_value(key, value)
+    def set(self, key: str, value: str | bytes) -> None:
+        self._channel.send_value(key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
