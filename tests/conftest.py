@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
-from support.rank_pool import RankPool
+from support.rank_pool import OPEN_MPI_FILES, RankPool
 from support.stand_in.build import build
 
 # No test asserts a speed: an example may take its time on a busy machine.
@@ -20,6 +21,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch asks for the name of every peer's address; a DNS that drops such a question costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def open_mpi_files() -> Iterator[None]:
+    """Leave none of Open MPI's files behind."""
+    with tempfile.TemporaryDirectory(prefix="tagi_ddp_tests.", dir="/dev/shm") as folder:
+        os.environ[OPEN_MPI_FILES] = folder
+        yield
 
 
 @pytest.fixture(scope="session")

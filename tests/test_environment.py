@@ -145,10 +145,9 @@ for launcher, size, backend in {cases}:
 
 
 def run_mpi_world_of_one(code, **variables):
-    # Without mpirun, Open MPI's shared-memory transport leaves a file in /dev/shm at exit.
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "OMPI_MCA_btl": "self", **variables},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=60,
@@ -195,7 +194,8 @@ def test_the_warning_says_both_sides():
 
 
 SHOW = "import json, dataclasses as d; from tagi_ddp.environment import detect; "
-SHOW += "print(json.dumps(d.asdict(detect())), flush=True)"
+# In one write, even under PYTHONUNBUFFERED: the ranks share a pipe.
+SHOW += "print(json.dumps(d.asdict(detect())) + chr(10), end='', flush=True)"
 
 
 def ranks_started_by(command, tmp_path):

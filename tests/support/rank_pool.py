@@ -30,6 +30,9 @@ WORKER = TESTS / "support" / "rank_worker.py"
 _BY_VALUE = (str(TESTS), str(TESTS.with_name("examples")))
 _BY_NAME = ("support.rank_pool", "support.rank_worker")
 
+# Where Open MPI puts its files in shared memory; it leaves them when no mpirun has started it.
+OPEN_MPI_FILES = "OMPI_MCA_btl_sm_backing_directory"
+
 START_LIMIT = 60.0
 END_LIMIT = 10.0
 
@@ -292,7 +295,7 @@ def worker_environment(more: dict[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(launchers) and name not in names
+        if name == OPEN_MPI_FILES or (not name.startswith(launchers) and name not in names)
     }
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return {**kept, **threads, **more}
