@@ -12,9 +12,9 @@ demo: .venv/.installed-examples
 SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.py shm.py \
     stand_in.py) \
     $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
-    $(addprefix tests/project/test_,benchmarks.py client.py docs.py examples.py install.py) \
+    $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py) \
     $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py nccl.py) \
-    tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
+    tests/clients tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
     tests/strategy/test_lightning.py tests/torch_backend
 check: lint
 	.venv/bin/python -m pytest $(PARALLEL) $(SLOW:%=--ignore=%)

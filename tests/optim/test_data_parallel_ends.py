@@ -80,8 +80,6 @@ def test_the_end(shm: RankPool) -> None:
         net = make(Plain)
         optimizer = descend(net.parameters())
         model = DataParallel(net, comm, optimizer)
-        with pytest.raises(ValueError, match="optimizer belongs to another DataParallel"):
-            DataParallel(net, comm, optimizer)
         learn(comm, model, optimizer)
         model.close()
         model.close()
@@ -98,6 +96,32 @@ def test_the_end(shm: RankPool) -> None:
             learn(comm, model, optimizer)
         assert distance(values(net), after) > 0
         comm.barrier()  # which stays open
+
+    shm.run(task, size=2)
+
+
+@MODES
+def test_wrapping_a_module_again_closes_what_has_its_optimizer(
+    shm: RankPool, blocking: bool
+) -> None:
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        optimizer = descend(net.parameters())
+        first = DataParallel(net, comm, optimizer, blocking)
+        learn(comm, first, optimizer)
+        with pytest.raises(ValueError, match="optimizer belongs to another module's DataParallel"):
+            DataParallel(nn.Sequential(net), comm, optimizer, blocking)
+        with DataParallel(net, comm, optimizer, blocking) as second:
+            after = values(net)  # the step that the first one had to make is made
+            learn(comm, second, optimizer)
+            first.close()
+            learn(comm, second, optimizer)
+        assert distance(values(net), after) > 0
+        alone = make(Plain)
+        with DataParallel(alone, comm, descend(alone.parameters()), blocking) as third:
+            [learn(comm, third, third._optimizers[0]) for _ in range(3)]
+        assert distance(values(net), values(alone)) == 0
+        comm.barrier()
 
     shm.run(task, size=2)
 

@@ -23,6 +23,11 @@ from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates
 from tagi_ddp.optim.models import describe_model
 from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
 
+# The open DataParallel that wrapped each module last.
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallel]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 class DataParallel(Closing, Wrapper):
     """A module as one of the equal replicas of all ranks; a context manager.
@@ -38,6 +43,9 @@ class DataParallel(Closing, Wrapper):
     it runs, unless it did not run in the forward before.
 
     An error on one rank is raised on the others too, at their next collective operation.
+
+    To wrap a module again with its optimizer, as when a notebook's cell runs twice, closes the
+    former `DataParallel`.
 
     Args:
         module: the network; trained in place.
@@ -73,6 +81,7 @@ class DataParallel(Closing, Wrapper):
         self._ran: set[nn.Module] = set()  # parts, in this forward or the last one
         self._layered: set[Tensor] = set()  # parameters of parts that ran in the last one
         self._optimizers: list[DataParallelOptimizer] = []
+        self._former: DataParallel | None = None
         self._closed = False
         try:
             named = blocking_parameter_updates
@@ -89,8 +98,10 @@ class DataParallel(Closing, Wrapper):
         def described() -> Iterator[Entry]:
             check_blocking(blocking)
             self._optimizers, twice = _checked(optimizer)
+            self._former = _owner_of(module, self._optimizers)
             self.blocking = blocking or twice
             yield "blocking", str(self.blocking)
+            yield "wrapped before", str(self._former is not None)
             titles = (f"optimizer {number}" for number in range(len(self._optimizers)))
             inner = (optimizer.torch_optimizer for optimizer in self._optimizers)
             yield from describe_model("module", module, dict(zip(titles, inner, strict=False)))
@@ -108,6 +119,9 @@ class DataParallel(Closing, Wrapper):
 
     def _attach(self) -> None:
         module = self._inner
+        if self._former is not None:
+            self._former.close()
+            self._former = None
         if not self.blocking and not self._own and self._given.size > 1:
             # Ranks differ in when reductions begin: these must not meet the caller's operations.
             own = self._given.split(0, self._given.rank)
@@ -125,6 +139,7 @@ class DataParallel(Closing, Wrapper):
             self._updates.append(updates)
         if not self.blocking:
             self._hook(module)
+        _owners[module] = weakref.ref(self)
 
     def _make_updates(
         self, optimizer: torch.optim.Optimizer, buffers: Changes
@@ -312,8 +327,6 @@ def _checked(optimizer: Any) -> tuple[list[DataParallelOptimizer], bool]:
             raise TypeError(f"optimizer must hold DataParallelOptimizers only, got {got}")
     if not optimizers:
         raise ValueError("optimizer must hold at least one DataParallelOptimizer, got none")
-    if any(one.attached for one in optimizers):
-        raise ValueError("optimizer belongs to another DataParallel; close that before")
     once = list(dict.fromkeys(optimizers))
     params = [param for one in once for param in one.params_ref]
     if len(set(params)) < len(params):
@@ -324,6 +337,18 @@ def _checked(optimizer: Any) -> tuple[list[DataParallelOptimizer], bool]:
             stacklevel=6,
         )
     return once, twice
+
+
+def _owner_of(
+    module: nn.Module, optimizers: Sequence[DataParallelOptimizer]
+) -> DataParallel | None:
+    """Return the open DataParallel that has the optimizers; ValueError if it has another module."""
+    attached = [one for one in optimizers if one.attached]
+    known = _owners.get(module) if attached else None
+    owner = None if known is None else known()
+    if attached and (owner is None or not set(attached) <= set(owner._optimizers)):
+        raise ValueError("optimizer belongs to another module's DataParallel; close that before")
+    return owner
 
 
 def _check_owner(module: nn.Module, optimizers: Sequence[DataParallelOptimizer]) -> None:

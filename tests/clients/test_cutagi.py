@@ -5,24 +5,21 @@ temporary copy these change, and nothing else: the import of DDPConfig and DDPSe
 backend, the updater's device, the check for CUDA; and the numbers of images, to take less time.
 """
 
-import gzip
 import hashlib
 import os
 import re
 import runpy
 import shutil
-import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.clients import IMAGES, run_under_mpirun, write_mnist_files
 
 import tagi_ddp
 
 SOURCE = os.environ.get("TAGI_DDP_CUTAGI_SOURCE")
-IMAGES = {"train": 4000, "t10k": 1000}
 NEEDED = """
     if not pytagi.cuda.is_available():
         raise ValueError("CUDA is not available")
@@ -42,19 +39,8 @@ CHANGES = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the files of Fashion-MNIST where the script looks for MNIST's, cut short."""
-    target = tmp_path / "data" / "mnist"
-    target.mkdir(parents=True)
-    for part, count in IMAGES.items():
-        for kind, size in (("images-idx3", 28 * 28), ("labels-idx1", 1)):
-            name = f"{part}-{kind}-ubyte"
-            path = Path("/usr/share/datasets/fashion-mnist", f"{name}.gz")
-            if not path.is_file():
-                pytest.skip(f"there is no {path}: install Debian's dataset-fashion-mnist")
-            with gzip.open(path) as file:
-                start = file.read(16 if size > 1 else 8)
-                pixels = file.read(count * size)
-            (target / name).write_bytes(start[:4] + struct.pack(">I", count) + start[8:] + pixels)
+    """A folder with images where the script looks for MNIST's."""
+    write_mnist_files(tmp_path / "data" / "mnist")
     return tmp_path
 
 
@@ -73,22 +59,10 @@ def copy_example(source, folder, backend):
 @pytest.mark.skipif(not SOURCE, reason="TAGI_DDP_CUTAGI_SOURCE names no checkout of cuTAGI")
 @pytest.mark.parametrize("backend", ["mpi", "shm"])
 def test_the_public_ddp_example_trains_on_two_cpu_ranks(folder, backend):
-    for module in ("fire", "pandas", "mpi4py"):
+    for module in ("fire", "pandas"):
         pytest.importorskip(module)
     copy_example(Path(SOURCE), folder, backend)
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    mpirun = shutil.which("mpirun", path=folders) or pytest.skip("there is no mpirun")
-    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    done = subprocess.run(
-        [mpirun, *as_root, "--oversubscribe", "-n", "2", sys.executable, __file__,
-         "--num_epochs", "1", "--batch_size", "32"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = run_under_mpirun(__file__, "--num_epochs", "1", "--batch_size", "32", cwd=folder)
     assert "Training complete." in done.stdout
     error = float(re.findall(r"test error: ([\d.]+)%", done.stderr)[-1])
     assert error < 60, "ten classes, so that guessing has 90 %"
