@@ -19,6 +19,10 @@ hypothesis.settings.load_profile("untimed")
 # A shell starts what it puts in the background with this signal ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files are tested side by side, and threads that spin while they wait take the cores from others.
+# They read this when torch is loaded, which is later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # torch asks for the name of every peer's address; a DNS that drops such a question costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

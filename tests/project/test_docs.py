@@ -106,7 +106,7 @@ def test_the_script_of_the_readme(launcher: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [*LAUNCHERS[launcher], "script.py"],
         cwd=tmp_path,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "error"},
+        env={**os.environ, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
         timeout=100,

@@ -29,14 +29,6 @@ def ranks(number):
     return [sys.executable, *(launcher if number > 1 else [])]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def patient_threads():
-    """Let torch's threads wait without spinning, which takes three times as long on busy cores."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        yield
-
-
 def at_once(function, *arguments):
     """Return the function's results. A single process alone would leave cores idle."""
     with ThreadPoolExecutor() as pool:
