@@ -5,7 +5,6 @@ The engine makes CUDA objects of layers without parameters where there is no GPU
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -205,14 +204,9 @@ def shared(network: Network) -> None:
 
 
 def overlapping(network: Network) -> None:
-    leaf = network.leaves[1]
-    leaf.write(POINTERS + 8 * 5, "<u8", leaf.on_device["delta_mu_w"].ctypes.data + 4)
-    network.memory.arrays.append(np.ctypeslib.as_array(whole(leaf.on_device["delta_mu_w"])))
-
-
-def whole(array: np.ndarray) -> Any:
-    """Return an array of one more element, as if the device's memory went on."""
-    return (ctypes.c_float * (array.size + 1)).from_address(array.ctypes.data)
+    memory = network.memory.new(np.zeros(19))
+    network.leaves[1].point(POINTERS + 8 * 4, memory[:-1])
+    network.leaves[1].point(POINTERS + 8 * 5, memory[1:])
 
 
 def more_weights(network: Network) -> None:
