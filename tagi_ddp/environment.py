@@ -10,13 +10,16 @@ The first of these whose variables are there decides, the innermost launcher fir
    ``SLURM_PROCID=0`` and ``SLURM_NTASKS`` too, but are one process: they count as no launcher.
 6. ``torchrun`` again: RANK and its companions set by hand.
 
-``TAGI_DDP_JOB`` replaces the job key of any launcher.
+``TAGI_DDP_JOB`` replaces the job key of any launcher. The key that keeps strangers out is
+`job_secret`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import stat
 import sys
 import warnings
 from collections.abc import Mapping
@@ -78,6 +81,29 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
         return LaunchEnvironment("none")
     _warn_of_second_launcher(environ, found)
     return found
+
+
+def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """Return the key by which the ranks of a job know each other; b"" if there is none.
+
+    It is made of TAGI_DDP_SECRET, any text, which our launcher sets to a random one, or of the file
+    that TAGI_DDP_SECRET_FILE names, which nobody but its owner may read. Raises ValueError, naming
+    the variable, if that is not so.
+    """
+    text = environ.get("TAGI_DDP_SECRET", "").encode()
+    name = environ.get("TAGI_DDP_SECRET_FILE")
+    if not text and name:
+        try:
+            with open(name, "rb") as file:
+                others = os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+                text = file.read().strip()
+        except OSError as error:
+            raise ValueError(f"TAGI_DDP_SECRET_FILE cannot be read: {error}") from error
+        if others:
+            raise ValueError(f"TAGI_DDP_SECRET_FILE is open to others: chmod 600 {name}")
+        if not text:
+            raise ValueError(f"TAGI_DDP_SECRET_FILE is empty: {name}")
+    return hashlib.sha256(text).digest() if text else b""
 
 
 def rendezvous_endpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:

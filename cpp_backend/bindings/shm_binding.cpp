@@ -275,19 +275,19 @@ void bind_shm(nb::module_& module) {
         .def(
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
-               double timeout) {
+               const std::string& name, double timeout) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
                 require_rank(rank, "rank", size);
                 checked_timeout(timeout);
                 std::shared_ptr<ShmCommunicator> communicator;
                 {
                     nb::gil_scoped_release unlocked;
-                    communicator =
-                        std::make_shared<ShmCommunicator>(rank, size, job, timeout, check_signals);
+                    communicator = std::make_shared<ShmCommunicator>(rank, size, job, name,
+                                                                     timeout, check_signals);
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },
-            "rank"_a, "size"_a, "job"_a, "timeout"_a = 300.0)
+            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0)
         .def_prop_ro("rank", &PyShmCommunicator::rank)
         .def_prop_ro("size", &PyShmCommunicator::size)
         .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })

@@ -13,13 +13,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "common/clock.h"
 #include "common/errors.h"
-#include "common/hash.h"
 #include "shm/texts.h"
 
 namespace tagi_ddp {
@@ -52,12 +52,11 @@ struct Reply {
              ". Choose another backend, or mend what the system refuses.");
 }
 
-std::pair<sockaddr_un, socklen_t> address_of(const std::string& job) {
-    // A hash, so that any job name fits the 107 bytes of a socket's name.
-    const std::string name =
-        "tagi_ddp/" + std::to_string(geteuid()) + "/" + std::to_string(hash_of(job));
+std::pair<sockaddr_un, socklen_t> address_of(const std::string& group) {
+    const std::string name = "tagi_ddp/" + std::to_string(geteuid()) + "/" + group;
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
+    if (name.size() >= sizeof address.sun_path) throw std::invalid_argument("name is too long");
     std::copy(name.begin(), name.end(), address.sun_path + 1);  // a leading 0: abstract
     return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
 }
@@ -80,11 +79,27 @@ bool wait_for(const Rendezvous& rendezvous, int fd, short events) {
     }
 }
 
-bool same_user(int fd) {
+// The other side's user; the kernel says so, not the other side.
+uid_t user_of(int fd) {
     ucred credentials{};
     socklen_t length = sizeof credentials;
-    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) == 0 &&
-           credentials.uid == geteuid();
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
+        return static_cast<uid_t>(-1);
+    return credentials.uid;
+}
+
+bool same_user(int fd) { return user_of(fd) == geteuid(); }
+
+// Which other user holds the group's name, as the end of an error's text; "" if none does.
+std::string taken_by_another(const Rendezvous& rendezvous) {
+    FileDescriptor fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const auto [address, length] = address_of(rendezvous.name);
+    if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        same_user(fd.get()))
+        return "";
+    return "the name of job '" + rendezvous.job + "' is taken by the user with number " +
+           std::to_string(user_of(fd.get())) +
+           ". Set TAGI_DDP_SECRET to the same random text on all ranks, which nobody else knows.";
 }
 
 void answer(int fd, const Reply& reply, int memory) {
@@ -126,11 +141,13 @@ FileDescriptor make_memory(const Rendezvous& rendezvous, size_t bytes) {
 // Binds the job's name, waiting while an earlier group of the same name still holds it.
 FileDescriptor listen_at(const Rendezvous& rendezvous) {
     FileDescriptor listener = make_socket(rendezvous);
-    const auto [address, length] = address_of(rendezvous.job);
+    const auto [address, length] = address_of(rendezvous.name);
     while (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
         if (errno != EADDRINUSE) system_error(rendezvous, "bind");
         if (rendezvous.on_wait) rendezvous.on_wait();
         if (Clock::now() >= rendezvous.deadline) {
+            const std::string taken = taken_by_another(rendezvous);
+            if (!taken.empty()) fail(rendezvous, ErrorKind::unavailable, taken);
             fail(rendezvous, ErrorKind::mismatch,
                  "another rank 0 of job '" + rendezvous.job +
                      "' is there already. Give every rank its own number, and "
@@ -214,7 +231,7 @@ FileDescriptor host(const Rendezvous& rendezvous, size_t bytes) {
 // Connects to rank 0 and says hello; the socket is closed again if rank 0 is not there.
 FileDescriptor try_connect(const Rendezvous& rendezvous) {
     FileDescriptor fd = make_socket(rendezvous);
-    const auto [address, length] = address_of(rendezvous.job);
+    const auto [address, length] = address_of(rendezvous.name);
     if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
         if (errno != ECONNREFUSED && errno != ENOENT && errno != EAGAIN)
             system_error(rendezvous, "connect");
@@ -260,6 +277,8 @@ FileDescriptor join(const Rendezvous& rendezvous) {
     while (!fd) {
         if (rendezvous.on_wait) rendezvous.on_wait();
         if (Clock::now() >= rendezvous.deadline) {
+            const std::string taken = taken_by_another(rendezvous);
+            if (!taken.empty()) fail(rendezvous, ErrorKind::unavailable, taken);
             fail(rendezvous, ErrorKind::timeout,
                  "did not come in time: rank 0. Start all ranks of "
                  "job '" +
@@ -273,7 +292,8 @@ FileDescriptor join(const Rendezvous& rendezvous) {
     Rendezvous patient = rendezvous;
     patient.deadline += milliseconds(500);
     if (!wait_for(patient, fd.get(), POLLIN)) {
-        fail(rendezvous, ErrorKind::timeout, "not all ranks came in time. Look at their output.");
+        fail(rendezvous, ErrorKind::timeout,
+             "rank 0 is there, but did not answer in time. Look at that rank's output.", {0});
     }
     return receive_memory(rendezvous, fd.get());
 }

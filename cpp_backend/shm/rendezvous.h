@@ -30,7 +30,8 @@ class FileDescriptor {
 
 // What a rank has to know to find the others.
 struct Rendezvous {
-    std::string job;  // equal on all ranks, different for every group
+    std::string job;   // what errors call it
+    std::string name;  // equal on all ranks, different for every group; guarded by a key, if any
     int rank;
     int size;
     Clock::time_point deadline;

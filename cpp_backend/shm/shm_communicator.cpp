@@ -1,6 +1,7 @@
 #include "shm/shm_communicator.h"
 
 #include <sched.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,16 +21,25 @@ using std::chrono::nanoseconds;
 constexpr int spins_with_core = 80000;
 constexpr int spins_without_core = 50;  // more ranks than cores: let the others run
 
+// Nobody can foretell the name of a group that a group makes.
+int64_t random_token() {
+    int64_t token = 0;
+    if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token))
+        throw CommunicatorError(ErrorKind::unavailable, "the system gave no random number");
+    return token;
+}
+
 }  // namespace
 
-ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job, double timeout,
+ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
+                                 const std::string& name, double timeout,
                                  std::function<void()> on_wait)
     : rank_(rank),
       size_(size),
       job_(job),
       timeout_(timeout),
       on_wait_(std::move(on_wait)),
-      segment_(std::make_shared<Segment>(Rendezvous{job, rank, size, after(timeout), on_wait_})),
+      segment_(std::make_shared<Segment>(Rendezvous{job, name, rank, size, after(timeout), on_wait_})),
       process_(getpid()),
       has_cores_(static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
@@ -255,6 +265,7 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, doub
         Signature signature{Kind::split};
         signature.words[0] = color;
         signature.words[1] = key;
+        signature.words[2] = random_token();
         const std::vector<Signature> all = enter(operation, signature);
         const std::string job =
             job_ + "/split" + std::to_string(splits_++) + "." + std::to_string(color);
@@ -267,8 +278,10 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, doub
             return all[static_cast<size_t>(a)].words[1] < all[static_cast<size_t>(b)].words[1];
         });
         const auto self = std::find(members.begin(), members.end(), rank_);
+        const int64_t token = all[static_cast<size_t>(members.front())].words[2];
         part = std::make_unique<ShmCommunicator>(static_cast<int>(self - members.begin()),
-                                                 static_cast<int>(members.size()), job, timeout,
+                                                 static_cast<int>(members.size()), job,
+                                                 std::to_string(token), timeout,
                                                  [&] { check_peers(operation, rank_); });
         part->on_wait_ = on_wait_;
     });

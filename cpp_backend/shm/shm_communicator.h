@@ -36,8 +36,9 @@ struct InPlaceExchange {
 class ShmCommunicator {
  public:
     // `on_wait` is called about every 50 ms while an operation waits, and may throw.
-    ShmCommunicator(int rank, int size, const std::string& job, double timeout,
-                    std::function<void()> on_wait);
+    // `name` is where the ranks find each other, `job` what errors call them.
+    ShmCommunicator(int rank, int size, const std::string& job, const std::string& name,
+                    double timeout, std::function<void()> on_wait);
     ShmCommunicator(const ShmCommunicator&) = delete;
     ShmCommunicator& operator=(const ShmCommunicator&) = delete;
     ~ShmCommunicator();

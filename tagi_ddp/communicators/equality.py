@@ -51,10 +51,10 @@ def require_equal(
 
 def _difference(communicator: Communicator, problem: str, own: list[Entry]) -> str:
     """Return which rank has a problem or else differs first from rank 0, and in what; else ""."""
-    digest = hashlib.sha256(repr((problem, own)).encode()).digest()
+    digest = hashlib.sha256(repr((problem, own)).encode()).hexdigest()
     if len(set(all_gather_object(communicator, digest))) == 1:
         return ""
-    everyone: list[tuple[str, list[Entry]]] = all_gather_object(communicator, (problem, own))
+    everyone: list[tuple[str, list[Entry]]] = all_gather_object(communicator, [problem, own])
     for rank, (refusal, _) in enumerate(everyone):
         if refusal:
             return f"are refused by rank {rank}: {refusal}"

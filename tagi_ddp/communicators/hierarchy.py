@@ -32,7 +32,8 @@ class Hierarchy:
         self.world = world
         topology = topology_of(world)
         # The first rank's token names the shared memory.
-        everyone = all_gather_object(world, (node_size, secrets.token_hex(8)))
+        asked = node_size if isinstance(node_size, int | None) else repr(node_size)
+        everyone = all_gather_object(world, (asked, secrets.token_hex(16)))
         if len({asked for asked, _ in everyone}) > 1:
             told = [asked for asked, _ in everyone]
             raise ValueError(f"node_size differs between ranks: {told}; give the same on all")

@@ -1,8 +1,8 @@
-"""Small Python objects over a communicator."""
+"""Small Python values over a communicator, as JSON: what comes from another rank is never run."""
 
 from __future__ import annotations
 
-import pickle
+import json
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,16 +20,17 @@ class HostObjects(Protocol):
 
 
 def all_gather_object(comm: Communicator, obj: Any) -> list[Any]:
-    """Return every rank's ``obj``, in rank order; for small objects that can be pickled.
+    """Return every rank's ``obj``, in rank order: None, bools, numbers, texts, lists and dicts.
 
-    Two collectives: the sizes, then the bytes. Unpickling runs code, so all ranks must be trusted.
+    Two collectives: the sizes, then the bytes. They travel as JSON, so tuples arrive as lists and
+    keys as texts; other types are a TypeError on the rank that gives them.
     """
     if isinstance(comm, HostObjects):
         return comm.all_gather_object(obj)
-    data = np.frombuffer(pickle.dumps(obj), np.uint8)
+    data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
     sizes = np.empty(comm.size, np.int64)
     comm.all_gather(np.array([data.size], np.int64), sizes)
     counts = sizes.tolist()
     gathered = np.empty(sum(counts), np.uint8)
     comm.all_gather(data, gathered, counts)
-    return [pickle.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]
+    return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from tagi_ddp._backend import ShmCommunicator
+from tagi_ddp.environment import job_secret
 
 __all__ = ["ShmCommunicator", "create"]
 
@@ -14,4 +17,9 @@ def create(rank: int, world_size: int, job: str, timeout: float) -> ShmCommunica
     and is the default of every operation. Raises Timeout naming the ranks that did not come,
     Mismatch when two ranks have one number or ranks differ in ``world_size``.
     """
-    return ShmCommunicator(rank, world_size, job, timeout)
+    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout)
+
+
+def meeting_name(job: str) -> str:
+    """Return where the ranks of ``job`` find each other; only who has the secret can foretell it."""
+    return hashlib.blake2b(job.encode(), key=job_secret(), digest_size=24).hexdigest()

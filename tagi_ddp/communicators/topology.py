@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
@@ -29,6 +30,12 @@ class Location:
     bound: bool = False
     local_rank: int = 0
     local_size: int = 0
+
+    @classmethod
+    def of(cls, told: Sequence[Any]) -> Location:
+        """Return that of a rank that has told its fields."""
+        host, cores, *rest = told
+        return cls(host, tuple(cores), *rest)
 
     @classmethod
     def of_this_process(cls, size: int) -> Location:
@@ -112,6 +119,6 @@ def topology_of(communicator: Communicator) -> Topology:
         own = Location.of_this_process(communicator.size)
         everyone: Sequence[Location] = [own]
         if communicator.size > 1:
-            everyone = [Location(*told) for told in all_gather_object(communicator, astuple(own))]
+            everyone = [Location.of(told) for told in all_gather_object(communicator, astuple(own))]
         found = _known[communicator] = Topology(tuple(everyone))
     return found

@@ -6,6 +6,7 @@ import io
 import linecache
 import os
 import pickle
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType
@@ -67,6 +68,7 @@ def launch(
         if len(entry) == 4 and entry[1] is None
     }
     payload = os.memfd_create("tagi_ddp.launch")
+    os.fchmod(payload, stat.S_IRUSR | stat.S_IWUSR)  # as /proc shows it to others
     try:
         with open(payload, "wb", closefd=False) as file:
             pickle.dump((sources, call), file)

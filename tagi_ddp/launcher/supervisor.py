@@ -168,11 +168,11 @@ class _Team:
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
         """Start all ranks; none goes on when this is interrupted."""
         job = f"{os.getpid()}-{secrets.token_hex(8)}"
-        port = _free_port()
+        port, secret = _free_port(), secrets.token_hex(32)
         gate, opener = os.pipe()
         try:
             for number in range(nprocs):
-                environment = _environment(number, nprocs, job, port)
+                environment = _environment(number, nprocs, job, port, secret)
                 self._start_rank(number, command, gate, pass_fds, environment)
             os.write(opener, bytes(nprocs))
         finally:
@@ -283,7 +283,7 @@ class _Team:
         self._selector.register(pipe.fileno(), selectors.EVENT_READ, take)
 
 
-def _environment(rank: int, nprocs: int, job: str, port: int) -> dict[str, str]:
+def _environment(rank: int, nprocs: int, job: str, port: int, secret: str) -> dict[str, str]:
     """Return this process's environment with the rank's place in it, as torchrun sets it too."""
     # torch would ask the agent of an outer torchrun for the address of rank 0.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
@@ -300,6 +300,7 @@ def _environment(rank: int, nprocs: int, job: str, port: int) -> dict[str, str]:
         **place,
         **{f"TAGI_DDP_{name}": value for name, value in place.items()},
         "TAGI_DDP_JOB": job,
+        "TAGI_DDP_SECRET": secret,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

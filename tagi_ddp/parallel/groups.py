@@ -6,6 +6,7 @@ import atexit
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,7 @@ from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
+from tagi_ddp.torch_backend.objects import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
@@ -109,8 +111,7 @@ def all_raise() -> Iterator[None]:
     own = None if problem is None else (isinstance(problem, TypeError), str(problem))
     answers = [own]
     if dist.is_initialized() and "cpu:" in dist.get_backend_config():
-        answers = [own] * dist.get_world_size()
-        dist.all_gather_object(answers, own)
+        answers = all_gather_values(own)
     if problem is not None:
         raise problem
     for rank, answer in enumerate(answers):
@@ -163,9 +164,8 @@ def node_groups(node_size: int | None) -> Pair | None:
 
 
 def _nodes(node_size: int | None) -> list[list[int]]:
-    size = dist.get_world_size()
-    locations = [Location.of_this_process(size)] * size
-    dist.all_gather_object(locations, locations[0])
+    own = Location.of_this_process(dist.get_world_size())
+    locations = [Location.of(told) for told in all_gather_values(astuple(own))]
     try:
         return Topology(tuple(locations)).nodes(node_size)
     except ValueError as error:

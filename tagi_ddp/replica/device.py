@@ -209,7 +209,7 @@ class DeviceReplica:
         for tensor in tensors:
             if tensor.numel():
                 communicator.broadcast(tensor)
-        flags = all_gather_object(communicator, [flag.copy() for flag in self.statistics.flags])
+        flags = all_gather_object(communicator, [flag.tolist() for flag in self.statistics.flags])
         for flag, first in zip(self.statistics.flags, flags[0], strict=True):
             flag[:] = first
         self._ahead = True

@@ -179,16 +179,19 @@ def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
     return rows
 
 
+_KINDS: dict[str, type[Exception]] = {"IndexError": IndexError, "TypeError": TypeError}
+
+
 def _refuse(comm: Communicator, problem: Exception | None, said: str) -> None:
     """Raise what is wrong; all ranks call this."""
-    own = None if problem is None else (type(problem), str(problem))
+    own = None if problem is None else (type(problem).__name__, str(problem))
     answers: list[Any] = all_gather_object(comm, (own, said))
     if problem is not None:
         raise problem
     problems = [(rank, *found) for rank, (found, _) in enumerate(answers) if found]
     if problems:
         rank, kind, text = problems[0]
-        raise (kind if kind in (IndexError, TypeError) else ValueError)(f"rank {rank}: {text}")
+        raise _KINDS.get(kind, ValueError)(f"rank {rank}: {text}")
     raise ValueError(
         mismatch_text(
             {rank: other for rank, (_, other) in enumerate(answers) if other != said}, said

@@ -37,21 +37,25 @@ def mixture(
     """
     answers = all_gather_object(members, _checked(mu, var))
     for rank, answer in enumerate(answers):
-        if isinstance(answer, Exception):
-            raise type(answer)(f"member {rank}: {answer}")
-    shapes = [answer[0] for answer in answers]
+        if "problem" in answer:
+            kind = TypeError if answer["is_type_error"] else ValueError
+            raise kind(f"member {rank}: {answer['problem']}")
+    shapes = [tuple(answer["shape"]) for answer in answers]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"the members' predictions have shapes {shapes}: give those for the same inputs"
         )
-    means = np.stack([answer[1] for answer in answers]).astype(np.float64)
-    variances = np.stack([answer[2] for answer in answers]).astype(np.float64)
+    means, variances = (
+        np.stack([np.frombuffer(bytes.fromhex(answer[name]), np.float32) for answer in answers])
+        for name in ("mu", "var")
+    )
+    means, variances = means.astype(np.float64), variances.astype(np.float64)
     mean, variance = means.mean(axis=0), variances.mean(axis=0) + means.var(axis=0)
     return _shaped(mean, shapes[0]), _shaped(variance, shapes[0])
 
 
-def _checked(mu: Any, var: Any) -> tuple[tuple[int, ...], FloatArray, FloatArray] | Exception:
-    """Return the shape, and means and variances as flat arrays; or what is wrong with them."""
+def _checked(mu: Any, var: Any) -> dict[str, Any]:
+    """Return the shape, means and variances, float32 as hex digits; or what is wrong with them."""
     try:
         shape, other = tuple(np.shape(mu)), tuple(np.shape(var))
         if other != shape:
@@ -60,8 +64,8 @@ def _checked(mu: Any, var: Any) -> tuple[tuple[int, ...], FloatArray, FloatArray
         if (variances < 0).any():
             raise ValueError(f"var has negative elements, the least is {variances.min()}")
     except (TypeError, ValueError) as error:
-        return error
-    return shape, means, variances
+        return {"problem": str(error), "is_type_error": isinstance(error, TypeError)}
+    return {"shape": shape, "mu": means.tobytes().hex(), "var": variances.tobytes().hex()}
 
 
 def _shaped(values: npt.NDArray[np.float64], shape: tuple[int, ...]) -> FloatArray:

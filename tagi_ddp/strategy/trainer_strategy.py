@@ -14,6 +14,7 @@ from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.loaders import process_dataloader, sample_group, shuffles
 from tagi_ddp.strategy.seeds import group_seed, seed_everything
+from tagi_ddp.torch_backend.objects import all_gather_values
 
 if TYPE_CHECKING:  # of each of Lightning's packages one comes next among the bases
     from lightning.pytorch.strategies import DDPStrategy
@@ -96,9 +97,7 @@ class GroupStrategy(DDPStrategy):
         """Keep the base seed, once it and the groups' numbers are the same on all ranks."""
         numbers = {name: number for name, number in asdict(self.layout).items() if name != "rank"}
         base, own = described(self._seed, **numbers)
-        answers = [own] * self.layout.world_size
-        dist.all_gather_object(answers, own)
-        check_same(answers)
+        check_same(all_gather_values(own))
         if isinstance(base, Exception):
             raise base
         self._base = base

@@ -27,7 +27,7 @@ OTHER_WORDS = {
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[tuple[Any, Any]]:
-    with ShmCommunicator(0, 1, secrets.token_hex(8)) as shm, SingleCommunicator() as single:
+    with ShmCommunicator(0, 1, "one", secrets.token_hex(8)) as shm, SingleCommunicator() as single:
         yield shm, single
 
 

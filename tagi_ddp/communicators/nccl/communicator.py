@@ -8,10 +8,9 @@ up, the communicator is aborted on all ranks, and the next call says why.
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import json
 import math
-import pickle
 import threading
 import time
 import weakref
@@ -102,12 +101,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order, by way of the hosts."""
 
+        own = json.loads(json.dumps(value))
+
         def gather() -> list[Any]:
-            own = base64.b64encode(pickle.dumps(value)).decode()
             handshake = self._handshake(call)
-            messages = {**handshake.gather(own), self.rank: own}
+            values = {**handshake.gather(own), self.rank: own}
             handshake.leave()
-            return [pickle.loads(base64.b64decode(messages[r])) for r in range(self.size)]
+            return [values[r] for r in range(self.size)]
 
         call = self._call("all_gather_object", "", None)
         return self._submit(call, gather, False).result()

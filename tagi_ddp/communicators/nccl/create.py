@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tagi_ddp._backend import Device
 from tagi_ddp.communicators.control.checked import open_channel, opened
@@ -11,19 +12,17 @@ from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
 from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
 
-Greeting = tuple[BackendUnavailable | None, bytes]  # what keeps a rank from it, and its address
-
 
 def create(
     rank: int,
     world_size: int,
     place: tuple[int | None, int],
     timeout: float,
-    exchange: Callable[[Greeting], Sequence[Greeting]],
+    exchange: Callable[[list[Any]], Sequence[list[Any]]],
 ) -> NcclCommunicator:
     """Return this rank's communicator; ``place`` is its device's number, or None, and local rank.
 
-    ``exchange`` returns what every rank gives it: how the ranks find each other. Raises
+    ``exchange`` returns what every rank gives it, as JSON: how the ranks find each other. Raises
     BackendUnavailable, on all ranks, when one cannot take part, NcclMissing if that is all.
     """
     deadline = time.monotonic() + timeout
@@ -37,14 +36,15 @@ def create(
         problem = error
 
     def exchange_records(record: bytes) -> Sequence[bytes]:
-        answers = exchange((problem, record))
-        problems = {rank: error for rank, (error, _) in enumerate(answers) if error is not None}
+        own = None if problem is None else [isinstance(problem, NcclMissing), str(problem)]
+        answers = exchange([own, record.decode()])
+        problems = {rank: told for rank, (told, _) in enumerate(answers) if told is not None}
         if problems:
-            only_nccl = all(isinstance(error, NcclMissing) for error in problems.values())
+            only_nccl = all(lacks_nccl for lacks_nccl, _ in problems.values())
             kind = NcclMissing if only_nccl else BackendUnavailable
-            texts = [f"rank {rank}: {error}" for rank, error in problems.items()]
+            texts = [f"rank {rank}: {text}" for rank, (_, text) in problems.items()]
             raise kind("; ".join(texts), list(problems))
-        return [record for _, record in answers]
+        return [record.encode() for _, record in answers]
 
     channel = open_channel(
         NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records
