@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # torch asks for the name of every peer's address; a DNS that drops such a question costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+# Ranks that a launcher of others starts would warn that they have none.
+os.environ["TAGI_DDP_SECRET"] = secrets.token_hex()
 
 
 @pytest.fixture(scope="session", autouse=True)

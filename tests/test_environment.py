@@ -10,6 +10,7 @@ import pytest
 from tagi_ddp.environment import (
     LaunchEnvironment,
     detect,
+    job_secret,
     rendezvous_endpoint,
     warn_if_launcher_disagrees,
 )
@@ -117,6 +118,27 @@ def test_the_innermost_launcher_wins(variables, launcher):
 def test_bad_values_name_the_variable(variables, name):
     with pytest.raises(ValueError, match=rf"^{name} "):
         detect(variables)
+
+
+def test_the_secret(tmp_path):
+    path = tmp_path / "secret"
+    variables = {"TAGI_DDP_SECRET_FILE": str(path)}
+
+    def refused():
+        with pytest.raises(ValueError, match=r"^TAGI_DDP_SECRET_FILE ") as caught:
+            job_secret(variables)
+        return str(caught.value)
+
+    assert job_secret({}) == b""
+    assert "cannot be read" in refused()
+    path.touch(0o600)
+    assert "is empty" in refused()
+    path.write_text("open sesame\n")
+    from_file = job_secret(variables)
+    assert from_file == job_secret({"TAGI_DDP_SECRET": "open sesame"})
+    assert from_file != job_secret({"TAGI_DDP_SECRET": "another", **variables}) != b""
+    path.chmod(0o640)
+    assert f"is open to others: chmod 600 {path}" in refused()
 
 
 @pytest.mark.parametrize(

@@ -282,8 +282,8 @@ void bind_shm(nb::module_& module) {
                 std::shared_ptr<ShmCommunicator> communicator;
                 {
                     nb::gil_scoped_release unlocked;
-                    communicator = std::make_shared<ShmCommunicator>(rank, size, job, name,
-                                                                     timeout, check_signals);
+                    communicator = std::make_shared<ShmCommunicator>(rank, size, job, name, timeout,
+                                                                     check_signals);
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -90,16 +91,12 @@ uid_t user_of(int fd) {
 
 bool same_user(int fd) { return user_of(fd) == geteuid(); }
 
-// Which other user holds the group's name, as the end of an error's text; "" if none does.
-std::string taken_by_another(const Rendezvous& rendezvous) {
-    FileDescriptor fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    const auto [address, length] = address_of(rendezvous.name);
-    if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        same_user(fd.get()))
-        return "";
-    return "the name of job '" + rendezvous.job + "' is taken by the user with number " +
-           std::to_string(user_of(fd.get())) +
-           ". Set TAGI_DDP_SECRET to the same random text on all ranks, which nobody else knows.";
+[[noreturn]] void fail_as_taken(const Rendezvous& rendezvous, uid_t user) {
+    fail(rendezvous, ErrorKind::unavailable,
+         "the name of job '" + rendezvous.job + "' is taken by the user with number " +
+             std::to_string(user) +
+             ". Set TAGI_DDP_SECRET to the same random text on all ranks, which nobody else "
+             "knows.");
 }
 
 void answer(int fd, const Reply& reply, int memory) {
@@ -138,6 +135,16 @@ FileDescriptor make_memory(const Rendezvous& rendezvous, size_t bytes) {
     return memory;
 }
 
+// Connects to who holds the group's name; nothing if nobody does, or it takes nobody more.
+FileDescriptor connect_to(const Rendezvous& rendezvous) {
+    FileDescriptor fd = make_socket(rendezvous);
+    const auto [address, length] = address_of(rendezvous.name);
+    if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return fd;
+    if (errno != ECONNREFUSED && errno != ENOENT && errno != EAGAIN)
+        system_error(rendezvous, "connect");
+    return FileDescriptor();
+}
+
 // Binds the job's name, waiting while an earlier group of the same name still holds it.
 FileDescriptor listen_at(const Rendezvous& rendezvous) {
     FileDescriptor listener = make_socket(rendezvous);
@@ -146,8 +153,9 @@ FileDescriptor listen_at(const Rendezvous& rendezvous) {
         if (errno != EADDRINUSE) system_error(rendezvous, "bind");
         if (rendezvous.on_wait) rendezvous.on_wait();
         if (Clock::now() >= rendezvous.deadline) {
-            const std::string taken = taken_by_another(rendezvous);
-            if (!taken.empty()) fail(rendezvous, ErrorKind::unavailable, taken);
+            const FileDescriptor holder = connect_to(rendezvous);
+            if (holder && !same_user(holder.get()))
+                fail_as_taken(rendezvous, user_of(holder.get()));
             fail(rendezvous, ErrorKind::mismatch,
                  "another rank 0 of job '" + rendezvous.job +
                      "' is there already. Give every rank its own number, and "
@@ -228,16 +236,15 @@ FileDescriptor host(const Rendezvous& rendezvous, size_t bytes) {
     return memory;
 }
 
-// Connects to rank 0 and says hello; the socket is closed again if rank 0 is not there.
-FileDescriptor try_connect(const Rendezvous& rendezvous) {
-    FileDescriptor fd = make_socket(rendezvous);
-    const auto [address, length] = address_of(rendezvous.name);
-    if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-        if (errno != ECONNREFUSED && errno != ENOENT && errno != EAGAIN)
-            system_error(rendezvous, "connect");
+// Connects to rank 0 and says hello; nothing if rank 0 is not there, but `stranger` is set if
+// another user is.
+FileDescriptor try_connect(const Rendezvous& rendezvous, std::optional<uid_t>& stranger) {
+    FileDescriptor fd = connect_to(rendezvous);
+    if (!fd) return fd;
+    if (!same_user(fd.get())) {
+        stranger = user_of(fd.get());
         return FileDescriptor();
     }
-    if (!same_user(fd.get())) return FileDescriptor();
     const Hello hello{static_cast<uint32_t>(rendezvous.rank),
                       static_cast<uint32_t>(rendezvous.size)};
     if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) return FileDescriptor();
@@ -273,12 +280,12 @@ FileDescriptor receive_memory(const Rendezvous& rendezvous, int fd) {
 }
 
 FileDescriptor join(const Rendezvous& rendezvous) {
-    FileDescriptor fd = try_connect(rendezvous);
+    std::optional<uid_t> stranger;
+    FileDescriptor fd = try_connect(rendezvous, stranger);
     while (!fd) {
         if (rendezvous.on_wait) rendezvous.on_wait();
         if (Clock::now() >= rendezvous.deadline) {
-            const std::string taken = taken_by_another(rendezvous);
-            if (!taken.empty()) fail(rendezvous, ErrorKind::unavailable, taken);
+            if (stranger) fail_as_taken(rendezvous, *stranger);
             fail(rendezvous, ErrorKind::timeout,
                  "did not come in time: rank 0. Start all ranks of "
                  "job '" +
@@ -286,7 +293,7 @@ FileDescriptor join(const Rendezvous& rendezvous) {
                  {0});
         }
         std::this_thread::sleep_for(milliseconds(2));
-        fd = try_connect(rendezvous);
+        fd = try_connect(rendezvous, stranger);
     }
     // Rank 0 answers at its own deadline at the latest; a little grace lets its words arrive.
     Rendezvous patient = rendezvous;

@@ -39,7 +39,8 @@ ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
       job_(job),
       timeout_(timeout),
       on_wait_(std::move(on_wait)),
-      segment_(std::make_shared<Segment>(Rendezvous{job, name, rank, size, after(timeout), on_wait_})),
+      segment_(
+          std::make_shared<Segment>(Rendezvous{job, name, rank, size, after(timeout), on_wait_})),
       process_(getpid()),
       has_cores_(static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
@@ -279,10 +280,9 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, doub
         });
         const auto self = std::find(members.begin(), members.end(), rank_);
         const int64_t token = all[static_cast<size_t>(members.front())].words[2];
-        part = std::make_unique<ShmCommunicator>(static_cast<int>(self - members.begin()),
-                                                 static_cast<int>(members.size()), job,
-                                                 std::to_string(token), timeout,
-                                                 [&] { check_peers(operation, rank_); });
+        part = std::make_unique<ShmCommunicator>(
+            static_cast<int>(self - members.begin()), static_cast<int>(members.size()), job,
+            std::to_string(token), timeout, [&] { check_peers(operation, rank_); });
         part->on_wait_ = on_wait_;
     });
     return part;

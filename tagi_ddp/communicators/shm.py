@@ -21,5 +21,5 @@ def create(rank: int, world_size: int, job: str, timeout: float) -> ShmCommunica
 
 
 def meeting_name(job: str) -> str:
-    """Return where the ranks of ``job`` find each other; only who has the secret can foretell it."""
+    """Return where the ranks of ``job`` find each other, which only the secret foretells."""
     return hashlib.blake2b(job.encode(), key=job_secret(), digest_size=24).hexdigest()

@@ -85,6 +85,20 @@ def test_a_guest_with_another_secret_is_refused(listeners: list[Listener]) -> No
             answer.result()
 
 
+def test_who_knows_the_record_but_not_the_secret_is_refused() -> None:
+    listeners = [Listener(b"the job's secret", one_host=True) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(contextlib.closing(listener))
+        guest = stack.enter_context(Connection(call(listeners[0]).detach()))
+        with ThreadPoolExecutor(1) as thread:
+            key = mesh._key(b"", json.loads(listeners[0].record)["nonce"])
+            answer = thread.submit(answer_challenge, guest, key)
+            check_mesh(connect_all(listeners))
+            with pytest.raises(AuthenticationError):
+                answer.result()
+
+
 def test_a_port_with_another_secret_is_no_rank(listeners: list[Listener]) -> None:
     one, two, impostor = listeners
     record = {**json.loads(one.record), "port": json.loads(impostor.record)["port"]}
@@ -103,11 +117,11 @@ def test_a_silent_port_is_no_rank(listeners: list[Listener]) -> None:
 def test_a_rank_may_call_again(listeners: list[Listener]) -> None:
     """A rank that gave up on a slow answer is the one of its later connection."""
     one, two, _ = listeners
-    secret = bytes.fromhex(json.loads(one.record)["secret"])
+    key = mesh._key(b"", json.loads(one.record)["nonce"])
     one._door.start()
     guest = Connection(call(one).detach())
-    answer_challenge(guest, secret)
-    deliver_challenge(guest, secret)
+    answer_challenge(guest, key)
+    deliver_challenge(guest, key)
     guest.send_bytes(struct.pack("!I", 1))
     with one._changed:
         assert one._changed.wait_for(lambda: 1 in one._admitted, 10)

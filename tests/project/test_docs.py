@@ -206,7 +206,7 @@ CHECKS = {
     "python": check_python,
     ".venv/bin/python": check_python,
     "pip": check_pip,
-    "git": lambda words, _: None,
+    **dict.fromkeys(("git", "install", "head", "export"), lambda words, _: None),
     **dict.fromkeys(("mpirun", "torchrun", "srun"), check_launcher),
 }
 

@@ -295,7 +295,8 @@ def worker_environment(more: dict[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name == OPEN_MPI_FILES or (not name.startswith(launchers) and name not in names)
+        if name in (OPEN_MPI_FILES, "TAGI_DDP_SECRET")
+        or (not name.startswith(launchers) and name not in names)
     }
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return {**kept, **threads, **more}

@@ -61,9 +61,10 @@ class ControlChannel:
     Read its state in the condition of `until`, which holds the lock.
     """
 
-    def __init__(self, connections: dict[int, Connection]) -> None:
-        """Take over ``connections``, one by each other rank."""
+    def __init__(self, connections: dict[int, Connection], one_host: bool = False) -> None:
+        """Take over ``connections``, one by each other rank; ``one_host``: all are on this host."""
         self._connections = connections
+        self.one_host = one_host
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             self._selector.register(connection, selectors.EVENT_READ, rank)

@@ -21,7 +21,7 @@ from tagi_ddp.communicators.base import BaseCommunicator, E, R
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Series
 from tagi_ddp.communicators.control.handshake import Handshake
-from tagi_ddp.communicators.control.mesh import Listener
+from tagi_ddp.communicators.control.mesh import Listener, host_id
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 
 W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
@@ -76,7 +76,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         self._enter(call).leave()
 
     def _split(self: W, call: Call, color: int | None, key: int) -> W | None:
-        with closing(Listener()) as listener:
+        with closing(Listener(one_host=self._channel.one_host)) as listener:
             own = [color, key, listener.record.decode()]
             handshake = self._handshake(call)
             messages = {**handshake.gather(own), self.rank: own}
@@ -91,7 +91,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
                     absent = [ranks[r] for r in missing]
                     what = timeout_text(absent, call.limit)
                     raise Timeout(f"{self._where(call.title)}: {what}", absent)
-                part = self._part(rank, len(ranks), ControlChannel(connections))
+                channel = ControlChannel(connections, self._channel.one_host)
+                part = self._part(rank, len(ranks), channel)
         try:
             self._engine_split(call, color, key, part)
         except BaseException as error:
@@ -175,18 +176,21 @@ def open_channel(
     timeout: float,
     deadline: float,
     exchange: Callable[[bytes], Sequence[bytes]],
+    secret: bytes = b"",
 ) -> ControlChannel:
     """Return this rank's control channel to all others.
 
-    ``exchange(record)`` returns every rank's record; it raises what keeps it from that.
+    ``exchange(record)`` returns every rank's record; it raises what keeps it from that. ``secret``
+    is the job's, where strangers may read records.
     """
-    with closing(Listener()) as listener:
+    one_host = len(set(exchange(host_id().encode()))) == 1
+    with closing(Listener(secret, one_host)) as listener:
         records = exchange(listener.record)
         connections, missing = listener.connect(rank, records, deadline)
     if missing:
         where = f"init on rank {rank} of {size} ({backend})"
         raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
-    return ControlChannel(connections)
+    return ControlChannel(connections, one_host)
 
 
 def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:

@@ -1,13 +1,16 @@
 """One TCP connection between every two ranks of a group, which no stranger can join.
 
-`multiprocessing.connection` frames the messages, and proves to each side that the other one has the
-secret. Only bytes travel: nothing is ever unpickled.
+Each rank listens, and tells the others where in a record. `multiprocessing.connection` frames the
+messages, and proves to each side that the other one has a key, which follows from the record and
+the job's secret; without a secret, records must travel where no stranger reads them. Only bytes
+travel: nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import json
 import os
 import secrets
@@ -37,26 +40,32 @@ class _Record(TypedDict):
     host: str
     addresses: list[str]
     port: int
-    secret: str
+    nonce: str
 
 
 class Listener:
-    """A rank's open port, for the time that the others need to connect to it."""
+    """A rank's open port, for the time that the others need to connect to it.
 
-    def __init__(self) -> None:
-        """Listen on every interface of this host."""
-        self._server = _open_port()
-        self._secret = secrets.token_bytes(32)
+    Args:
+        secret: the job's, where strangers may read records; b"" where they cannot.
+        one_host: whether all ranks are on this host: nobody else can connect.
+    """
+
+    def __init__(self, secret: bytes = b"", one_host: bool = False) -> None:
+        """Listen on every interface of this host, or on its loopback interface alone."""
+        self._server = _open_port(one_host)
+        self._secret = secret
+        nonce = secrets.token_hex(32)
+        self._key = _key(secret, nonce)
         self._admitted: dict[int, Connection] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._door = threading.Thread(target=self._accept, daemon=True)
         port = self._server.getsockname()[1]
-        record = _Record(
-            host=_host_id(), addresses=_addresses(), port=port, secret=self._secret.hex()
-        )
+        addresses = [] if one_host else _addresses()
+        record = _Record(host=host_id(), addresses=addresses, port=port, nonce=nonce)
         self.record = json.dumps(record).encode()
-        """What the other ranks must know; it holds the secret that admits them."""
+        """What the other ranks must know."""
 
     def close(self) -> None:
         """Close the port; guests that come later, or are not done, stay outside."""
@@ -79,7 +88,9 @@ class Listener:
         above = set(range(rank + 1, len(records)))
         if above:
             self._door.start()
-        called = {r: _call(rank, json.loads(records[r]), deadline) for r in range(rank)}
+        called = {
+            r: _call(rank, json.loads(records[r]), self._secret, deadline) for r in range(rank)
+        }
         found = {peer: connection for peer, connection in called.items() if connection is not None}
         with self._changed:
             left = max(0.0, deadline - time.monotonic())
@@ -106,8 +117,8 @@ class Listener:
         """Let a guest in that has the secret, as the rank that it says it is."""
         connection = _connection(guest, _LIMIT)
         try:
-            deliver_challenge(connection, self._secret)
-            answer_challenge(connection, self._secret)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
             (rank,) = _RANK.unpack(connection.recv_bytes(_RANK.size))
         except _REFUSED:
             connection.close()
@@ -118,25 +129,30 @@ class Listener:
                 self._changed.notify_all()
 
 
-def _call(rank: int, record: _Record, deadline: float) -> Connection | None:
-    """Try the addresses of ``record`` until the rank that has the secret answers."""
-    here = ["127.0.0.1", "::1"] if record["host"] == _host_id() else []
-    secret, port = bytes.fromhex(record["secret"]), record["port"]
+def _key(secret: bytes, nonce: str) -> bytes:
+    """Return what a rank and those that call it prove that they have."""
+    return hmac.digest(secret, nonce.encode(), "sha256")
+
+
+def _call(rank: int, record: _Record, secret: bytes, deadline: float) -> Connection | None:
+    """Try the addresses of ``record`` until the rank that has its key answers."""
+    here = ["127.0.0.1", "::1"] if record["host"] == host_id() else []
+    key, port = _key(secret, record["nonce"]), record["port"]
     while time.monotonic() < deadline:
         for address in [*here, *record["addresses"]]:
             limit = min(_ATTEMPT, max(0.01, deadline - time.monotonic()))
             with contextlib.suppress(*_REFUSED):
-                return _introduce(rank, (address, port), secret, limit)
+                return _introduce(rank, (address, port), key, limit)
         time.sleep(0.05)
     return None
 
 
-def _introduce(rank: int, address: tuple[str, int], secret: bytes, limit: float) -> Connection:
-    """Return a connection to the listener that has ``secret``; raise one of _REFUSED."""
+def _introduce(rank: int, address: tuple[str, int], key: bytes, limit: float) -> Connection:
+    """Return a connection to the listener that has ``key``; raise one of _REFUSED."""
     connection = _connection(socket.create_connection(address, limit), limit)
     try:
-        answer_challenge(connection, secret)
-        deliver_challenge(connection, secret)
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
         set_limit(connection, _LIMIT)
         connection.send_bytes(_RANK.pack(rank))
     except BaseException:
@@ -193,8 +209,10 @@ def own_address(connections: Iterable[Connection]) -> str:
 # This host.
 
 
-def _open_port() -> socket.socket:
-    """Return a listening socket for IPv4 and IPv6, where the machine has both."""
+def _open_port(one_host: bool) -> socket.socket:
+    """Return a listening socket, for IPv4 and IPv6 where the machine has both."""
+    if one_host:
+        return socket.create_server(("127.0.0.1", 0), backlog=4096)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(
@@ -203,9 +221,11 @@ def _open_port() -> socket.socket:
     return socket.create_server(("", 0), backlog=4096)
 
 
-def _host_id() -> str:
+def host_id() -> str:
+    """Return what tells this host from others, and a container from its host's network."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
 

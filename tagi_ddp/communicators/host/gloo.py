@@ -5,10 +5,14 @@ GLOO_SOCKET_IFNAME, a list of network interfaces, overrules the choice among thi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import hmac
 import os
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,7 +29,7 @@ from tagi_ddp.communicators.control.checked import open_channel, opened
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
-from tagi_ddp.environment import rendezvous_endpoint
+from tagi_ddp.environment import job_secret, rendezvous_endpoint
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -185,7 +189,8 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     deadline = time.monotonic() + timeout
     store = _environment_store(rank, deadline)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = PrefixStore(f"{job}/{attempt}", store)
+    name = f"{job}/{attempt}".encode()
+    keys = PrefixStore(f"tagi_ddp/{hmac.digest(job_secret(), name, 'sha256').hex()}", store)
     comm = _connect(rank, world_size, keys, timeout, deadline)
     # All ranks are through with the store, and wait in `open_engine` until rank 0 has closed it:
     # neither the next call nor torch's own groups at this address find these keys.
@@ -209,20 +214,60 @@ def connect(store: Store, rank: int, size: int, timeout: float) -> GlooCommunica
 def _connect(
     rank: int, size: int, store: Store, timeout: float, deadline: float
 ) -> GlooCommunicator:
+    secret = job_secret()
+    if not secret and rank == 0:
+        _warn_of_strangers()
+
+    def signature(name: str, record: str) -> str:
+        return hmac.digest(secret, f"{name} {record}".encode(), "sha256").hex()
+
+    def read(name: str) -> str | None:
+        """Return what the rank wrote that has the secret, whatever others put there meanwhile."""
+        if not store.check([name]):
+            return None
+        signed, _, record = store.get(name).decode(errors="replace").partition(" ")
+        return record if hmac.compare_digest(signed, signature(name, record)) else None
+
     def exchange(record: bytes) -> Sequence[bytes]:
-        # Each rank counts its own communicators, which come in the same order on all ranks.
+        # Each rank counts its own exchanges, which come in the same order on all ranks.
         order = store.add(f"tagi_ddp/{rank}", 1)
         names = [f"tagi_ddp/{order}/{r}" for r in range(size)]
-        store.set(names[rank], record.decode())
-        while missing := [r for r in range(size) if not store.check([names[r]])]:
+        store.set(names[rank], f"{signature(names[rank], record.decode())} {record.decode()}")
+        records: dict[int, str] = {}
+        while True:
+            for r in set(range(size)) - records.keys():
+                if (found := read(names[r])) is not None:
+                    records[r] = found
+            if len(records) == size:
+                return [records[r].encode() for r in range(size)]
             if time.monotonic() > deadline:
-                where = f"init on rank {rank} of {size} (gloo)"
-                raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
+                raise missing(names, sorted(set(range(size)) - records.keys()))
             time.sleep(_STORE_SLICE)
-        return [store.get(name) for name in names]
 
-    channel = open_channel(GlooCommunicator.backend, rank, size, timeout, deadline, exchange)
+    def missing(names: list[str], ranks: list[int]) -> Timeout:
+        what = timeout_text(ranks, timeout)
+        if strangers := [r for r in ranks if store.check([names[r]])]:
+            what += (
+                f" What stands there for rank {strangers[0]} is not signed with this job's secret: "
+                "give all ranks the same TAGI_DDP_SECRET or TAGI_DDP_SECRET_FILE."
+            )
+        return Timeout(f"init on rank {rank} of {size} (gloo): {what}", ranks)
+
+    channel = open_channel(
+        GlooCommunicator.backend, rank, size, timeout, deadline, exchange, secret
+    )
     return GlooCommunicator(rank, size, timeout, channel)
+
+
+@functools.cache  # once for all communicators of a process
+def _warn_of_strangers() -> None:
+    warnings.warn(
+        "this job has no secret: whoever reaches the port at which its ranks meet can join or "
+        "disturb it. On a machine or network that you share with others, set TAGI_DDP_SECRET on "
+        "all ranks, or TAGI_DDP_SECRET_FILE to the name of a file of mode 0600 (docs/security.md)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _environment_store(rank: int, deadline: float) -> Store:
@@ -241,7 +286,14 @@ def _environment_store(rank: int, deadline: float) -> Store:
     limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
     try:
         return TCPStore(
-            address, port, None, hosts, limit, wait_for_workers=False, multi_tenant=True
+            address,
+            port,
+            None,
+            hosts,
+            limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=_loopback_port(address, port) if hosts else None,
         )
     except RuntimeError as error:
         raise Timeout(
@@ -249,6 +301,17 @@ def _environment_store(rank: int, deadline: float) -> Store:
             f"(MASTER_ADDR, MASTER_PORT), where rank 0 should listen: {error}",
             [0] if rank else [],
         ) from error
+
+
+def _loopback_port(address: str, port: int) -> int | None:
+    """Return a socket for a store that only this host's ranks look for; the store closes it.
+
+    None where ranks of other hosts may come, and where this process has a store there already.
+    """
+    if address in ("127.0.0.1", "localhost"):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port), backlog=4096).detach()
+    return None
 
 
 def _await_listener(address: str, port: int, deadline: float) -> None:

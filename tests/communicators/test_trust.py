@@ -1,0 +1,254 @@
+"""Who gets into a job: ranks that have its secret, and processes of the same user on this host."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.rank_pool import RankPool, free_port, worker_environment
+
+from tagi_ddp.communicators.errors import BackendUnavailable
+from tagi_ddp.communicators.init import init
+from tagi_ddp.communicators.shm import meeting_name
+
+PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
+NOBODY = 65534
+# What runs code that it reads. `launch` sends functions to the ranks that it starts itself.
+DANGEROUS = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
+ALLOWED = {"launcher/launch.py", "launcher/rank_process.py", "launcher/supervisor.py"}
+
+
+def test_nothing_else_is_unpickled():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if isinstance(node, ast.Attribute) and re.fullmatch(".*_object(_list)?", node.attr):
+                value = node.value
+                if isinstance(value, ast.Name) and value.id == "dist":
+                    names = ["pickle"]  # as torch's collectives of objects do
+            if DANGEROUS & {name.partition(".")[0] for name in names}:
+                found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == ALLOWED
+
+
+RANK = """
+import sys
+import numpy as np
+from tagi_ddp import init
+with init("gloo", timeout=float(sys.argv[1])) as comm:
+    buffer = np.full(3, comm.rank + 1.0)
+    comm.all_reduce(buffer)
+    print(comm.rank, buffer.tolist(), flush=True)
+"""
+
+# Knows all but the secret, and does what it can to be rank 1: writes what rank 1 would write, and
+# calls rank 0 with the key of a job without a secret.
+GUEST = """
+import hmac, json, os, socket, sys
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from torch.distributed import TCPStore
+from tagi_ddp.communicators.control.mesh import host_id
+socket.getaddrinfo("localhost", 1)  # imports what the other user may not read
+os.setuid(int(sys.argv[2]))
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False)
+record = {"host": host_id(), "addresses": [], "port": 9, "nonce": "0" * 64}
+for order, text in ((1, host_id()), (2, json.dumps(record))):
+    store.set(f"{sys.argv[3]}/tagi_ddp/{order}/1", "0" * 64 + " " + text)
+print("written", flush=True)
+first = json.loads(store.get(f"{sys.argv[3]}/tagi_ddp/2/0").decode().partition(" ")[2])
+key = hmac.digest(b"", first["nonce"].encode(), "sha256")
+try:
+    called = Connection(socket.create_connection(("127.0.0.1", first["port"])).detach())
+    answer_challenge(called, key)
+    deliver_challenge(called, key)
+    called.send_bytes((1).to_bytes(4, "big"))
+    print("joined", flush=True)
+except (AuthenticationError, EOFError, OSError):
+    pass
+"""
+
+
+@contextlib.contextmanager
+def started(source: str, *arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)],
+        env=worker_environment(variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def place(rank: int, port: int, **more: str) -> dict[str, str]:
+    """Return the variables of one of two ranks that were started by hand."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TAGI_DDP_JOB": "theft"}
+    return {**place, **where, **more}
+
+
+def store_prefix(secret: bytes) -> str:
+    key = hashlib.sha256(secret).digest() if secret else b""
+    return f"tagi_ddp/{hmac.digest(key, b'theft/0', 'sha256').hex()}"
+
+
+def test_another_user_does_not_become_a_rank():
+    """A guest that knows even the names in the store cannot take the place of a late rank."""
+    user = NOBODY if os.geteuid() == 0 else os.geteuid()
+    port = free_port()
+    with started(RANK, 60, **place(0, port, TAGI_DDP_SECRET="ours")) as first:
+        wait_for_port(port)
+        with started(GUEST, port, user, store_prefix(b"ours")) as guest:
+            assert guest.stdout is not None
+            assert guest.stdout.readline() == "written\n", guest.communicate()[1]
+            time.sleep(1)  # rank 1 is late
+            with started(RANK, 60, **place(1, port, TAGI_DDP_SECRET="ours")) as second:
+                outputs = [process.communicate(timeout=60) for process in (first, second)]
+            assert "joined" not in guest.communicate(timeout=60)[0]
+    assert [output for output, _ in outputs] == ["0 [3.0, 3.0, 3.0]\n", "1 [3.0, 3.0, 3.0]\n"]
+
+
+def test_ranks_with_other_secrets_are_told_so():
+    port = free_port()
+    with (
+        started(RANK, 4, **place(0, port, TAGI_DDP_SECRET="one")) as first,
+        started(GUEST, port, os.geteuid(), store_prefix(b"one")),
+    ):
+        _, errors = first.communicate(timeout=60)
+    assert "what stands there for rank 1 is not signed with this job's secret" in errors.lower()
+    assert "TAGI_DDP_SECRET" in errors
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        time.sleep(0.05)
+    raise AssertionError("nobody listens there")
+
+
+def test_without_a_secret_one_warning():
+    port = free_port()
+    with (
+        started(RANK, 60, **place(0, port, TAGI_DDP_SECRET="")) as first,
+        started(RANK, 60, **place(1, port, TAGI_DDP_SECRET="")) as second,
+    ):
+        outputs = [process.communicate(timeout=60) for process in (first, second)]
+    assert [output for output, _ in outputs] == ["0 [3.0, 3.0, 3.0]\n", "1 [3.0, 3.0, 3.0]\n"]
+    assert outputs[0][1].count("this job has no secret") == 1
+    assert "docs/security.md" in outputs[0][1]
+    assert outputs[1][1] == ""
+
+
+def listening_ports(process: int) -> set[str]:
+    """Return the addresses, as the kernel's hex digits, at which a process listens."""
+    inodes = set()
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(path))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                addresses.add(fields[1].partition(":")[0])
+    return addresses
+
+
+def listens_where(comm: Any) -> set[str]:
+    """Make a communicator, a rank late, and return where this process listened meanwhile."""
+    found: set[str] = set()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            found.update(listening_ports(os.getpid()))
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        if comm.rank == 1:
+            time.sleep(0.3)
+        with comm.split(0) as part:
+            part.barrier()
+        with init(comm.backend, comm.rank, comm.size, job="where", timeout=20) as other:
+            other.barrier()
+    finally:
+        stop.set()
+        watcher.join()
+    return found
+
+
+def test_ranks_of_one_host_listen_on_its_loopback_alone(gloo: RankPool):
+    found = set().union(*gloo.run(listens_where, size=2, fresh=True))
+    assert found, "the store and the ranks' ports"
+    assert found == {"0100007F"}
+
+
+HOLDER = """
+import os, socket, sys, time
+os.setuid(int(sys.argv[1]))
+holder = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+holder.bind("\\0" + sys.argv[2])
+holder.listen()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_another_user_took(rank):
+    name = f"tagi_ddp/{os.geteuid()}/{meeting_name(f'taken {rank}/0')}"
+    with started(HOLDER, NOBODY, name) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(BackendUnavailable, match=f"taken by the user with number {NOBODY}"):
+            init("shm", rank, 2, job=f"taken {rank}", timeout=0.5)
+
+
+def test_only_the_secret_foretells_names(monkeypatch):
+    names = {meeting_name("a job")}
+    for secret in ("", "one", "another"):
+        monkeypatch.setenv("TAGI_DDP_SECRET", secret)
+        names.add(meeting_name("a job"))
+        assert meeting_name("a job") in names
+    assert len(names) == 4
+
+
+def test_what_launch_sends_is_for_its_user_alone():
+    from tagi_ddp import launch
+
+    def modes() -> list[int]:
+        files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        return [p.stat().st_mode & 0o777 for p in files if "tagi_ddp.launch" in os.readlink(p)]
+
+    assert launch(modes, 1, timeout=60) in ([[0o600]], [[]])
