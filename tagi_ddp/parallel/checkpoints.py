@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.state_dicts import (
     full_state_dict,
@@ -53,12 +54,12 @@ class Checkpoints:
             parts["statistics"] = running_statistics(task_model.model)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"ckpt.{state.num_steps}.pt"
-        unfinished = self._folder / f".{path.name}"
-        unfinished.unlink(missing_ok=True)
-        torch.save(parts, unfinished)
-        os.replace(unfinished, path)
-        unfinished.symlink_to(path.name)
-        os.replace(unfinished, self._folder / _LAST)
+        with whole_file(path) as file:
+            torch.save(parts, file)
+        link = self._folder / f".{_LAST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, self._folder / _LAST)
         if only_last:
             for other in self._folder.glob("ckpt.*.pt"):
                 if other != path:
@@ -69,7 +70,7 @@ class Checkpoints:
         path = self._folder / _LAST if path is None else Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"there is no checkpoint {path}")
-        parts = torch.load(path, map_location="cpu")
+        parts = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(parts["model"])
         if _is_network(model):
             load_running_statistics(model, parts["statistics"])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.plan.model import SCHEMES, Cluster, Training, predict
 
 
@@ -58,4 +59,5 @@ def plot(path: str | Path, training: Training, cluster: Cluster, ranks: Sequence
     times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step")
     efficiencies.set(xscale="log", ylim=(0, 105), xlabel="ranks", ylabel="efficiency in %")
     times.legend()
-    figure.savefig(path)
+    with whole_file(path) as file:
+        figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")

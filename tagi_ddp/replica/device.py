@@ -96,7 +96,8 @@ class DeviceReplica:
         """Do nothing: what is on the device is the present state."""
 
     def push(self) -> None:
-        """Copy the engine's means, variances and running statistics to the device."""
+        """Copy what `state` shows to the engine's memory and to the device."""
+        self._host.push()
         self._host.pull()
         for tensor, array in self._pairs():
             tensor.copy_(torch.from_numpy(array), non_blocking=True)
@@ -197,8 +198,8 @@ class DeviceReplica:
         return agreement
 
     def share(self, communicator: Communicator) -> None:
+        self._host.pull()
         if communicator.device == "cpu":
-            self.pull()
             for _, array in self.state():
                 if array.size:
                     communicator.broadcast(array)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,11 +12,17 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
+from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import CanAbort, Closing, abort, or_abort
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.optim.schedule import SyncSchedule
+from tagi_ddp.replica.parameter_file import (
+    ParameterFileError,
+    read_parameters,
+    write_parameters,
+)
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import (
@@ -249,6 +254,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing.
 
+        The file is the engine's own kind, and is replaced whole or not at all; OSError if not.
         Where posteriors are merged, call `merge` on all ranks before; this warns if steps are left.
         """
         if self.communicator.rank == 0 and self.unmerged_steps:
@@ -259,17 +265,29 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
                 stacklevel=2,
             )
         if self.communicator.rank == 0:
+            self._replica.pull()
             self._replica.export()
-            self.model.save(filename)
+            write_parameters(filename, self.model, self._replica.state())
 
     def load(self, filename: str) -> None:
-        """Load what `save` wrote; a collective call. Rank 0 reads, the others receive."""
+        """Load what `save`, or the engine, wrote; a collective call: rank 0 reads, others receive.
+
+        Raises, on all ranks, ParameterFileError, where rank 0 may have an OSError of its own,
+        before a parameter changes.
+        """
         with self._or_abort():
+            self._replica.pull()
+            self._replica.export()
+
+        def read() -> list[Entry]:
             if self.communicator.rank == 0:
-                if not os.path.isfile(filename):
-                    raise FileNotFoundError(f"filename: there is no file {filename!r} on rank 0")
-                self._replica.export()
-                self.model.load(filename)
+                read_parameters(filename, self.model, self._replica.state())
+            return []
+
+        remedy = "Nothing was loaded."
+        require_equal(self.communicator, read, "parameters", remedy, ParameterFileError)
+        with self._or_abort():
+            self._replica.push()
             self._replica.share(self.communicator)
             self._exchange.restart()
 

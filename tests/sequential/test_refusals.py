@@ -78,10 +78,6 @@ def step_in_no_sync(model: DDPSequential) -> None:
         model.step()
 
 
-def missing_file(model: DDPSequential) -> None:
-    model.load("/nonexistent/weights.bin")
-
-
 WRONG = {
     early_step: ("RuntimeError", "step() needs a backward()"),
     early_backward: ("RuntimeError", "backward() needs a forward()"),
@@ -89,7 +85,6 @@ WRONG = {
     text_input: ("TypeError", "mu_x must be an array of numbers, got a list"),
     wrong_variance: ("ValueError", "var_x has 11 elements, mu_x 12"),
     step_in_no_sync: ("RuntimeError", "inside no_sync()"),
-    missing_file: ("FileNotFoundError", "/nonexistent/weights.bin"),
 }
 
 

@@ -1,0 +1,55 @@
+"""Files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def whole_file(filename: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a file that takes the place of ``filename`` when the block has ended well.
+
+    Else that stays as it was: after an error, a kill, or on a full disk, whose error is raised. A
+    link's target is replaced, not the link. What is no file, as a device, is written to.
+    """
+    path = Path(os.path.realpath(filename))
+    mode = path.stat().st_mode if path.exists() else 0
+    if mode and not stat.S_ISREG(mode):
+        with path.open("wb") as file:
+            yield file
+        return
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.fdopen(_nameless(folder) or _named(beside), "wb") as file:
+            yield file
+            file.flush()
+            if mode:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            os.fsync(file.fileno())
+            if not beside.exists():
+                # With a folder's descriptor, which it does not need, Python follows the link.
+                os.link(f"/proc/self/fd/{file.fileno()}", beside, src_dir_fd=folder)
+        os.replace(beside, path)
+        os.fsync(folder)
+    finally:
+        beside.unlink(missing_ok=True)
+        os.close(folder)
+
+
+def _nameless(folder: int) -> int | None:
+    """Return a file without a name, which a kill leaves nowhere; None where there is no such."""
+    try:
+        return os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    except OSError:
+        return None
+
+
+def _named(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)

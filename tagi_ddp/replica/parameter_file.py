@@ -1,0 +1,135 @@
+"""The engine's file of a network's parameters: what it reads of ours, and we of its, is the same.
+
+A record for each layer, in order: the length of its description, 8 bytes; that text; then means and
+variances of weights, of biases, and running ones, as float32. Activations have no record.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp.communicators.guard import AllRanksRaise
+from tagi_ddp.engine.layers import walk
+from tagi_ddp.engine.whole_file import whole_file
+
+_LENGTH = struct.Struct("<Q")
+# Layers without parameters that have a record all the same.
+_POOLING = ("AvgPool2d", "MaxPool2d")
+# The engine adds means and variances of its last batch to these, and cannot read them back.
+_WITH_BATCH = "LayerNorm"
+
+State = Sequence[tuple[str, NDArray[Any]]]
+
+
+class ParameterFileError(AllRanksRaise, ValueError):
+    """A file does not hold the parameters of this network; nothing has been loaded."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A layer in a file: its path in the network, the engine's description, its arrays."""
+
+    name: str
+    kind: str
+    head: bytes
+    arrays: list[NDArray[Any]]
+
+
+def write_parameters(filename: str, model: Any, state: State) -> None:
+    """Write ``state``, as a replica of ``model`` has it, to a file that is replaced whole."""
+    with whole_file(filename) as file:
+        for record in _records(model, state):
+            file.write(record.head)
+            for array in record.arrays:
+                file.write(np.ascontiguousarray(array).data)
+
+
+def read_parameters(filename: str, model: Any, state: State) -> None:
+    """Fill the arrays of ``state`` once all of the file has been read and found to be right.
+
+    Raises ParameterFileError, naming the file and the layer, if it was made by another network, is
+    cut or too long, or holds a number that is no mean or no variance.
+    """
+    with open(filename, "rb") as file:
+        data = file.read()
+    records = list(_records(model, state))
+    heads = [record.head for record in records[1:]]
+    position = 0
+    found: list[tuple[NDArray[Any], NDArray[np.float32]]] = []
+    for record, next_head in zip(records, [*heads, None], strict=True):
+        position = _pass_head(filename, data, position, record)
+        for index, array in enumerate(record.arrays):
+            if position + array.nbytes > len(data):
+                raise _error(filename, record, f"the file ends within it, at {len(data)} bytes")
+            values = np.frombuffer(data, np.float32, array.size, position)
+            _check(filename, record, values, "variance" if index % 2 else "mean")
+            found.append((array, values))
+            position += array.nbytes
+        if record.kind == _WITH_BATCH:
+            position = _pass_batch(filename, data, position, record, next_head)
+    if position != len(data):
+        raise ParameterFileError(
+            f"{filename!r} has {len(data) - position} bytes after the last layer of this network: "
+            "it was saved by another one"
+        )
+    for array, values in found:
+        array[...] = values
+
+
+def _records(model: Any, state: State) -> Iterator[_Record]:
+    arrays = {
+        # All but the flag that the running statistics have begun, which the engine does not save.
+        name: [array for _, array in group if array.dtype == np.float32]
+        for name, group in groupby(state, key=lambda entry: entry[0])
+    }
+    for layer in walk(model):
+        if layer.name in arrays or layer.kind.removesuffix("Cuda") in _POOLING:
+            text = layer.handle.get_layer_info().encode()
+            head = _LENGTH.pack(len(text)) + text
+            yield _Record(layer.name, layer.kind, head, arrays.get(layer.name, []))
+
+
+def _pass_head(filename: str, data: bytes, position: int, record: _Record) -> int:
+    end = position + len(record.head)
+    if data[position:end] == record.head:
+        return end
+    if len(data) < end and record.head.startswith(data[position:]):
+        raise _error(filename, record, f"the file ends before it, at {len(data)} bytes")
+    begin = position + _LENGTH.size
+    (length,) = _LENGTH.unpack(data[position:begin].ljust(_LENGTH.size, b"\0"))
+    text = data[begin : begin + min(length, 80)]
+    other = repr(text.decode()) if text.isascii() and length < 80 else "no layer's description"
+    raise _error(filename, record, f"the file has {other} in its place")
+
+
+def _pass_batch(
+    filename: str, data: bytes, position: int, record: _Record, next_head: bytes | None
+) -> int:
+    end = len(data) if next_head is None else data.find(next_head, position)
+    if end < 0 or (end - position) % 8:
+        raise _error(filename, record, "what follows it is no layer of this network")
+    return end
+
+
+def _check(filename: str, record: _Record, values: NDArray[np.float32], what: str) -> None:
+    wrong = ~np.isfinite(values)
+    if what == "variance":
+        wrong |= values < 0
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise _error(filename, record, f"its {what} {first} is {values[first]}")
+
+
+def _error(filename: str, record: _Record, what: str) -> ParameterFileError:
+    return ParameterFileError(
+        f"{os.fspath(filename)!r}, layer {record.name}: {what}. Give the file of a network "
+        "with the same layers; save it again if it is damaged"
+    )
