@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo check test lint format sanitize bench
+.PHONY: demo check test lint format sanitize chaos bench
 
 # Two processes train on handwritten digits; compared with one process.
 demo: .venv/.installed-examples
@@ -56,6 +56,10 @@ sanitize: .venv/.installed-dev
 	    tests/update tests/sequential tests/communicators/test_shm.py \
 	    tests/communicators/test_shm_memory.py tests/communicators/test_nccl.py \
 	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
+
+# Jobs in which one rank does something random at a random time.
+chaos: .venv/.installed-dev
+	.venv/bin/python tests/chaos/campaign.py --faults 1000 --alone
 
 # Side by side with what a user would pick instead; writes build/bench.json.
 bench: .venv/.installed-bench

@@ -65,8 +65,10 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
     try:
         return np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
     except (TypeError, ValueError) as error:
-        got = type(value).__name__
-        raise TypeError(f"{name} must be an array of numbers, got a {got}") from error
+        got = f"a {type(value).__name__}"
+        if isinstance(value, np.ndarray):
+            got = f"an array of dtype {value.dtype}"
+        raise TypeError(f"{name} must be an array of numbers, got {got}") from error
 
 
 # --- arguments of a command line, as types for argparse -------------------------------------------

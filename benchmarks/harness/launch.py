@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def _mpirun(program: str, ranks: int, folder: str) -> list[str]:
 
 def _run(command: Sequence[str], folder: str, title: str) -> None:
     # torch's optimizers leave a folder, else in TMPDIR.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+    own = {"TORCHINDUCTOR_CACHE_DIR": folder, "TAGI_DDP_SECRET": secrets.token_hex()}
+    environment = {**os.environ, **own}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL) as process:
         try:
             status = process.wait(LIMIT)

@@ -91,6 +91,13 @@ uid_t user_of(int fd) {
 
 bool same_user(int fd) { return user_of(fd) == geteuid(); }
 
+[[noreturn]] void fail_as_refused(const Rendezvous& rendezvous, Reply reply) {
+    reply.text[text_bytes - 1] = '\0';
+    fail(rendezvous, static_cast<ErrorKind>(reply.kind - 1),
+         std::string("refused by rank 0: ") + reply.text,
+         reply.culprit < 0 ? std::vector<int>{} : std::vector<int>{reply.culprit});
+}
+
 [[noreturn]] void fail_as_taken(const Rendezvous& rendezvous, uid_t user) {
     fail(rendezvous, ErrorKind::unavailable,
          "the name of job '" + rendezvous.job + "' is taken by the user with number " +
@@ -145,12 +152,27 @@ FileDescriptor connect_to(const Rendezvous& rendezvous) {
     return FileDescriptor();
 }
 
+// Tells a rank 0 that still waits that there is another; it refuses both, before their ranks mix.
+void announce_to_another(const Rendezvous& rendezvous) {
+    const FileDescriptor fd = connect_to(rendezvous);
+    if (!fd || !same_user(fd.get())) return;
+    const Hello hello{0, static_cast<uint32_t>(rendezvous.size)};
+    if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) return;
+    Reply reply{};
+    // No answer: its ranks have come, and it has given up the name.
+    if (!wait_for(rendezvous, fd.get(), POLLIN) ||
+        recv(fd.get(), &reply, sizeof reply, 0) != sizeof reply)
+        return;
+    fail_as_refused(rendezvous, reply);
+}
+
 // Binds the job's name, waiting while an earlier group of the same name still holds it.
 FileDescriptor listen_at(const Rendezvous& rendezvous) {
     FileDescriptor listener = make_socket(rendezvous);
     const auto [address, length] = address_of(rendezvous.name);
     while (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
         if (errno != EADDRINUSE) system_error(rendezvous, "bind");
+        announce_to_another(rendezvous);
         if (rendezvous.on_wait) rendezvous.on_wait();
         if (Clock::now() >= rendezvous.deadline) {
             const FileDescriptor holder = connect_to(rendezvous);
@@ -264,12 +286,7 @@ FileDescriptor receive_memory(const Rendezvous& rendezvous, int fd) {
         fail(rendezvous, ErrorKind::peer_lost, "rank 0 went away. Look at that rank's output.",
              {0});
     }
-    if (reply.kind != 0) {
-        reply.text[text_bytes - 1] = '\0';
-        fail(rendezvous, static_cast<ErrorKind>(reply.kind - 1),
-             std::string("refused by rank 0: ") + reply.text,
-             reply.culprit < 0 ? std::vector<int>{} : std::vector<int>{reply.culprit});
-    }
+    if (reply.kind != 0) fail_as_refused(rendezvous, reply);
     int memory = -1;
     const cmsghdr* header = CMSG_FIRSTHDR(&message);
     if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {

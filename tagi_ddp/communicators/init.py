@@ -66,7 +66,7 @@ def init(
         BackendUnavailable: the backend cannot work here; the text says what to do.
         Timeout: naming the ranks that did not call this in time.
     """
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     _check_device(device, backend)
     timeout = checks.seconds("timeout", timeout)
@@ -138,7 +138,7 @@ def _choose(environment: LaunchEnvironment, world_size: int) -> str:
     # Processes that were started by hand are taken to be on one host.
     if environment.launcher == "none" or environment.local_world_size == world_size:
         return "shm"
-    if environment.launcher in _MPI_LAUNCHERS and _can_import("mpi4py.MPI"):
+    if environment.launcher in _MPI_LAUNCHERS and _can_import("tagi_ddp.communicators.host.mpi"):
         return "mpi"
     if _can_import("torch.distributed"):
         return "gloo"

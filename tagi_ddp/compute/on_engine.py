@@ -79,7 +79,9 @@ class EngineCompute:
         self._model.input_delta_z_buffer = value
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
-        """Return the last outputs."""
+        """Return the last outputs; RuntimeError before the first forward, where the engine dies."""
+        if not self.samples:
+            raise RuntimeError("there are no outputs before a forward()")
         outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs()
         return outputs
 

@@ -125,7 +125,7 @@ def _own_frames_off(frames: TracebackType | None) -> TracebackType | None:
 
 def _send_error(report_fd: int, error: BaseException, caught: float, text: str) -> NoReturn:
     root = error
-    while cause := root.__cause__ or root.__context__:
+    while cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__):
         root = cause
     lost = isinstance(root, PeerLost)
     _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp.communicators.guard import AllRanksRaise
-from tagi_ddp.engine.layers import walk
+from tagi_ddp.engine.layers import PARAMETERS, walk
 from tagi_ddp.engine.whole_file import whole_file
 
 _LENGTH = struct.Struct("<Q")
@@ -70,7 +70,10 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
             if position + array.nbytes > len(data):
                 raise _error(filename, record, f"the file ends within it, at {len(data)} bytes")
             values = np.frombuffer(data, np.float32, array.size, position)
-            _check(filename, record, values, "variance" if index % 2 else "mean")
+            wrong = _first_wrong(values, variances=index % 2 == 1)
+            if wrong is not None:
+                what = "variance" if index % 2 else "mean"
+                raise _error(filename, record, f"its {what} {wrong} is {values[wrong]}")
             found.append((array, values))
             position += array.nbytes
         if record.kind == _WITH_BATCH:
@@ -82,6 +85,24 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
         )
     for array, values in found:
         array[...] = values
+
+
+def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the layer, unless ``given`` fits a network of the state ``own``."""
+    if given.keys() != own.keys():
+        raise ValueError(
+            f"state_dict has layers {sorted(given)}, this network {sorted(own)}: give the state of "
+            "a network with the same layers"
+        )
+    for layer, arrays in own.items():
+        for name, mine, values in zip(PARAMETERS, arrays, given[layer], strict=True):
+            if len(values) != len(mine):
+                raise ValueError(
+                    f"state_dict: {name} of {layer} has {len(values)} elements, not {len(mine)}"
+                )
+            wrong = _first_wrong(np.asarray(values, np.float32), name.startswith("var"))
+            if wrong is not None:
+                raise ValueError(f"state_dict: {name} of {layer} has {values[wrong]} at {wrong}")
 
 
 def _records(model: Any, state: State) -> Iterator[_Record]:
@@ -119,13 +140,12 @@ def _pass_batch(
     return end
 
 
-def _check(filename: str, record: _Record, values: NDArray[np.float32], what: str) -> None:
+def _first_wrong(values: NDArray[np.float32], variances: bool) -> int | None:
+    """Return where the first value is that is no mean, or no variance."""
     wrong = ~np.isfinite(values)
-    if what == "variance":
+    if variances:
         wrong |= values < 0
-    if wrong.any():
-        first = int(wrong.argmax())
-        raise _error(filename, record, f"its {what} {first} is {values[first]}")
+    return int(wrong.argmax()) if wrong.any() else None
 
 
 def _error(filename: str, record: _Record, what: str) -> ParameterFileError:

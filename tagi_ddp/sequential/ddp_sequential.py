@@ -17,9 +17,11 @@ from tagi_ddp.communicators.guard import CanAbort, Closing, abort, or_abort
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.parameter_file import (
     ParameterFileError,
+    check_state_dict,
     read_parameters,
     write_parameters,
 )
@@ -103,6 +105,8 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
         if (config is None) == (communicator is None):
             raise TypeError("give either config or communicator")
+        if not isinstance(config, DDPConfig | None):
+            raise TypeError(f"config must be a DDPConfig, got a {type(config).__name__}")
         self._own_communicator = communicator is None
         self.communicator: Communicator
         if config is not None:
@@ -132,6 +136,10 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         node_size: int | None,
         sharded: bool,
     ) -> None:
+        if not hasattr(self.model, "_cpp_backend"):
+            got = type(self.model).__name__
+            raise TypeError(f"model must be a pytagi Sequential, got a {got}")
+        check_sizes_of_updates()
         replica = place(self.model, compute, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
         scheme = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
@@ -243,9 +251,21 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         self.communicator.barrier()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load parameters; a collective call. What rank 0 gives is copied to all ranks."""
+        """Load parameters; a collective call. What rank 0 gives is copied to all ranks.
+
+        Raises ValueError, on all ranks and before a parameter changes, where rank 0's do not fit.
+        """
+
+        def check() -> list[Entry]:
+            if self.communicator.rank == 0:
+                check_state_dict(self.model.state_dict(), state_dict)
+            return []
+
         with self._or_abort():
+            self._replica.pull()
             self._replica.export()
+        require_equal(self.communicator, check, "parameters", "Nothing was loaded.")
+        with self._or_abort():
             if self.communicator.rank == 0:
                 self.model.load_state_dict(state_dict)
             self._replica.share(self.communicator)

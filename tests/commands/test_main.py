@@ -93,6 +93,34 @@ def test_the_exit_status_is_the_first_failing_ranks(tmp_path, line, status, text
     assert text in done.stderr
 
 
+GLOO = """
+import os, signal, sys
+import numpy as np
+from tagi_ddp import init
+with init("gloo", timeout=20) as comm:
+    for step in range(200):
+        if step == 50 and comm.rank == 0:
+            {end}
+        comm.all_reduce(np.ones(300_000))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 of 3 was killed by SIGKILL"),
+        ("sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5"),
+        ("raise ValueError('a mistake')", 1, "rank 0 failed first"),
+    ],
+)
+def test_the_cause_counts_and_not_what_gloo_makes_of_it(tmp_path, end, status, text):
+    path = tmp_path / "script.py"
+    path.write_text(GLOO.format(end=end))
+    done = run("run", "-n", 3, path)
+    assert text in done.stderr
+    assert done.returncode == status
+
+
 def test_a_clean_exit_is_no_failure(tmp_path):
     assert run("run", script(tmp_path, "if rank == 1: sys.exit()")).returncode == 0
 

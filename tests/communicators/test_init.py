@@ -35,6 +35,13 @@ def test_a_world_of_one_is_single(backend: str) -> None:
         assert as_communicator(comm) is comm
 
 
+def test_the_memory_of_a_world_of_one() -> None:
+    with init(rank=0, world_size=1) as comm:
+        array = comm.empty((2, 3), "int32")  # type: ignore[attr-defined]
+        assert (array.shape, array.dtype, array.any()) == ((2, 3), np.int32, False)
+        comm.all_reduce(array)
+
+
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAGI_DDP_LIBCUDA", "/nowhere/libcuda.so.1")
     with pytest.raises(BackendUnavailable, match="NVIDIA's driver") as error:
@@ -46,6 +53,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "words"),
     [
         ({"backend": "tcp"}, ["backend", "'tcp'", *BACKENDS]),
+        ({"backend": np.ones(3)}, ["backend", "array", *BACKENDS]),
         ({"rank": 2, "world_size": 2}, ["rank", "2"]),
         ({"rank": -1, "world_size": 2}, ["rank", "-1"]),
         ({"world_size": 0}, ["world_size", "0"]),
@@ -72,7 +80,9 @@ def test_shm_without_a_job() -> None:
         init("shm", 0, 2)
 
 
-def attempt(backend: str, missing: list[str], environment: dict[str, str]) -> str:
+def attempt(
+    backend: str, missing: list[str], environment: dict[str, str], seconds: float = 1
+) -> str:
     """Return what init() says in a process where the packages ``missing`` are not installed."""
     script = f"""
 import sys
@@ -80,7 +90,7 @@ for name in {missing}:
     sys.modules[name] = None
 from tagi_ddp.communicators import CommunicatorError, init
 try:
-    init({backend!r}, timeout=1)
+    init({backend!r}, timeout={seconds})
 except CommunicatorError as error:
     print(type(error).__name__, error)
 """
@@ -120,7 +130,7 @@ def test_auto_on_several_hosts() -> None:
         "SLURM_NODEID": "1",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
-    assert "mpirun" in attempt("auto", ["torch"], slurm), "mpi"
+    assert "mpirun" in attempt("auto", ["torch"], slurm, 30), "mpi"
 
 
 def test_auto_on_one_host() -> None:

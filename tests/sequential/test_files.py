@@ -23,7 +23,7 @@ from tagi_ddp import DDPSequential, init
 from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.replica.parameter_file import ParameterFileError
 
-KILLS = 40
+KILLS = 200
 LAYER_NORM_BATCH = 8
 
 
@@ -269,3 +269,33 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     assert len(left) <= 1 + KILLS // 20
     for name in left:
         assert (tmp_path / name).read_bytes() in whole
+
+
+STATES = {
+    "mu_w of Linear.0 has 3 elements, not 384": lambda state: {
+        **state,
+        "Linear.0": ([0.0] * 3, *state["Linear.0"][1:]),
+    },
+    "var_b of Linear.4 has -1.0 at 2": lambda state: {
+        **state,
+        "Linear.4": (*state["Linear.4"][:3], [1.0, 1.0, -1.0, 1.0, 1.0]),
+    },
+    "state_dict has layers": lambda state: {"Linear.0": state["Linear.0"]},
+}
+
+
+def load_state_refused(comm: Any, text: str) -> str:
+    model = wrap(comm, "mlp")
+    before = model.check_replicas()
+    state = model.state_dict()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (its text is returned)
+        model.load_state_dict(STATES[text](state) if comm.rank == 0 else {})
+    assert model.check_replicas() == before
+    model.load_state_dict(state if comm.rank == 0 else {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", STATES)
+def test_a_state_of_another_network(shm: RankPool, text: str) -> None:
+    for told in shm.run(load_state_refused, text, size=2):
+        assert text in told

@@ -84,6 +84,8 @@ def start_worker(address: str, rank: int) -> None:
         from support.on_device import init as make
     else:
         make = init
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        import mpi4py.MPI  # noqa: F401  (its start takes longer than some limits of the tasks)
     connection = connect(address)
     connection.send((rank, os.getpid()))
     Worker(connection, make).serve()

@@ -167,9 +167,12 @@ class Handshake:
         """Raise what the messages say about an engine's error, else the error itself."""
         call = self._call
         late = time.monotonic() > call.deadline - _SLICE  # the engine's own limit is the call's
-        self._channel.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
-        if late:
-            self._time_out(self._to_blame(self._unfinished()))
+        try:
+            self._channel.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
+            if late:
+                self._time_out(self._to_blame(self._unfinished()))
+        except CommunicatorError as reason:
+            raise reason from None  # the engine's error follows from it
         raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error
 
     def _time_out(self, missing: list[int]) -> NoReturn:

@@ -7,8 +7,10 @@ communicator, would wait in MPI_Finalize for ranks that do not come. So it abort
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -27,7 +29,13 @@ from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
     raise ImportError("no MPI library was found when the engine was loaded")
 
-from mpi4py import MPI  # loads the library and starts MPI
+import mpi4py
+
+if "mpi4py.MPI" not in sys.modules:
+    # `_start` does it, as it may wait for other ranks. MPI ends with the process in any case.
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+
+from mpi4py import MPI  # loads the library
 
 _SPIN = 0.002  # seconds of polling before the pauses begin
 _PAUSE = 0.0005  # the longest pause between two polls, in seconds
@@ -129,8 +137,11 @@ def create(
 ) -> MpiCommunicator:
     """Return this rank's communicator over a copy of MPI's world.
 
-    Raises BackendUnavailable when MPI's world is another than the one asked for.
+    Raises BackendUnavailable when MPI's world is another than the one asked for, Timeout when MPI
+    itself does not start in time.
     """
+    deadline = time.monotonic() + timeout
+    _start(rank, world_size, timeout)
     world = MPI.COMM_WORLD
     warn_if_launcher_disagrees(environment, world.rank, world.size)
     if (rank, world_size) != (world.rank, world.size):
@@ -139,21 +150,46 @@ def create(
             "start the ranks with the mpirun that belongs to mpi4py's MPI "
             f"({MPI.Get_library_version().splitlines()[0].strip()})"
         )
-    return wrap(world, timeout)
+    return wrap(world, max(0.01, deadline - time.monotonic()), timeout)
 
 
-def wrap(group: MPI.Intracomm, timeout: float = 300.0) -> MpiCommunicator:
-    """Return a communicator of the ranks of ``group`` over a copy of it."""
+def _start(rank: int, size: int, timeout: float) -> None:
+    """Start MPI unless it has been; in C it waits for all ranks, and nothing ends that."""
+    if MPI.Is_initialized():
+        return
+    name = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    level: int = getattr(MPI, f"THREAD_{name.upper()}")
+    if level < MPI.THREAD_MULTIPLE:  # the script's wish: this thread alone may use MPI
+        MPI.Init_thread(level)
+        return
+    # ctypes, unlike mpi4py, lets other threads run meanwhile.
+    library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
+    arguments = (None, None, ctypes.c_int(level), ctypes.byref(provided))
+    thread = threading.Thread(target=library.MPI_Init_thread, args=arguments, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise Timeout(
+            f"init on rank {rank} of {size} (mpi): MPI did not start within {timeout:g} s: a rank "
+            "has not called init, nor imported mpi4py.MPI. Look at the ranks' output; raise "
+            "timeout= if they are only slow. End this process: MPI cannot be started again."
+        )
+    for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does
+
+
+def wrap(group: MPI.Intracomm, limit: float = 300.0, timeout: float = 300.0) -> MpiCommunicator:
+    """Return a communicator of the ranks of ``group`` over a copy of it, within ``limit`` s."""
     if group == MPI.COMM_NULL:
         raise ValueError("this rank is in no group: it got MPI.COMM_NULL")
     rank, size = group.rank, group.size
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + limit
 
     def complete(request: MPI.Request, what: str) -> None:
         if not _Request(request).ready(deadline - time.monotonic()):
             where = f"init on rank {rank} of {size} (mpi)"
             raise Timeout(
-                f"{where}: MPI could not {what} within {timeout:g} s. Make the same call on all "
+                f"{where}: MPI could not {what} within {limit:g} s. Make the same call on all "
                 "ranks; look at their output."
             )
 
@@ -165,7 +201,7 @@ def wrap(group: MPI.Intracomm, timeout: float = 300.0) -> MpiCommunicator:
 
     copy, request = group.Idup()
     complete(request, "copy the group")
-    channel = open_channel(MpiCommunicator.backend, rank, size, timeout, deadline, exchange)
+    channel = open_channel(MpiCommunicator.backend, rank, size, limit, deadline, exchange)
     comm = MpiCommunicator(rank, size, timeout, channel)
     comm.open_engine(copy)
     return comm
@@ -180,7 +216,7 @@ def _end_job() -> None:
     """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
     close_all()
     failed = _broken or getattr(sys, "last_value", None) is not None
-    if failed and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
+    if failed and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)

@@ -1,0 +1,45 @@
+"""Training for long takes no more memory than training for a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.rank_pool import RankPool
+
+from tagi_ddp import DDPSequential
+
+
+def resident() -> int:
+    """Return this process's memory in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def train(comm: Any, compute: Any, steps: int) -> int:
+    """Return how much the memory grows in ``steps`` steps, after some to begin with."""
+    from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+
+    network = Sequential(Linear(3, 8), ReLU(), Linear(8, 2))
+    updater, x, y = OutputUpdater("cpu"), np.ones(12, np.float32), np.ones(8, np.float32)
+    with DDPSequential(network, communicator=comm, compute=compute) as model:
+        before = 0
+        for step in range(1000 + steps):
+            if step == 1000:
+                before = resident()
+            model(x)
+            updater.update(model.output_z_buffer, y, y, model.input_delta_z_buffer)
+            model.backward()
+            model.step()
+        return resident() - before
+
+
+@pytest.mark.parametrize(
+    ("backend", "compute", "steps"),
+    [("shm", "engine", 20_000), ("shm", "torch", 5_000), ("gloo", "engine", 2_000)],
+)
+def test_memory_is_flat(request: Any, backend: str, compute: str, steps: int) -> None:
+    pool: RankPool = request.getfixturevalue(backend)
+    for growth in pool.run(train, compute, steps, size=2, limit=120):
+        assert growth < 1 << 20

@@ -1,0 +1,91 @@
+"""What pytagi's own output updater is given, which it would take from foreign memory otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+
+from tagi_ddp import DDPSequential, accelerate
+
+BATCH, OUTPUTS = 4, 6
+COMPUTES = pytest.mark.parametrize("compute", ["engine", "torch"])
+
+
+def network(compute: Any) -> DDPSequential:
+    return accelerate(Sequential(Linear(3, 5), ReLU(), Linear(5, OUTPUTS)), compute)
+
+
+def call(model: DDPSequential, method: str, *arrays: Any) -> None:
+    getattr(OutputUpdater("cpu"), method)(
+        model.output_z_buffer, *arrays, model.input_delta_z_buffer
+    )
+
+
+def floats(count: int) -> np.ndarray:
+    return np.ones(count, np.float32)
+
+
+WRONG = [
+    ("update", (floats(23), floats(24)), "mu_obs has 23 elements, not 24"),
+    ("update", (floats(24), floats(6)), "var_obs has 6 elements, not 24"),
+    ("update", (floats(0), floats(24)), "mu_obs has 0 elements, not 24"),
+    ("update_heteros", (floats(24),), "mu_obs has 24 elements, not 12"),
+    (
+        "update_using_indices",
+        (floats(8), floats(8), np.ones(9, np.int32)),
+        "selected_idx has 9 elements, no multiple of the 4 samples",
+    ),
+    (
+        "update_using_indices",
+        (floats(7), floats(8), np.ones(8, np.int32)),
+        "mu_obs has 7 elements, not 8",
+    ),
+    (
+        "update_using_indices",
+        (floats(8), floats(8), np.arange(8, dtype=np.int32)),
+        "selected_idx has numbers from 0 to 7, but outputs are numbered from 1 to 6",
+    ),
+]
+
+
+@COMPUTES
+@pytest.mark.parametrize(("method", "arrays", "text"), WRONG)
+def test_sizes_are_checked(compute: str, method: str, arrays: Any, text: str) -> None:
+    model = network(compute)
+    model(floats(3 * BATCH))
+    with pytest.raises(ValueError, match=text):
+        call(model, method, *arrays)
+
+
+@COMPUTES
+def test_lists_do_and_texts_do_not(compute: str) -> None:
+    model = network(compute)
+    model(floats(3 * BATCH))
+    call(model, "update", [0.5] * 24, [0.1] * 24)
+    model.backward()
+    model.step()
+    with pytest.raises(TypeError, match="mu_obs must be an array of numbers, got an array of d"):
+        call(model, "update", np.array([object()] * 24), floats(24))
+
+
+@COMPUTES
+def test_outputs_need_a_forward(compute: str) -> None:
+    model = network(compute)
+    with pytest.raises(RuntimeError, match=r"no outputs before a forward\(\)"):
+        model.get_outputs()
+    with pytest.raises(RuntimeError, match=r"forward\(\)"):
+        call(model, "update", floats(24), floats(24))
+
+
+@COMPUTES
+def test_deltas_of_another_network(compute: str) -> None:
+    model, small = network(compute), accelerate(Sequential(Linear(3, 1)), compute)
+    for each in (model, small):
+        each(floats(3 * BATCH))
+    with pytest.raises(ValueError, match=r"delta_states has room for \d+ of 24 outputs"):
+        OutputUpdater("cpu").update(
+            model.output_z_buffer, floats(24), floats(24), small.input_delta_z_buffer
+        )
