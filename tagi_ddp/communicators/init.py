@@ -84,9 +84,7 @@ def init(
     if backend == "mpi":
         return _backend("mpi").create(rank, world_size, environment, timeout)
     if backend == "gloo":
-        # Hydra's proxies, which name the job under MPICH, are one on each host.
-        known = None if environment.launcher == "mpich" else environment.job
-        return _backend("gloo").create(rank, world_size, job or known, timeout)
+        return _backend("gloo").create(rank, world_size, job, timeout)
     return _nccl(rank, world_size, environment, job, timeout, device)
 
 

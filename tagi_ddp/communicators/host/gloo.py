@@ -37,6 +37,8 @@ if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _STORE_SLICE = 0.01  # seconds between two looks at the store
+# What names a job on all of its hosts alike.
+_JOB_NAMES = ("TAGI_DDP_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
 
 
 class GlooCommunicator(CheckedHostCommunicator):
@@ -188,8 +190,9 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     """
     deadline = time.monotonic() + timeout
     store = _environment_store(rank, deadline)
+    named = (os.environ[name] for name in _JOB_NAMES if name in os.environ)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = f"{job}/{attempt}".encode()
+    name = f"{job or next(named, '')}/{attempt}".encode()
     keys = PrefixStore(f"tagi_ddp/{hmac.digest(job_secret(), name, 'sha256').hex()}", store)
     comm = _connect(rank, world_size, keys, timeout, deadline)
     # All ranks are through with the store, and wait in `open_engine` until rank 0 has closed it:
