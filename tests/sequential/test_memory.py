@@ -18,22 +18,23 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def train(comm: Any, compute: Any, steps: int) -> int:
-    """Return how much the memory grows in ``steps`` steps, after some to begin with."""
+def train(comm: Any, compute: Any, steps: int) -> list[int]:
+    """Return how much the memory grows in each quarter of the steps, after some to begin with."""
     from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
     network = Sequential(Linear(3, 8), ReLU(), Linear(8, 2))
     updater, x, y = OutputUpdater("cpu"), np.ones(12, np.float32), np.ones(8, np.float32)
     with DDPSequential(network, communicator=comm, compute=compute) as model:
-        before = 0
+        sizes = []
         for step in range(1000 + steps):
-            if step == 1000:
-                before = resident()
+            if step >= 1000 and (step - 1000) % (steps // 4) == 0:
+                sizes.append(resident())
             model(x)
             updater.update(model.output_z_buffer, y, y, model.input_delta_z_buffer)
             model.backward()
             model.step()
-        return resident() - before
+        sizes.append(resident())
+        return np.diff(sizes).tolist()
 
 
 @pytest.mark.skipif(
@@ -45,5 +46,6 @@ def train(comm: Any, compute: Any, steps: int) -> int:
 )
 def test_memory_is_flat(request: Any, backend: str, compute: str, steps: int) -> None:
     pool: RankPool = request.getfixturevalue(backend)
-    for growth in pool.run(train, compute, steps, size=2, limit=120):
-        assert growth < 1 << 20
+    for growths in pool.run(train, compute, steps, size=2, limit=120):
+        # A leak is in all of them; threads take their first memory in one or another.
+        assert min(growths) < 1 << 14, growths
