@@ -23,7 +23,7 @@ from tagi_ddp.launcher.rank_process import Report
 # Seconds: between looks at the ranks; to let the cause of a lost peer come to light; between
 # SIGTERM and SIGKILL; for the kernel to carry out SIGKILL; to read what is left in the pipes.
 _TICK = 0.05
-_SETTLE = 2.0
+_SETTLE = 4.0
 _GRACE = 3.0
 _KILL = 5.0
 _DRAIN = 1.0

@@ -11,7 +11,7 @@ import pytest
 from chaos.faults import KINDS, Fault, Report, broken_promises
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
-FAULTS = 60
+FAULTS = 30
 
 
 def test_a_short_campaign() -> None:

@@ -23,7 +23,7 @@ from tagi_ddp import DDPSequential, init
 from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.replica.parameter_file import ParameterFileError
 
-KILLS = 200
+KILLS = 100
 LAYER_NORM_BATCH = 8
 
 
