@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.rank_pool import OPEN_MPI_FILES
 
 ROOT = Path(__file__).parents[2]
 OURS = ("PYTHON", "VIRTUAL_ENV", "TAGI_DDP_", "MPI4PY_", "OMPI_", "PMIX_", "PMI_")
@@ -32,7 +33,7 @@ MPI.COMM_WORLD.rank == 0 and print(result)
 
 def run(*command: str | int | Path, cwd: Path, **variables: str) -> str:
     """Run a command in a clean environment; return its stdout, let its stderr stand in an error."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    env = {k: v for k, v in os.environ.items() if k == OPEN_MPI_FILES or not k.startswith(OURS)}
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,

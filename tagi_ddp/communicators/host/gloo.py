@@ -50,6 +50,7 @@ class GlooCommunicator(CheckedHostCommunicator):
         """Make rank ``rank`` of ``size``; `open_engine` comes next."""
         super().__init__(rank, size, timeout, channel)
         self._group: Any = None
+        self._held: list[tuple[Any, list[torch.Tensor]]] = []  # operations, and their memory
 
     def open_engine(self, call: Call) -> None:
         """Connect the contexts of all ranks; ``call`` is what their errors name."""
@@ -73,7 +74,8 @@ class GlooCommunicator(CheckedHostCommunicator):
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = timedelta(seconds=limit)
-        return self._group.broadcast([_bytes(array)], options)
+        memory = [_bytes(array)]
+        return self._hold(self._group.broadcast(memory, options), memory)
 
     def _engine_all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
@@ -99,26 +101,27 @@ class GlooCommunicator(CheckedHostCommunicator):
     ) -> Ready:
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=limit)
-        width = array.itemsize
+        width, memory = array.itemsize, [_bytes(out), _bytes(array)]
         work = self._group.alltoall_base(
-            _bytes(out),
-            _bytes(array),
+            *memory,
             [width * count for count in received],
             [width * count for count in sent],
             options,
         )
-        return partial(_complete, [work])
+        return partial(_complete, [self._hold(work, memory)])
 
     def _engine_send(
         self, handshake: Handshake, data: HostElements, dst: int, limit: float
     ) -> None:
-        work = self._group.send([_bytes(data.array)], dst, 0)
+        memory = [_bytes(data.array)]
+        work = self._hold(self._group.send(memory, dst, 0), memory)
         handshake.carry(partial(_deliver, work, limit))
 
     def _engine_recv(
         self, handshake: Handshake, data: HostElements, src: int, limit: float
     ) -> None:
-        work = self._group.recv([_bytes(data.array)], src, 0)
+        memory = [_bytes(data.array)]
+        work = self._hold(self._group.recv(memory, src, 0), memory)
         handshake.carry(partial(_deliver, work, limit))
 
     def _engine_split(
@@ -127,11 +130,20 @@ class GlooCommunicator(CheckedHostCommunicator):
         if part is not None:
             part.open_engine(Call("init", "", call.left(), deadline=call.deadline))
 
+    def _hold(self, work: Any, memory: list[torch.Tensor]) -> Any:
+        """Remember what gloo's threads use, until they are done with it; return ``work``."""
+        with self._lock:  # messages out have a thread of their own
+            self._held = [entry for entry in self._held if not entry[0].is_completed()]
+            self._held.append((work, memory))
+        return work
+
     def _engine_close(self, clean: bool) -> None:
         if not clean and self._group is not None:
-            # Its destructor waits for operations that are stuck: leave it to the process's end.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        self._group = None
+            # Its destructor waits for operations that are stuck: leave it to the process's end. A
+            # thread of it that lets go of an array's memory then, without Python, would abort.
+            for kept in (self._group, self._held):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._group, self._held = None, []
 
 
 class _ChannelStore(Store):
