@@ -25,7 +25,8 @@ constexpr int spins_without_core = 50;  // more ranks than cores: let the others
 int64_t random_token() {
     int64_t token = 0;
     if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token))
-        throw CommunicatorError(ErrorKind::unavailable, "the system gave no random number");
+        throw CommunicatorError(ErrorKind::unavailable,
+                                "the system gave no random number. Choose another backend.");
     return token;
 }
 

@@ -46,6 +46,13 @@ class OutputBuffers:
         return mean[:size], variance[:size]
 
 
+def empty_states() -> Any:
+    """Return the engine's object for the outputs of no samples."""
+    import cutagi
+
+    return cutagi.BaseHiddenStates()
+
+
 @functools.cache
 def verify_buffers() -> None:
     """Check on buffers of our own that their memory is as expected; raise LayoutError."""

@@ -27,12 +27,13 @@ def check_sizes_of_updates() -> None:
     def update(
         self: Any, output_states: Any, mu_obs: ArrayLike, var_obs: ArrayLike, delta_states: Any
     ) -> None:
-        outputs, _ = _outputs(output_states, delta_states)
         mu, var = flat_floats("mu_obs", mu_obs, False), flat_floats("var_obs", var_obs, False)
-        if mu.size or var.size:
-            _require("mu_obs", mu, outputs, "one for each output")
-            _require("var_obs", var, outputs, "one for each output")
-            engines_own["update"](self, output_states, mu, var, delta_states)
+        if _empty_share(output_states, mu, var):
+            return
+        outputs, _ = _outputs(output_states, delta_states)
+        _require("mu_obs", mu, outputs, "one for each output")
+        _require("var_obs", var, outputs, "one for each output")
+        engines_own["update"](self, output_states, mu, var, delta_states)
 
     def update_using_indices(
         self: Any,
@@ -42,42 +43,53 @@ def check_sizes_of_updates() -> None:
         selected_idx: ArrayLike,
         delta_states: Any,
     ) -> None:
-        _, width = _outputs(output_states, delta_states)
-        batch = output_states.block_size
         mu, var = flat_floats("mu_obs", mu_obs, False), flat_floats("var_obs", var_obs, False)
         chosen = np.asarray(selected_idx).reshape(-1)
-        if mu.size or var.size or chosen.size:
-            if not chosen.size or chosen.size % batch:
-                raise ValueError(
-                    f"selected_idx has {chosen.size} elements, no multiple of the {batch} samples"
-                )
-            _require("mu_obs", mu, chosen.size, "one for each of selected_idx")
-            _require("var_obs", var, chosen.size, "one for each of selected_idx")
-            if chosen.min() < 1 or chosen.max() > width:
-                raise ValueError(
-                    f"selected_idx has numbers from {chosen.min()} to {chosen.max()}, but outputs "
-                    f"are numbered from 1 to {width}"
-                )
-            method = engines_own["update_using_indices"]
-            method(self, output_states, mu, var, chosen, delta_states)
+        if _empty_share(output_states, mu, var, chosen):
+            return
+        _, width = _outputs(output_states, delta_states)
+        batch = output_states.block_size
+        if not chosen.size or chosen.size % batch:
+            raise ValueError(
+                f"selected_idx has {chosen.size} elements, no multiple of the {batch} samples"
+            )
+        _require("mu_obs", mu, chosen.size, "one for each of selected_idx")
+        _require("var_obs", var, chosen.size, "one for each of selected_idx")
+        if chosen.min() < 1 or chosen.max() > width:
+            raise ValueError(
+                f"selected_idx has numbers from {chosen.min()} to {chosen.max()}, but outputs "
+                f"are numbered from 1 to {width}"
+            )
+        method = engines_own["update_using_indices"]
+        method(self, output_states, mu, var, chosen, delta_states)
 
     def update_heteros(self: Any, output_states: Any, mu_obs: ArrayLike, delta_states: Any) -> None:
-        outputs, width = _outputs(output_states, delta_states)
         mu = flat_floats("mu_obs", mu_obs, False)
-        if mu.size:
-            if width % 2:
-                raise ValueError(f"outputs must come in pairs, of value and noise, got {width}")
-            _require("mu_obs", mu, outputs // 2, "one for each two outputs")
-            engines_own["update_heteros"](self, output_states, mu, delta_states)
+        if _empty_share(output_states, mu):
+            return
+        outputs, width = _outputs(output_states, delta_states)
+        if width % 2:
+            raise ValueError(f"outputs must come in pairs, of value and noise, got {width}")
+        _require("mu_obs", mu, outputs // 2, "one for each two outputs")
+        engines_own["update_heteros"](self, output_states, mu, delta_states)
 
     OutputUpdater.update = update
     OutputUpdater.update_using_indices = update_using_indices
     OutputUpdater.update_heteros = update_heteros
 
 
+def _count(states: Any) -> int:
+    return 0 if states is None else int(states.block_size * states.actual_size)
+
+
+def _empty_share(states: Any, *observations: NDArray[Any]) -> bool:
+    """Whether there are neither outputs nor observations, as on a rank without samples."""
+    return not _count(states) and not any(array.size for array in observations)
+
+
 def _outputs(states: Any, deltas: Any) -> tuple[int, int]:
     """Return the number of outputs of the batch, and of a sample."""
-    outputs = 0 if states is None else states.block_size * states.actual_size
+    outputs = _count(states)
     if not outputs:
         raise RuntimeError("output_states is empty: an update needs a forward() before it")
     if deltas.size < outputs:

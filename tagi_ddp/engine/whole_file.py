@@ -27,7 +27,7 @@ def whole_file(filename: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with os.fdopen(_nameless(folder) or _named(beside), "wb") as file:
+        with os.fdopen(_open(folder, beside), "wb") as file:
             yield file
             file.flush()
             if mode:
@@ -43,13 +43,10 @@ def whole_file(filename: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         os.close(folder)
 
 
-def _nameless(folder: int) -> int | None:
-    """Return a file without a name, which a kill leaves nowhere; None where there is no such."""
+def _open(folder: int, beside: Path) -> int:
+    """Return a file without a name, which a kill leaves nowhere; else one of the name beside."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
     try:
-        return os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        return os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=folder)
     except OSError:
-        return None
-
-
-def _named(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        return os.open(beside, flags | os.O_CREAT | os.O_EXCL, 0o666)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,8 +47,12 @@ class _Record:
 
 def write_parameters(filename: str, model: Any, state: State) -> None:
     """Write ``state``, as a replica of ``model`` has it, to a file that is replaced whole."""
+    records = _records(model, state)
     with whole_file(filename) as file:
-        for record in _records(model, state):
+        if records is None:
+            file.write(_engines_own(model))
+            return
+        for record in records:
             file.write(record.head)
             for array in record.arrays:
                 file.write(np.ascontiguousarray(array).data)
@@ -60,7 +66,15 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
     """
     with open(filename, "rb") as file:
         data = file.read()
-    records = list(_records(model, state))
+    records = _records(model, state)
+    if records is None:
+        if len(data) != len(_engines_own(model)):
+            raise ParameterFileError(
+                f"{os.fspath(filename)!r} has another size than a file of this network: it is cut, "
+                "or was saved by another one. Give the file of a network with the same layers"
+            )
+        model.load(os.fspath(filename))
+        return
     heads = [record.head for record in records[1:]]
     position = 0
     found: list[tuple[NDArray[Any], NDArray[np.float32]]] = []
@@ -88,13 +102,18 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
 
 
 def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the layer, unless ``given`` fits a network of the state ``own``."""
+    """Raise an error that names the layer unless ``given`` fits a network of the state ``own``."""
+    if not isinstance(given, Mapping):
+        got = type(given).__name__
+        raise TypeError(f"state_dict must be what state_dict() returns, got a {got}")
     if given.keys() != own.keys():
         raise ValueError(
             f"state_dict has layers {sorted(given)}, this network {sorted(own)}: give the state of "
             "a network with the same layers"
         )
     for layer, arrays in own.items():
+        if len(given[layer]) != len(PARAMETERS):
+            raise ValueError(f"state_dict: {layer} must hold {', '.join(PARAMETERS)}")
         for name, mine, values in zip(PARAMETERS, arrays, given[layer], strict=True):
             if len(values) != len(mine):
                 raise ValueError(
@@ -105,17 +124,30 @@ def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
                 raise ValueError(f"state_dict: {name} of {layer} has {values[wrong]} at {wrong}")
 
 
-def _records(model: Any, state: State) -> Iterator[_Record]:
+def _records(model: Any, state: State) -> list[_Record] | None:
+    """Return the file's records; None on a GPU, where Python does not see all of the layers."""
+    if str(model.device) != "cpu":
+        return None
     arrays = {
         # All but the flag that the running statistics have begun, which the engine does not save.
         name: [array for _, array in group if array.dtype == np.float32]
         for name, group in groupby(state, key=lambda entry: entry[0])
     }
+    records = []
     for layer in walk(model):
-        if layer.name in arrays or layer.kind.removesuffix("Cuda") in _POOLING:
+        if layer.name in arrays or layer.kind in _POOLING:
             text = layer.handle.get_layer_info().encode()
             head = _LENGTH.pack(len(text)) + text
-            yield _Record(layer.name, layer.kind, head, arrays.get(layer.name, []))
+            records.append(_Record(layer.name, layer.kind, head, arrays.get(layer.name, [])))
+    return records
+
+
+def _engines_own(model: Any) -> bytes:
+    """Return the file that the engine writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "network")
+        model.save(str(path))
+        return path.read_bytes()
 
 
 def _pass_head(filename: str, data: bytes, position: int, record: _Record) -> int:

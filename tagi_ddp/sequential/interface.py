@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tagi_ddp.compute import Compute, LSTMStates
-from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.buffers import FloatArray, empty_states
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
 from tagi_ddp.update.merging import Merging, ScheduledMerging
@@ -68,8 +68,8 @@ class SequentialInterface:
 
     @property
     def output_z_buffer(self) -> Any:
-        """The output hidden states of the last forward pass."""
-        return self.compute.output_z_buffer
+        """The output hidden states of the last forward pass; empty if that had no samples."""
+        return empty_states() if self.has_empty_share else self.compute.output_z_buffer
 
     @output_z_buffer.setter
     def output_z_buffer(self, value: Any) -> None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -125,25 +126,25 @@ def _launch(fault: Fault, folder: Path) -> dict[int, int | None]:
     return dict.fromkeys(pids, process.returncode if ended else None)
 
 
-def _lines(path: Path) -> list[dict[str, object]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _pid(path: Path) -> int:
-    return next((int(str(line["pid"])) for line in _lines(path) if "pid" in line), 0)
+    return next((line["pid"] for line in _lines(path) if "pid" in line), 0)
 
 
 def _report(path: Path, statuses: dict[int, int | None]) -> Report:
     report = Report(statuses.get(_pid(path)), {})
     for line in _lines(path):
         if "step" in line:
-            report.hashes[int(str(line["step"]))] = str(line["hash"])
+            report.hashes[line["step"]] = line["hash"]
         if "refused" in line:
             report.refused += 1
-            report.changed |= bool(line["changed"])
+            report.changed |= line["changed"]
         if "error" in line:
-            report.error, report.text = str(line["error"]), str(line["text"])
-            report.blamed = tuple(json.loads(json.dumps(line["blamed"])))
+            report.error, report.text = line["error"], line["text"]
+            report.blamed = tuple(line["blamed"])
     return report
 
 

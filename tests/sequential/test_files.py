@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,11 @@ from support.reports import wrap
 
 from tagi_ddp import DDPSequential, init
 from tagi_ddp.engine.whole_file import whole_file
-from tagi_ddp.replica.parameter_file import ParameterFileError
+from tagi_ddp.replica.parameter_file import (
+    ParameterFileError,
+    read_parameters,
+    write_parameters,
+)
 
 KILLS = 100
 LAYER_NORM_BATCH = 8
@@ -83,6 +88,20 @@ def test_every_other_layer(tmp_path: Path) -> None:
         model.save(str(tmp_path / "its"))
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "its").read_bytes()
         wrapped.load(str(tmp_path / "its"))
+
+
+def test_a_gpus_file_is_the_engines_own(tmp_path: Path) -> None:
+    """A network of the CPU stands in for one on a GPU, of whose blocks Python sees no layers."""
+    model, path = trained("cnn"), str(tmp_path / "net.bin")
+    state = model._replica.state()
+    on_gpu = SimpleNamespace(device="cuda:0", save=model.model.save, load=model.model.load)
+    write_parameters(path, on_gpu, state)
+    model.model.save(str(tmp_path / "its"))
+    assert Path(path).read_bytes() == (tmp_path / "its").read_bytes()
+    read_parameters(path, on_gpu, state)
+    Path(path).write_bytes(Path(path).read_bytes()[:-4])
+    with pytest.raises(ParameterFileError, match="has another size than a file of this network"):
+        read_parameters(path, on_gpu, state)
 
 
 def test_a_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +227,7 @@ def test_a_file_of_another_mode_behind_a_link(tmp_path: Path) -> None:
 
 def test_where_files_need_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on file systems of networks."""
-    monkeypatch.setattr("tagi_ddp.engine.whole_file._nameless", lambda folder: None)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # which cannot be written to
     path = tmp_path / "net.bin"
     for content in (b"old", b"new"):
         with whole_file(path) as file:
@@ -280,6 +299,7 @@ STATES = {
         **state,
         "Linear.4": (*state["Linear.4"][:3], [1.0, 1.0, -1.0, 1.0, 1.0]),
     },
+    "Linear.2 must hold mu_w, var_w, mu_b, var_b": lambda state: {**state, "Linear.2": ([0.0],)},
     "state_dict has layers": lambda state: {"Linear.0": state["Linear.0"]},
 }
 

@@ -32,6 +32,8 @@ WRONG = [
     ("update", (floats(23), floats(24)), "mu_obs has 23 elements, not 24"),
     ("update", (floats(24), floats(6)), "var_obs has 6 elements, not 24"),
     ("update", (floats(0), floats(24)), "mu_obs has 0 elements, not 24"),
+    ("update", (floats(0), floats(0)), "mu_obs has 0 elements, not 24"),
+    ("update_heteros", (floats(0),), "mu_obs has 0 elements, not 12"),
     ("update_heteros", (floats(24),), "mu_obs has 24 elements, not 12"),
     (
         "update_using_indices",
@@ -69,6 +71,21 @@ def test_lists_do_and_texts_do_not(compute: str) -> None:
     model.step()
     with pytest.raises(TypeError, match="mu_obs must be an array of numbers, got an array of d"):
         call(model, "update", np.array([object()] * 24), floats(24))
+
+
+@COMPUTES
+def test_an_empty_share_has_no_outputs(compute: str) -> None:
+    """Before the first batch of samples and after it, whose outputs are not taken for its own."""
+    model = network(compute)
+    for samples in (0, BATCH, 0):
+        model(floats(3 * samples))
+        call(model, "update", floats(OUTPUTS * samples), floats(OUTPUTS * samples))
+        call(model, "update_heteros", floats(OUTPUTS * samples // 2))
+        model.backward()
+        model.step()
+    model(floats(0))
+    with pytest.raises(RuntimeError, match="output_states is empty"):
+        call(model, "update", floats(24), floats(24))
 
 
 @COMPUTES

@@ -150,7 +150,7 @@ def create(
             "start the ranks with the mpirun that belongs to mpi4py's MPI "
             f"({MPI.Get_library_version().splitlines()[0].strip()})"
         )
-    return wrap(world, max(0.01, deadline - time.monotonic()), timeout)
+    return wrap(world, timeout, deadline)
 
 
 def _start(rank: int, size: int, timeout: float) -> None:
@@ -178,18 +178,23 @@ def _start(rank: int, size: int, timeout: float) -> None:
         communicator.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does
 
 
-def wrap(group: MPI.Intracomm, limit: float = 300.0, timeout: float = 300.0) -> MpiCommunicator:
-    """Return a communicator of the ranks of ``group`` over a copy of it, within ``limit`` s."""
+def wrap(
+    group: MPI.Intracomm, timeout: float = 300.0, deadline: float | None = None
+) -> MpiCommunicator:
+    """Return a communicator of the ranks of ``group`` over a copy of it.
+
+    By ``deadline``, as time.monotonic() counts; None: within ``timeout`` seconds.
+    """
     if group == MPI.COMM_NULL:
         raise ValueError("this rank is in no group: it got MPI.COMM_NULL")
     rank, size = group.rank, group.size
-    deadline = time.monotonic() + limit
+    end = time.monotonic() + timeout if deadline is None else deadline
 
     def complete(request: MPI.Request, what: str) -> None:
-        if not _Request(request).ready(deadline - time.monotonic()):
+        if not _Request(request).ready(end - time.monotonic()):
             where = f"init on rank {rank} of {size} (mpi)"
             raise Timeout(
-                f"{where}: MPI could not {what} within {limit:g} s. Make the same call on all "
+                f"{where}: MPI could not {what} within {timeout:g} s. Make the same call on all "
                 "ranks; look at their output."
             )
 
@@ -201,7 +206,7 @@ def wrap(group: MPI.Intracomm, limit: float = 300.0, timeout: float = 300.0) -> 
 
     copy, request = group.Idup()
     complete(request, "copy the group")
-    channel = open_channel(MpiCommunicator.backend, rank, size, limit, deadline, exchange)
+    channel = open_channel(MpiCommunicator.backend, rank, size, timeout, end, exchange)
     comm = MpiCommunicator(rank, size, timeout, channel)
     comm.open_engine(copy)
     return comm
