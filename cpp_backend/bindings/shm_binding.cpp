@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <cmath>
 #include <stdexcept>
@@ -251,7 +252,12 @@ nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
     return nb::cast(raw).attr("view")(type).attr("reshape")(extent.attr("shape"));
 }
 
-void PyShmCommunicator::abort(const std::string& reason) { communicator_->abort(reason); }
+void PyShmCommunicator::abort(const std::string& reason, const std::vector<int>& ranks) {
+    for (int rank : ranks) require_rank(rank, "ranks", size());
+    communicator_->abort(reason, ranks);
+}
+
+void PyShmCommunicator::check() const { communicator_->check(); }
 
 void PyShmCommunicator::close() {
     nb::gil_scoped_release unlocked;
@@ -314,7 +320,8 @@ void bind_shm(nb::module_& module) {
         .def("empty", &PyShmCommunicator::empty, "shape"_a, "dtype"_a = "float32",
              "Return zeros in this communicator's own memory, where all_reduce in place copies "
              "nothing. Collective: the same size on all ranks.")
-        .def("abort", &PyShmCommunicator::abort, "reason"_a)
+        .def("abort", &PyShmCommunicator::abort, "reason"_a, "ranks"_a = std::vector<int>())
+        .def("check", &PyShmCommunicator::check)
         .def("close", &PyShmCommunicator::close)
         .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
         .def(
@@ -322,7 +329,8 @@ void bind_shm(nb::module_& module) {
             [](PyShmCommunicator& self, nb::handle, nb::handle error, nb::handle) {
                 if (!error.is_none()) {
                     self.abort(nb::cast<std::string>(error.type().attr("__name__")) + ": " +
-                               nb::cast<std::string>(nb::str(error)));
+                                   nb::cast<std::string>(nb::str(error)),
+                               {});
                 }
                 self.close();
             },

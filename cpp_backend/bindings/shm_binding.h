@@ -45,7 +45,8 @@ class PyShmCommunicator {
     void barrier(std::optional<double> timeout);
     std::unique_ptr<PyShmCommunicator> split(std::optional<int> color, int key);
     nanobind::object empty(nanobind::handle shape, nanobind::handle dtype);
-    void abort(const std::string& reason);
+    void abort(const std::string& reason, const std::vector<int>& ranks);
+    void check() const;
     void close();
 
     // Runs a blocking collective behind the asynchronous operations, without the interpreter lock.

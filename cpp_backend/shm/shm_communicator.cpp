@@ -64,10 +64,7 @@ ShmCommunicator::Operation ShmCommunicator::begin_collective(const char* name, d
 
 ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, double timeout) {
     Operation operation{name, timeout, after(timeout)};
-    if (!segment_) {
-        throw CommunicatorError(ErrorKind::general,
-                                where(operation) + "this communicator is closed. Make a new one.");
-    }
+    require_open(operation);
     if (broken_) {
         throw CommunicatorError(broken_->kind(),
                                 where(operation) +
@@ -80,6 +77,12 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
         guarded(operation, [&] { throw_failure(operation); });
     }
     return operation;
+}
+
+void ShmCommunicator::require_open(const Operation& operation) const {
+    if (segment_) return;
+    throw CommunicatorError(ErrorKind::general,
+                            where(operation) + "this communicator is closed. Make a new one.");
 }
 
 std::string ShmCommunicator::where(const Operation& operation) const {
@@ -124,10 +127,10 @@ void ShmCommunicator::throw_failure(const Operation& operation) const {
     std::vector<int> culprits(failure.culprits, failure.culprits + failure.num_culprits);
     const auto kind = static_cast<ErrorKind>(failure.kind);
     const std::string reporter = "rank " + std::to_string(failure.reporter);
-    // A rank that was waited for in vain is told which one gave up.
-    if (kind == ErrorKind::timeout &&
+    // A rank that is blamed is told by which one.
+    if (failure.reporter != rank_ &&
         std::find(culprits.begin(), culprits.end(), rank_) != culprits.end()) {
-        throw CommunicatorError(ErrorKind::peer_lost,
+        throw CommunicatorError(kind == ErrorKind::mismatch ? kind : ErrorKind::peer_lost,
                                 where(operation) + reporter + " gave up: " + failure.text,
                                 {failure.reporter});
     }
@@ -301,11 +304,18 @@ std::shared_ptr<std::byte> ShmCommunicator::allocate(size_t bytes, double timeou
     return {segment_, memory};
 }
 
-void ShmCommunicator::abort(const std::string& reason) {
+void ShmCommunicator::abort(const std::string& reason, std::vector<int> ranks) {
     if (!segment_ || broken_) return;
+    if (ranks.empty()) ranks = {rank_};
     broken_ = CommunicatorError(ErrorKind::peer_lost,
-                                "rank " + std::to_string(rank_) + " gave up: " + reason, {rank_});
+                                "rank " + std::to_string(rank_) + " gave up: " + reason, ranks);
     record_failure(*broken_);
+}
+
+void ShmCommunicator::check() const {
+    const Operation operation{"check", 0, after(0)};
+    require_open(operation);
+    for (int r = 0; r < size_; ++r) check_peers(operation, r);
 }
 
 void ShmCommunicator::close() {

@@ -59,8 +59,11 @@ class ShmCommunicator {
     void barrier(double timeout);
     // Null where `color` is negative.
     std::unique_ptr<ShmCommunicator> split(int color, int key, double timeout);
-    // Makes every rank's current or next operation fail with `reason`.
-    void abort(const std::string& reason);
+    // Makes every rank's current or next operation fail with `reason`, by fault of `ranks`, or of
+    // this one where there are none.
+    void abort(const std::string& reason, std::vector<int> ranks = {});
+    // Throws what is known already that would end the next operation; any thread may call it.
+    void check() const;
     void close();
 
     // A collective operation: `bytes` of this communicator's own memory for each rank, zero at
@@ -82,6 +85,7 @@ class ShmCommunicator {
 
     Operation begin_collective(const char* name, double timeout);
     Operation begin(const std::string& name, double timeout);
+    void require_open(const Operation& operation) const;
     std::string where(const Operation& operation) const;
     // Runs `body`; any error of it breaks the communicator on all ranks.
     void guarded(const Operation& operation, const std::function<void()>& body);

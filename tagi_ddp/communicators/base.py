@@ -208,11 +208,20 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         call = self._call("split", "", None)
         return self._submit(call, lambda: self._split(call, color, key), False).result()
 
-    def abort(self, reason: str) -> None:
-        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``."""
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``.
+
+        It blames ``ranks``; none: this one.
+        """
         self._check_open("abort")
-        error = PeerLost(f"{self._where('abort')}: this rank gave up: {reason}", [self.rank])
+        blamed = [checks.rank("ranks", rank, self.size) for rank in ranks] or [self.rank]
+        error = PeerLost(f"{self._where('abort')}: this rank gave up: {reason}", blamed)
         self._fail(error, reason)
+
+    def check(self) -> None:
+        """Raise what this rank knows already that would end the next operation; nobody waits."""
+        self._check_open("check")
+        self._check_failure(Call("check", "", 0.0))
 
     def close(self) -> None:
         """Leave the group, once what was called is complete; may be called again."""

@@ -190,8 +190,15 @@ class Communicator(Protocol):
         """
         ...
 
-    def abort(self, reason: str) -> None:
-        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``."""
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``.
+
+        It blames ``ranks``; none: this one.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise what this rank knows already that would end the next operation; nobody waits."""
         ...
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -20,8 +20,11 @@ class AllRanksRaise(Exception):
 class CanAbort(Protocol):
     """A communicator, or several at once."""
 
-    def abort(self, reason: str) -> None:
-        """Let every rank that waits, or comes later, get `PeerLost` with ``reason``."""
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        """Let every rank that waits, or comes later, get `PeerLost` with ``reason``.
+
+        It blames ``ranks``; none: this one.
+        """
         ...
 
 
@@ -52,20 +55,26 @@ class Closing(ABC):
         self.close()
 
 
-def abort(groups: Iterable[CanAbort], error: BaseException) -> None:
-    """Tell the ranks of ``groups`` of an error of this one, unless they have it too."""
+def abort(groups: Iterable[CanAbort], error: BaseException, ranks: Sequence[int] = ()) -> None:
+    """Tell the ranks of ``groups`` of an error of this one, unless they have it too.
+
+    It blames ``ranks``, as the first of ``groups`` numbers them; none: this one.
+    """
     if isinstance(error, AllRanksRaise):
         return
     for group in groups:
         with suppress(CommunicatorError):  # it may be closed
-            group.abort(f"{type(error).__name__}: {error}")
+            group.abort(f"{type(error).__name__}: {error}", ranks)
 
 
 @contextmanager
 def or_abort(groups: Iterable[CanAbort]) -> Iterator[None]:
-    """Let the other ranks know when this one fails in the block, so that none waits for it."""
+    """Let the other ranks know when this one fails in the block, so that none waits for it.
+
+    Errors of communicators name ranks as the first of ``groups`` numbers them.
+    """
     try:
         yield
     except BaseException as error:
-        abort(groups, error)
+        abort(groups, error, error.ranks if isinstance(error, CommunicatorError) else ())
         raise

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from tagi_ddp.communicators.communicator import Communicator
-from tagi_ddp.communicators.errors import CommunicatorError
+from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, name_ranks
 from tagi_ddp.communicators.init import init
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
+
+_GRACE = 2.0  # seconds in which the world should tell who was first
 
 
 class Hierarchy:
@@ -54,18 +58,59 @@ class Hierarchy:
             assert inter_node is not None
             self.inter_node = made.enter_context(inter_node)
             self._made = made.pop_all()
+        self._node_ranks = nodes[number]  # as the world numbers them
+        self._inter_node_ranks = [ranks[self.node.rank] for ranks in nodes]
 
     @property
     def nodes(self) -> int:
         """The number of nodes, and of ranks in ``inter_node``."""
         return self.inter_node.size
 
-    def abort(self, reason: str) -> None:
-        """Give up on both levels, so that no rank waits on either."""
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        """Give up on both levels, so that no rank waits on either.
+
+        ``reason`` says what the world's ``ranks`` have done; the levels blame this one.
+        """
         for level in (self.node, self.inter_node):
             with suppress(CommunicatorError):  # it may be closed
                 level.abort(reason)
 
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let an error of a level name the ranks that have caused it, as the world numbers them.
+
+        A rank that fails where its node waits for it ends the other nodes' waiting, too, through
+        those that stand between: so all tell it to the world, and ask the world who was first.
+        """
+        try:
+            yield
+        except CommunicatorError as error:
+            levels = (self.node, self._node_ranks), (self.inter_node, self._inter_node_ranks)
+            failed = [
+                [members[rank] for rank in failure.ranks]
+                for level, members in levels
+                if (failure := _failure_of(level)) is not None
+            ]
+            if not failed:
+                raise
+            # Ranks that differ are the first cause; one that is missed may wait for another.
+            deadline = time.monotonic() + (0.0 if isinstance(error, Mismatch) else _GRACE)
+            while time.monotonic() < deadline:
+                if (told := _failure_of(self.world)) is not None:
+                    raise type(told)(str(told), told.ranks) from error
+                time.sleep(0.01)
+            blamed = failed[0]
+            what = f"{error} Of all ranks: {name_ranks(blamed)}." if blamed else str(error)
+            raise type(error)(what, blamed) from error
+
     def close(self) -> None:
         """Close both levels."""
         self._made.close()
+
+
+def _failure_of(communicator: Communicator) -> CommunicatorError | None:
+    try:
+        communicator.check()
+    except CommunicatorError as error:
+        return error
+    return None

@@ -6,14 +6,29 @@ import warnings
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, as_communicator, init
+from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute import Choice
 from tagi_ddp.environment import detect
 from tagi_ddp.replica.host import attach
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.config import DDPConfig
 
+# What a Sequential and its layers have before anybody calls set_threads.
+_ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 
-def connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
+
+def bring_together(
+    config: DDPConfig | None, communicator: Communicator | Any | None, device: str | None
+) -> tuple[Communicator, str]:
+    """Return the communicator that either gives, and the device of this rank's replica."""
+    if (config is None) == (communicator is None):
+        raise TypeError("give either config or communicator")
+    if not isinstance(config, DDPConfig | None):
+        raise TypeError(f"config must be a DDPConfig, got a {type(config).__name__}")
+    return _adopt(communicator, device) if config is None else _connect(config, device)
+
+
+def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
     """Return the communicator of ``config``'s ranks and the device of this rank's replica.
 
     For NCCL the replica lives on this rank's GPU: ``device``, or that of the local rank. Where
@@ -39,7 +54,7 @@ def connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
     return init(backend, config.rank, config.world_size), device or "cpu"
 
 
-def adopt(group: object, device: str | None) -> tuple[Communicator, str]:
+def _adopt(group: object, device: str | None) -> tuple[Communicator, str]:
     """Return the caller's communicator, or that of its process group, and the replica's device."""
     communicator = as_communicator(group)
     return communicator, device or communicator.device
@@ -78,3 +93,20 @@ def _local_device(config: DDPConfig) -> int:
             "one for each rank of this host"
         )
     return config.device_ids[local]
+
+
+def threads_for(model: Any, replica: Replica, communicator: Communicator) -> int | None:
+    """Return this rank's share of the cores; None if the user has set the engine's threads."""
+    layers = {layer.handle.num_threads for layer in replica.layers}
+    share = topology_of(communicator).share_of_cores(communicator.rank)
+    untouched = (model._cpp_backend.num_threads, layers) == (
+        _ENGINE_DEFAULT_THREADS,
+        {_LAYER_DEFAULT_THREADS},
+    )
+    return share if untouched else None
+
+
+def require_sequential(model: Any) -> None:
+    """Raise TypeError unless it is a pytagi Sequential."""
+    if not hasattr(model, "_cpp_backend"):
+        raise TypeError(f"model must be a pytagi Sequential, got a {type(model).__name__}")

@@ -17,6 +17,7 @@ from chaos.faults import NUMBER, REDUCTIONS, STEPS, TIMEOUT, Fault
 from tagi_ddp import DDPSequential, NotFiniteError, init
 from tagi_ddp.communicators import CommunicatorError
 from tagi_ddp.environment import detect
+from tagi_ddp.optim.schedule import SyncSchedule
 
 
 def main() -> None:
@@ -49,9 +50,15 @@ def _train(fault: Fault, mine: str, comm: Any, told: _Story) -> None:
     manual_seed(fault.seed)
     network = Sequential(Linear(3, 8), ReLU(), Linear(8, 2))
     updater = OutputUpdater("cpu")
-    options = REDUCTIONS[fault.reduction]
+    options = dict(REDUCTIONS[fault.reduction])
+    scheduled = options.get("sync_every") == "schedule"
+    if scheduled:
+        options |= {"sync_every": SyncSchedule(1, 0, 0, max_global_skips=4)}
+        options |= {"node_size": 2 - fault.ranks % 2}
     with DDPSequential(network, communicator=comm, compute="engine", **options) as model:
         taken = 0
+        if scheduled:
+            model.begin_epoch(STEPS)
         for step in range(STEPS):
             dice = np.random.default_rng((fault.seed, step, comm.rank))
             x, y = (dice.normal(size=(4, n)).astype(np.float32).ravel() for n in (3, 2))
@@ -76,7 +83,9 @@ def _train(fault: Fault, mine: str, comm: Any, told: _Story) -> None:
             if model.unmerged_steps == 0:
                 told.say(step=taken, hash=_digest(model))
             taken += 1
-        if model.unmerged_steps:
+        if scheduled:
+            model.end_epoch(1.0)
+        elif model.unmerged_steps:
             model.merge()
         comm.barrier()
 

@@ -16,13 +16,18 @@ from support.rank_worker import Uncaught
 from support.reports import wrap
 
 from tagi_ddp import PeerLost, Timeout
+from tagi_ddp.optim.schedule import SyncSchedule
 
 SIZE = 3
 
 
-def train_until(comm: Any, victim: int, way: str, delay: float) -> tuple[Any, Any, str, float]:
+def train_until(
+    comm: Any, victim: int, way: str, delay: float, options: dict[str, Any] | None = None
+) -> tuple[Any, Any, str, float]:
     """Train for ever; rank ``victim`` dies or stops after ``delay`` seconds."""
-    model = wrap(comm)
+    model = wrap(comm, **(options or {}))
+    if options:
+        model.begin_epoch(10**9)
     x, y = NETWORKS["mlp"].batch(comm.rank, 64)
     model.barrier()
     end = time.monotonic() + delay
@@ -52,6 +57,23 @@ def test_death(backend: str, way: str, repetition: int) -> None:
     victim, delay = dice.randrange(SIZE), dice.uniform(0.0, 0.3)
     pool = RankPool(backend, SIZE)
     answers = pool.run(train_until, victim, way, delay, dying=[victim], timeout=30)
+    pool.close()
+    assert isinstance(answers.pop(victim), Died)
+    for kind, ranks, text, seconds in answers:
+        assert (kind, ranks) == (PeerLost, (victim,)), text
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "error"])
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_death_in_another_node(backend: str, victim: int, way: str) -> None:
+    """Who waits for a rank between itself and the dead one learns which one died, all the same."""
+    delay = random.Random(f"{backend} {victim} {way}").uniform(0.0, 0.3)
+    schedule = SyncSchedule(1, 0, 0, max_global_skips=4)
+    options = {"reduction": "precision", "sync_every": schedule, "node_size": 2}
+    pool = RankPool(backend, 4)
+    answers = pool.run(train_until, victim, way, delay, options, dying=[victim], timeout=30)
     pool.close()
     assert isinstance(answers.pop(victim), Died)
     for kind, ranks, text, seconds in answers:

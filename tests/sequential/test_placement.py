@@ -13,7 +13,7 @@ from support.rank_pool import RankPool
 
 from tagi_ddp import BackendUnavailable, DDPConfig
 from tagi_ddp.sequential import placement
-from tagi_ddp.sequential.placement import connect
+from tagi_ddp.sequential.placement import bring_together
 
 Place = tuple[str, str, list[str]]
 
@@ -27,7 +27,7 @@ def place(comm: Any, backend: str, device_ids: list[int], device: str | None, jo
         config = DDPConfig(device_ids, backend, comm.rank, comm.size)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            communicator, chosen = connect(config, device)
+            communicator, chosen = bring_together(config, None, device)
         with communicator:
             communicator.barrier()
             return communicator.backend, chosen, [str(w.message) for w in caught]

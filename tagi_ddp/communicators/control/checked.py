@@ -60,6 +60,11 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Return a communicator of some of the ranks, whose engine is yet to be opened."""
         return type(self)(rank, size, self.timeout, channel)
 
+    def check(self) -> None:
+        """Raise what this rank knows already that would end the next operation; nobody waits."""
+        super().check()
+        self._handshake(Call("check", "", 0.0, number=self._numbers["collectives"] + 1)).check()
+
     def _send(self, call: Call, data: E, dst: int) -> None:
         handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
         handshake.gather(None)

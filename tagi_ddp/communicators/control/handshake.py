@@ -63,6 +63,15 @@ class Handshake:
         messages = {r: channel.entered.pop((r, self._theirs, call.number)) for r in self._peers}
         return {r: content if m == self._said else json.loads(m)[2] for r, m in messages.items()}
 
+    def check(self) -> None:
+        """Raise what has come that keeps the operation from being carried out."""
+
+        def nothing_came() -> bool:
+            self._check(self._peers, self._channel.died | self._channel.closed)
+            return True
+
+        self._channel.until(nothing_came, 0.0)
+
     def carry(self, ready: Ready) -> None:
         """Wait until the engine is done, with an eye on the messages."""
         self._call.waits_for = lambda: self._to_blame(self._unfinished())

@@ -140,6 +140,21 @@ def give_up(comm: Any, wait: Callable[[Any], Any]) -> list[Report]:
     return [report(lambda: wait(comm)), report(comm.barrier)]
 
 
+def blame_another(comm: Any) -> Report | None:
+    comm.check()
+    comm.barrier()
+    if comm.rank == 0:
+        comm.abort("the last one is gone", [comm.size - 1])
+        return None
+
+    def look() -> None:
+        for _ in range(500):  # nobody calls anything
+            comm.check()
+            time.sleep(0.01)
+
+    return report(look)
+
+
 def leave_with_error(comm: Any) -> Report | str:
     if comm.rank == comm.size - 1:
         try:
@@ -281,6 +296,14 @@ class FailuresContract:
                 assert (kind, ranks) == (PeerLost, (size - 1,)), text
                 assert "no more batches" in text
                 assert seconds < 5
+
+    def test_abort_that_blames_another(self, pool: RankPool, size: int) -> None:
+        _, *others = pool.run(blame_another, size=size, fresh=True)
+        for rank, (kind, ranks, text, seconds) in enumerate(others, 1):
+            blamed = 0 if rank == size - 1 else size - 1  # who is blamed learns by whom
+            assert (kind, ranks) == (PeerLost, (blamed,)), text
+            assert "the last one is gone" in text
+            assert seconds < 5
 
     def test_error_in_a_with_block(self, pool: RankPool, size: int) -> None:
         *others, culprit = pool.run(leave_with_error, size=size, fresh=True)
