@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "update/adaptive_sum.h"
 #include "update/merge.h"
 #include "update/sharded.h"
 #include "update/statistics.h"
@@ -209,6 +210,39 @@ void bind_parameters(nb::module_& module) {
             "gaussians"_a, "reference"_a, "change"_a, "own"_a = nb::none(),
             "Multiply gaussians by change less own, both relative to the means of reference. "
             "Returns how many parameters of each layer took only a part of it.");
+
+    nb::class_<AdaptiveSum>(module, "AdaptiveSum",
+                            "Sums of changes, damped where ranks agree; see adaptive_sum.h.")
+        .def(
+            "__init__",
+            [](AdaptiveSum* self, const Parameters& parameters, int ranks) {
+                if (ranks < 1) throw std::invalid_argument("ranks must be at least 1");
+                new (self) AdaptiveSum(parameters, ranks);
+            },
+            "parameters"_a, "ranks"_a)
+        .def_ro_static("BLOCK", &AdaptiveSum::block_floats)
+        .def_ro_static("LEEWAY", &AdaptiveSum::leeway)
+        .def_prop_ro("blocks", &AdaptiveSum::blocks)
+        .def(
+            "squares",
+            [](const AdaptiveSum& self, Floats change, Floats before, Floats squares) {
+                self.check(change.size(), before.size(), squares.size());
+                nb::gil_scoped_release unlocked;
+                self.squares(change.data(), before.data(), squares.data());
+            },
+            "change"_a, "before"_a, "squares"_a,
+            "Write the square of the weighted half of a rank's change, of each block.")
+        .def(
+            "damp",
+            [](AdaptiveSum& self, Floats change, Floats before, Floats squares) {
+                self.check(change.size(), before.size(), squares.size());
+                nb::gil_scoped_release unlocked;
+                return self.damp(change.data(), before.data(), squares.data());
+            },
+            "change"_a, "before"_a, "squares"_a,
+            "Damp the sum of all ranks' changes; squares are the sums of theirs. Returns by layer "
+            "how far the ranks agree: 0 orthogonal, 1 the same.")
+        .def("restart", &AdaptiveSum::restart, "Forget the sums before.");
 
     nb::class_<RunningStatistics>(module, "RunningStatistics",
                                   "The running statistics of all batch normalization layers.")

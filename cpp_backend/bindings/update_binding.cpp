@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "bindings/shm_binding.h"
 #include "update/agreement.h"
 #include "update/apply.h"
+#include "update/compress.h"
 #include "update/merge.h"
 #include "update/sharded.h"
 #include "update/update.h"
@@ -20,6 +22,19 @@ namespace nb = nanobind;
 using nb::literals::operator""_a;
 
 namespace tagi_ddp {
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void check_compressed(const Floats& values, int bits, const Bytes& bytes) {
+    if (bits != 8 && bits != 16) throw std::invalid_argument("bits must be 8 or 16");
+    if (values.size() % compress_block != 0 ||
+        bytes.size() != compressed_bytes(values.size(), bits)) {
+        throw std::invalid_argument("expected whole blocks of floats, and bytes for all of them");
+    }
+}
+
+}  // namespace
 
 void bind_update(nb::module_& module) {
     module.attr("LEAST_VARIANCE") = least_variance;
@@ -79,6 +94,26 @@ void bind_update(nb::module_& module) {
         "communicator"_a, "parameters"_a, "bucket"_a, "contribution"_a, "average"_a,
         "Exchange, cap and apply the bucket's deltas over shared memory, each rank its part. The "
         "bucket is of the communicator's own memory.");
+    module.attr("COMPRESS_BLOCK") = compress_block;
+    module.def("compressed_bytes", &compressed_bytes, "count"_a, "bits"_a,
+               "The bytes of so many floats, a multiple of COMPRESS_BLOCK, in 8 or 16 bits.");
+    module.def(
+        "compress",
+        [](Floats values, int bits, Bytes out) {
+            check_compressed(values, bits, out);
+            nb::gil_scoped_release unlocked;
+            compress(values.data(), values.size(), bits, out.data());
+        },
+        "values"_a, "bits"_a, "out"_a,
+        "Write floats in 8 or 16 bits each; they are left with what that has dropped.");
+    module.def(
+        "add_decompressed",
+        [](Bytes bytes, int bits, Floats values) {
+            check_compressed(values, bits, bytes);
+            nb::gil_scoped_release unlocked;
+            add_decompressed(bytes.data(), values.size(), bits, values.data());
+        },
+        "bytes"_a, "bits"_a, "values"_a, "Add what compress has written to values.");
     module.def(
         "shards",
         [](size_t size, int ranks) {

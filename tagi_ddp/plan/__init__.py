@@ -6,9 +6,11 @@
 from tagi_ddp.plan.measure import measure_link
 from tagi_ddp.plan.model import SCHEMES, Cluster, Link, Training, predict
 from tagi_ddp.plan.report import default_ranks, plot, table
+from tagi_ddp.plan.search import Choice, search
 
 __all__ = [
     "SCHEMES",
+    "Choice",
     "Cluster",
     "Link",
     "Training",
@@ -16,5 +18,6 @@ __all__ = [
     "measure_link",
     "plot",
     "predict",
+    "search",
     "table",
 ]

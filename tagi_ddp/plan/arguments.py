@@ -46,6 +46,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--epochs", count, "N", "epochs, for asynchronous merges", 20)
     add("--blocking-epochs", _count_or_zero, "N", "how many of them wait at every step", 8)
     add("--merge-ns", _positive_or_zero, "NS", "arithmetic of a merge for each of those bytes", 0.0)
+    text = "of each number of a merge; default: 32"
+    parser.add_argument("--bits", type=int, choices=(32, 16, 8), default=32, help=text)
     parser.add_argument(
         "--ranks", type=_numbers, metavar="N,N,...", help="default: 1,2,4,...,8192,10000"
     )
@@ -63,6 +65,7 @@ def _plan(options: argparse.Namespace) -> int:
         warmup_epochs=options.blocking_epochs,
         cooldown_epochs=0,
         merge=options.merge_ns / 1e9,
+        bits=options.bits,
     )
     cluster = Cluster(
         Link(options.node_latency_us / 1e6, options.node_gbs * 1e9),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.plan.model import SCHEMES, Cluster, Training, predict
+from tagi_ddp.plan.search import search
 
 
 def default_ranks(most: int = 10_000) -> list[int]:
@@ -28,14 +29,19 @@ def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
         seconds = [prediction[scheme] for prediction in predictions]
         columns.append([f"{scheme} ms", *(f"{1e3 * time:.{decimals}f}" for time in seconds)])
         columns.append(["efficiency", *(f"{training.step / time:.1%}" for time in seconds)])
+    best = [search(training, cluster, number) for number in ranks]
+    columns.append(["best ms", *(f"{1e3 * choice.seconds:.{decimals}f}" for choice in best)])
+    columns.append(["by", *map(str, best)])
     widths = [max(map(len, column)) for column in columns]
     lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in zip(*columns, strict=True)
     ]
     note = (
         "Milliseconds per step; efficiency: of these, what one rank alone takes. Each rank's share "
-        "of a\nbatch is the same at any number of ranks."
+        "of a\nbatch is the same at any number of ranks. Best: the most cautious of what takes at "
+        "most 5 % more\nthan the least time. It assumes that all need equally many steps, as an "
+        "MLP did on up to 16 ranks;\ndocs/merging.md says where that does not hold."
     )
     return "\n".join([*lines, "", note])
 

@@ -18,7 +18,9 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.engine.layers import PARAMETERS, Layer
+from tagi_ddp.replica.adaptive_sum import DeviceAdaptiveSum
 from tagi_ddp.replica.device_agreement import DeviceAgreement, Outcomes, words_of
+from tagi_ddp.replica.device_codec import DeviceCodec
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
 from tagi_ddp.replica.protocol import Parameters
@@ -128,9 +130,15 @@ class DeviceReplica:
     def zeros(self) -> Tensor:
         return torch.zeros_like(self.parameters.deltas)
 
-    def bucket(self, communicator: Communicator) -> Tensor:
-        """Return the same: no communicator has memory on a device."""
-        return self.zeros()
+    def bucket(self, communicator: Communicator, more: int) -> Tensor:
+        """Return the same and ``more``: no communicator has memory on a device."""
+        return self.parameters.deltas.new_zeros(2 * self.parameters.size + more)
+
+    def codec(self, bits: int) -> DeviceCodec:
+        return DeviceCodec(bits, self.parameters.mu.device)
+
+    def adaptive_sum(self, ranks: int) -> DeviceAdaptiveSum:
+        return DeviceAdaptiveSum(self.parameters, ranks)
 
     def step_alone(self, samples: int) -> str:
         """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""

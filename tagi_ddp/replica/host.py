@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import (
+    AdaptiveSum,
     Parameters,
     RunningStatistics,
     batch_norm_statistics,
@@ -26,6 +27,7 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
+from tagi_ddp.replica.codec import HostCodec
 from tagi_ddp.replica.staging import host_bucket
 
 
@@ -111,9 +113,15 @@ class HostReplica(ABC):
     def zeros(self) -> FloatArray:
         return np.zeros(2 * self.parameters.size, np.float32)
 
-    def bucket(self, communicator: Communicator) -> FloatArray:
-        """Return the same in the communicator's own memory, if it has any."""
-        return host_bucket(communicator, self.parameters.size)
+    def bucket(self, communicator: Communicator, more: int) -> FloatArray:
+        """Return the same and ``more``, in the communicator's own memory, if it has any."""
+        return host_bucket(communicator, self.parameters.size, more)
+
+    def codec(self, bits: int) -> HostCodec:
+        return HostCodec(bits)
+
+    def adaptive_sum(self, ranks: int) -> AdaptiveSum:
+        return AdaptiveSum(self.parameters, ranks)
 
     def step_alone(self, samples: int) -> str:
         """Apply the own deltas, capped for ``samples``; return a layer that forbids it, or ""."""

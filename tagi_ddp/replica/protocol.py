@@ -90,6 +90,50 @@ class Parameters(Protocol):
         ...
 
 
+class AdaptiveSum(Protocol):
+    """Sums of changes, damped where ranks agree: cpp_backend/update/adaptive_sum.h."""
+
+    @property
+    def blocks(self) -> int:
+        """Into how many blocks the parameters fall."""
+        ...
+
+    def squares(self, change: Any, before: Any, squares: Any) -> None:
+        """Write the square of the weighted half of a rank's change since then, of each block."""
+        ...
+
+    def damp(self, change: Any, before: Any, squares: Any) -> list[float]:
+        """Damp the sum of all ranks' changes; squares are the sums of theirs.
+
+        Returns by layer how far the ranks agree: 0, orthogonal, to 1, the same.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Forget the sums before."""
+        ...
+
+
+class Codec(Protocol):
+    """Floats in few bits, for the wire."""
+
+    def floats(self, count: int) -> Any:
+        """Return zeros."""
+        ...
+
+    def units(self, before: Any) -> Any:
+        """Return what makes changes since Gaussians ``before`` alike: factors of both halves."""
+        ...
+
+    def compress(self, values: Any) -> Any:
+        """Return bytes of ``values``, whole blocks, which are left with what that has dropped."""
+        ...
+
+    def add(self, compressed: Any, values: Any) -> None:
+        """Add what `compress` has returned to ``values``."""
+        ...
+
+
 class QueuedAgreement(Protocol):
     """What the ranks agree on for a step that a device carries out later."""
 
@@ -147,8 +191,16 @@ class Replica(Protocol):
         """Return zeros for deltas, Gaussians or a change of them."""
         ...
 
-    def bucket(self, communicator: Communicator) -> Buffer:
-        """Return the same, if there is such, in memory where ``communicator`` reduces fastest."""
+    def bucket(self, communicator: Communicator, more: int) -> Buffer:
+        """Return the same and ``more``, where ``communicator`` reduces fastest, if anywhere."""
+        ...
+
+    def codec(self, bits: int) -> Codec:
+        """Return what brings floats into 8 or 16 bits."""
+        ...
+
+    def adaptive_sum(self, ranks: int) -> AdaptiveSum:
+        """Return what damps sums of the changes of so many ranks."""
         ...
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:

@@ -9,14 +9,15 @@ from tagi_ddp.communicators import Buffer, Communicator
 from tagi_ddp.engine.buffers import FloatArray
 
 
-def host_bucket(communicator: Communicator, size: int) -> FloatArray:
+def host_bucket(communicator: Communicator, size: int, more: int = 0) -> FloatArray:
     """Return zeros for the deltas of ``size`` parameters, [means | variances], on the host.
 
-    In the communicator's own memory, if it has any: there, a reduction stages nothing.
+    And for so many ``more`` numbers. In the communicator's own memory, if it has any: there, a
+    reduction stages nothing.
     """
     if not isinstance(communicator, ShmCommunicator):
-        return np.zeros(2 * size, np.float32)
-    bucket: FloatArray = communicator.empty(2 * size)
+        return np.zeros(2 * size + more, np.float32)
+    bucket: FloatArray = communicator.empty(2 * size + more)
     bucket.fill(0)
     return bucket
 
@@ -26,7 +27,7 @@ class Sum:
 
     def __init__(self, communicator: Communicator, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._staged = _to_host(communicator, buffer)
+        self._staged = to_host(communicator, buffer)
         self._work = communicator.all_reduce(self._staged, async_op=True)
 
     def wait(self) -> None:
@@ -39,13 +40,13 @@ class Sum:
 
 def broadcast(communicator: Communicator, buffer: Buffer, root: int) -> None:
     """Copy the buffer of rank ``root`` to all."""
-    staged = _to_host(communicator, buffer)
+    staged = to_host(communicator, buffer)
     communicator.broadcast(staged, root)
     if staged is not buffer:
         buffer.copy_(staged)
 
 
-def _to_host(communicator: Communicator, buffer: Buffer) -> Buffer:
+def to_host(communicator: Communicator, buffer: Buffer) -> Buffer:
     """Return the buffer, or, if the communicator's buffers are on the host, a copy there."""
     on_device = getattr(buffer, "is_cuda", False) and communicator.device == "cpu"
     return buffer.cpu() if on_device else buffer

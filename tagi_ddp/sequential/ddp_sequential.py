@@ -14,7 +14,6 @@ from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import CanAbort, Closing, abort, or_abort
-from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute import Choice, Precision, choose, make_compute
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
@@ -33,15 +32,25 @@ from tagi_ddp.sequential.equality import (
     check_structure,
 )
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
-from tagi_ddp.sequential.placement import adopt, connect, place
+from tagi_ddp.sequential.placement import (
+    bring_together,
+    place,
+    require_sequential,
+    threads_for,
+)
 from tagi_ddp.update.choose import make_exchange
+from tagi_ddp.update.compressed_sum import Compress
 from tagi_ddp.update.exchange import Exchange, Setting
-from tagi_ddp.update.merging import Reduction, check_reduction, make_merging
+from tagi_ddp.update.merging import (
+    Reduction,
+    Rule,
+    Scheme,
+    check_reduction,
+    make_merging,
+    make_scheme,
+)
 from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import refusal
-
-# What a Sequential and its layers have before anybody calls set_threads.
-_ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 
 
 class DDPSequential(SequentialInterface, MergeInterface, Closing):
@@ -52,7 +61,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
     ``average=False`` the result is that of one process on the union of the shares; with
     ``average=True``, pytagi's default, it is the mean of the deltas, capped as for one share: steps
     about ``world_size`` times more cautious. With ``reduction="precision"`` ranks step alone, and
-    their posteriors are merged by Bayes' rule, at every step or less often; see `merge`.
+    their posteriors are merged, at every step or less often; see `merge`.
 
     An error in any method ends the group: it is raised here at once, and on the other ranks, naming
     this one, at their next collective operation.
@@ -65,10 +74,15 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         average: True: mean of the deltas; False: their sum, which reproduces one process.
         reduction: "mean" or "sum" of the deltas, in place of ``average``; or "precision", by which
             posteriors are merged.
-        sync_every: for "precision": how many steps lie between two merges; or a SyncSchedule, by
-            which the ranks of a node merge often, and nodes seldom and without waiting. It needs
-            `begin_epoch` and `end_epoch`.
+        sync_every: for "precision": after how many steps ranks merge; by "agreement" sooner at
+            first, after 8 or an eighth of all so far. Or a SyncSchedule, by which ranks of a node
+            merge often, nodes seldom and without waiting: it needs `begin_epoch`, `end_epoch`.
         node_size: for "precision": how many consecutive ranks make a node; None: those of a host.
+        merge: for "precision": "agreement", the default, averages where ranks have learned alike,
+            and sums where not; "bayes" sums all, which is exact where the model is linear and
+            Gaussian: the default for a single Linear layer. docs/merging.md compares them.
+        compress: for "precision": "bf16" or "int8" let changes travel in 16 or 8 bits, between
+            nodes if there are several; what rounding drops is sent the next time.
         sharded: each rank caps and applies the deltas of its part of the parameters only, and all
             take the results: the same bits with less work at each step. Not for "precision".
         communicator: takes the place of ``config``: a communicator, or a
@@ -76,9 +90,8 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         compute: who runs forward and backward: "torch", with the same results as "engine" and, but
             for small networks, many times faster (docs/benchmarks.md); "auto" takes torch where it
             can, and warns where it cannot.
-        device: where it is computed, like "cuda:0"; by default the GPU of the local rank for NCCL,
-            else the CPU. There the replica lives; the wrapped model is brought up to date when it
-            is read through this object.
+        device: where it is computed and the replica lives, like "cuda:0"; by default the GPU of
+            the local rank for NCCL, else the CPU. Reading through this updates the wrapped model.
         precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
             digits of each factor, and sums in float32.
 
@@ -97,22 +110,16 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         sync_every: int | SyncSchedule = 1,
         node_size: int | None = None,
         sharded: bool = False,
+        merge: Rule | None = None,
+        compress: Compress | None = None,
         communicator: Communicator | Any | None = None,
         compute: Choice = "auto",
         device: str | None = None,
         precision: Precision = "float32",
     ) -> None:
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
-        if (config is None) == (communicator is None):
-            raise TypeError("give either config or communicator")
-        if not isinstance(config, DDPConfig | None):
-            raise TypeError(f"config must be a DDPConfig, got a {type(config).__name__}")
         self._own_communicator = communicator is None
-        self.communicator: Communicator
-        if config is not None:
-            self.communicator, device = connect(config, device)
-        else:
-            self.communicator, device = adopt(communicator, device)
+        self.communicator, device = bring_together(config, communicator, device)
         self.model = model
         self.config = config or DDPConfig(
             [], "auto", self.communicator.rank, self.communicator.size
@@ -122,7 +129,9 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         self._closed = False
         try:
             with self._or_abort():
-                self._attach(compute, device, precision, sync_every, node_size, sharded)
+                require_sequential(model)
+                scheme = make_scheme(model, self.reduction, node_size, merge, compress)
+                self._attach(compute, device, precision, sync_every, scheme, sharded)
         except BaseException:
             self.close()
             raise
@@ -133,22 +142,21 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         device: str,
         precision: Precision,
         sync_every: int | SyncSchedule,
-        node_size: int | None,
+        scheme: Scheme,
         sharded: bool,
     ) -> None:
-        if not hasattr(self.model, "_cpp_backend"):
-            got = type(self.model).__name__
-            raise TypeError(f"model must be a pytagi Sequential, got a {got}")
         check_sizes_of_updates()
         replica = place(self.model, compute, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
-        scheme = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
+        times = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
         options = {
             "reduction": self.reduction,
             "compute": chosen,
             "precision": precision,
-            "sync_every": scheme,
+            "sync_every": times,
             "sharded": sharded,
+            "merge": scheme.rule,
+            "compress": scheme.compress,
         }
         check_structure(self.communicator, replica, options)
         bucket = None
@@ -157,24 +165,16 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         self.compute = make_compute(chosen, self.model, replica, bucket, device, precision)
         self._replica = self.compute.replica
         self._accumulation = Accumulation(self._replica)
-        self._set_threads()
+        threads = threads_for(self.model, self._replica, self.communicator)
+        if threads or chosen == "torch":
+            self.set_threads(threads or self.model._cpp_backend.num_threads)
         self._replica.share(self.communicator)
         setting = Setting(self.communicator, self._replica, self.average, bucket, sharded)
         self._exchange: Exchange = (
-            make_merging(setting, sync_every, node_size)
+            make_merging(setting, scheme, sync_every)
             if self.reduction == "precision"
             else make_exchange(setting)
         )
-
-    def _set_threads(self) -> None:
-        """Give the engine this rank's share of the cores, unless the user has set its threads."""
-        engine = self.model._cpp_backend
-        layers = {layer.handle.num_threads for layer in self._replica.layers}
-        share = topology_of(self.communicator).share_of_cores(self.communicator.rank)
-        if (engine.num_threads, layers) == (_ENGINE_DEFAULT_THREADS, {_LAYER_DEFAULT_THREADS}):
-            self.set_threads(share)
-        elif self.compute.name == "torch":
-            self.set_threads(engine.num_threads)
 
     # --- the engine's interface ---------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from tagi_ddp.checks import integer
 from tagi_ddp.compute import Compute, LSTMStates
 from tagi_ddp.engine.buffers import FloatArray, empty_states
 from tagi_ddp.replica.protocol import Replica
@@ -143,7 +144,8 @@ class MergeInterface:
         """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
 
         With the precisions l = 1 / variance and the prior (mu0, l0) that all ranks had after the
-        merge before, l = l0 + sum (l_r - l0) and mu = mu0 + sum l_r (mu_r - mu0) / l, in float64.
+        merge before, l = l0 + sum (l_r - l0) and mu = mu0 + sum l_r (mu_r - mu0) / (l + (R - 1) c
+        l0), in float64, where c says how much alike R ranks have learned: 0 with merge="bayes".
         No sample counts twice, however many steps lie between two merges. A parameter whose
         precision would fall below a tenth takes half of the merge, or a quarter, and so on;
         `get_partial_merge_counter` counts these.
@@ -152,6 +154,31 @@ class MergeInterface:
         """
         with self._or_abort():
             self._merging("merge", Merging).merge()
+
+    def local_batches(self, share: Any, size: int) -> Iterator[Any]:
+        """Yield parts of this rank's share of a batch, for a step of its own each.
+
+        ``for part in model.local_batches(share, 32):`` forward, backward and `step` on it. To
+        ``sync_every`` and a schedule the whole share is one step. Many small steps between two
+        merges are how a large global batch keeps the quality of small ones.
+
+        Args:
+            share: what can be cut, like the indices from `DistributedSampler`; its length may
+                differ between ranks.
+            size: the length of the parts; the last one may be shorter.
+
+        Raises:
+            RuntimeError: posteriors are not merged: it needs ``reduction="precision"``.
+            TypeError, ValueError: ``size`` is no integer of 1 or more.
+        """
+        with self._or_abort():
+            merging = self._merging("local_batches", Merging)
+            size = integer("size", size, 1)
+        with merging.local_steps():
+            for first in range(0, len(share), size):
+                yield share[first : first + size]
+        with self._or_abort():
+            merging.end_share()
 
     def begin_epoch(self, batches: int) -> None:
         """Tell the schedule how many steps an epoch has, the same number on all ranks."""
@@ -177,6 +204,18 @@ class MergeInterface:
         By the engine's description of the layer, as `get_neg_var_w_counter` does.
         """
         return self._by_layer(self._merging("get_partial_merge_counter", Merging).guarded)
+
+    def get_merge_agreement(self) -> dict[str, float]:
+        """Return by layer how much alike ranks, or nodes, had learned before the last merge.
+
+        From 0, orthogonal changes, to 1, the same; 0 with merge="bayes". By the engine's
+        description of the layer; layers with one description have their mean.
+        """
+        found: dict[str, list[float]] = {}
+        numbers = self._merging("get_merge_agreement", Merging).agreement
+        for layer, number in zip(self._replica.layers, numbers, strict=True):
+            found.setdefault(layer.handle.get_layer_info(), []).append(number)
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many variances of each layer's weights the last step found not positive.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,7 @@ class Exchange(ABC):
     def restart(self) -> None:  # noqa: B027
         """Tell that the replicas have been made equal by other means."""
 
-    def abort(self, reason: str) -> None:  # noqa: B027
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:  # noqa: B027
         """Let ranks know that wait on communicators of the exchange's own."""
 
     def close(self) -> None:  # noqa: B027

@@ -1,26 +1,36 @@
-"""Replicas that step alone and merge their posteriors by Bayes' rule: information adds.
+"""Replicas that step alone and merge their posteriors: information adds.
 
 What a rank has learned since all were equal is a change of precisions and weighted means; the sum
-of the ranks' changes is what all have learned together (cpp_backend/update/merge.h). So no sample
-counts twice, however many steps lie between two merges, and whenever a change arrives.
+of the ranks' changes is what all have learned together (cpp_backend/update/merge.h), but where they
+have learned alike (adaptive_sum.h). So no sample counts twice, however many steps lie between two
+merges, and whenever a change arrives.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import integer, real
-from tagi_ddp.communicators import Buffer, Communicator, all_gather_object
+from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.engine.layers import walk
 from tagi_ddp.optim.schedule import SyncSchedule
-from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import Sum, broadcast
+from tagi_ddp.update.compressed_sum import BITS, Compress, Pending
+from tagi_ddp.update.consensus import Consensus
 from tagi_ddp.update.exchange import Exchange, Setting, vote
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 Reduction = Literal["mean", "sum", "precision"]
 _REDUCTIONS = ("mean", "sum", "precision")
+Rule = Literal["agreement", "bayes"]
+_RULES = ("agreement", "bayes")
+# A network that knows little moves far, and replicas of it lose touch: at first they merge after so
+# many steps, and later let no more than such a part of all steps lie between two merges.
+_OFTEN, _PART = 8, 8
 
 
 def check_reduction(
@@ -46,13 +56,43 @@ def check_reduction(
     return reduction
 
 
-def make_merging(
-    setting: Setting, sync_every: int | SyncSchedule, node_size: int | None
-) -> Merging:
+@dataclass(frozen=True)
+class Scheme:
+    """How posteriors are merged; see `DDPSequential`."""
+
+    node_size: int | None
+    rule: Rule
+    compress: Compress | None
+
+
+def make_scheme(
+    model: Any,
+    reduction: Reduction,
+    node_size: int | None,
+    rule: Rule | None,
+    compress: Compress | None,
+) -> Scheme:
+    """Return how a model's posteriors are merged; raise ValueError that names the argument."""
+    for name, value, known in (("merge", rule, _RULES), ("compress", compress, BITS)):
+        if value is not None and value not in known:
+            options = ", ".join(f'"{option}"' for option in known)
+            raise ValueError(f"{name} must be {options} or None, got {value!r}")
+        if value is not None and reduction != "precision":
+            raise ValueError(
+                f'{name} is for reduction="precision", got {value!r} with {reduction!r}, whose '
+                "sums are exact"
+            )
+    if rule is None:
+        linear = [layer.kind for layer in walk(model)] == ["Linear"]
+        rule = "bayes" if linear else "agreement"
+    return Scheme(node_size, rule, compress)
+
+
+def make_merging(setting: Setting, scheme: Scheme, sync_every: int | SyncSchedule) -> Merging:
     """Return what merges the replicas every so many steps, or when a schedule says so."""
     if isinstance(sync_every, SyncSchedule):
-        return ScheduledMerging(setting, node_size, sync_every)
-    return Merging(setting, node_size, integer("sync_every", sync_every, 1))
+        return ScheduledMerging(setting, scheme, sync_every)
+    return Merging(setting, scheme, integer("sync_every", sync_every, 1))
 
 
 class Merging(Exchange):
@@ -66,19 +106,23 @@ class Merging(Exchange):
     ``guarded`` counts by layer the parameters that have taken only a part of a merge so far.
     """
 
-    def __init__(self, setting: Setting, node_size: int | None, every: int = 1) -> None:
+    def __init__(self, setting: Setting, scheme: Scheme, every: int = 1) -> None:
         super().__init__(setting)
-        replica = setting.replica
+        replica, adaptive = setting.replica, scheme.rule == "agreement"
         self._every = every
-        self._hierarchy = Hierarchy(setting.communicator, node_size)
+        self._hierarchy = Hierarchy(setting.communicator, scheme.node_size)
         self._now = replica.zeros()
-        self._node = Consensus(self._hierarchy.node, replica)
+        # Bits are worth saving between nodes; within the only one, too, if that is asked for.
+        within = None if self._hierarchy.nodes > 1 else scheme.compress
+        self._node = Consensus(self._hierarchy.node, replica, adaptive, within)
         if self._hierarchy.nodes > 1:
-            self._common = Consensus(self._hierarchy.inter_node, replica)
+            self._common = Consensus(self._hierarchy.inter_node, replica, adaptive, scheme.compress)
             self._sent = replica.zeros()  # this node's change that is in flight
-        self._sum: Sum | None = None  # of all nodes' changes, on the ranks that send them
+        self._sum: Pending | None = None  # of all nodes' changes, on the ranks that send them
         self._sender: int | None = None  # their node rank; None: nothing is in flight
-        self._samples = 0  # since the last merge of all
+        self._samples = self._shares = 0  # since the last merge of all
+        self._all_shares, self._warms_up = 0, adaptive
+        self._local = False  # whether steps are parts of one share
         self._culprit = ""  # the layer that made a step since then be refused
         self.steps = 0
         self.guarded = [0] * len(replica.layers)
@@ -86,7 +130,25 @@ class Merging(Exchange):
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Step alone, and merge if it is time to."""
         self._step(samples, finished)
-        return (finished or self.steps == self._every) and self.merge(finished)
+        return not self._local and self.end_share(finished)
+
+    def end_share(self, finished: bool = False) -> bool:
+        """Count a share of a batch, learned in one step or several, and merge if it is time to."""
+        self._shares += not finished
+        self._all_shares += not finished
+        limit = self._every
+        if self._warms_up:
+            limit = min(limit, max(_OFTEN, self._all_shares // _PART))
+        return (finished or self._shares >= limit) and self.merge(finished)
+
+    @contextmanager
+    def local_steps(self) -> Iterator[None]:
+        """Let all steps of the block be those of one share."""
+        self._local = True
+        try:
+            yield
+        finally:
+            self._local = False
 
     def merge(self, finished: bool = False) -> bool:
         """Merge what all ranks have learned, and what is in flight; a collective call.
@@ -95,13 +157,14 @@ class Merging(Exchange):
         was refused: all others have been merged.
         """
         agreement, culprit = self._vote(finished), self._culprit
-        self._merge_node()
-        if self._sender is not None:
-            self._receive()
-        if self._hierarchy.nodes > 1:
-            self._send(0)
-            self._receive()
-            self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
+        with self._hierarchy.naming():
+            self._merge_node()
+            if self._sender is not None:
+                self._receive()
+            if self._hierarchy.nodes > 1:
+                self._send(0)
+                self._receive()
+                self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
         self._write()
         if agreement.batch:
             self._replica.average_statistics(self._communicator, self._samples, agreement.batch)
@@ -109,6 +172,11 @@ class Merging(Exchange):
         if ranks := agreement.not_finite:
             raise NotFiniteError(refusal("steps since the last merge were", ranks, culprit), ranks)
         return agreement.all_finished
+
+    @property
+    def agreement(self) -> list[float]:
+        """By layer, how much alike nodes, or the ranks of the only one, had learned before."""
+        return (self._common if self._hierarchy.nodes > 1 else self._node).agreement
 
     def take_refused(self, everything: bool) -> list[int]:
         """Return nothing: ranks step alone, and tell each other at the next merge."""
@@ -124,15 +192,15 @@ class Merging(Exchange):
             self._common.begin()
         self._begin()
 
-    def abort(self, reason: str) -> None:
-        self._hierarchy.abort(reason)
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        self._hierarchy.abort(reason, ranks)
 
     def close(self) -> None:
         """Close the levels."""
         self._hierarchy.close()
 
     def _begin(self) -> None:
-        self.steps = self._samples = 0
+        self.steps = self._shares = self._samples = 0
         self._culprit = ""
 
     def _step(self, samples: int, finished: bool) -> None:
@@ -159,19 +227,19 @@ class Merging(Exchange):
         self._sender = sender
         if self._hierarchy.node.rank == sender:
             common.change[:] = self._sent
-            self._sum = Sum(self._hierarchy.inter_node, common.change)
+            self._sum = common.start()
 
     def _receive(self) -> None:
         """Wait for the changes of all nodes, and take them into both posteriors."""
         if self._sum is not None:
             self._sum.wait()
         assert self._sender is not None
-        change, common = self._common.change, self._common.gaussians
-        broadcast(self._hierarchy.node, change, self._sender)
+        common, add = self._common, self._replica.parameters.add_change
+        common.share(self._hierarchy.node, self._sender)
         self._sum = self._sender = None
-        add = self._replica.parameters.add_change
-        self._count(add(self._node.gaussians, common, change, self._sent))
-        self._count(add(common, common, change))
+        common.agree()
+        self._count(add(self._node.gaussians, common.gaussians, common.change, self._sent))
+        self._count(add(common.gaussians, common.gaussians, common.change))
 
     def _write(self) -> None:
         """Go on with the node's posterior."""
@@ -185,8 +253,8 @@ class Merging(Exchange):
 class ScheduledMerging(Merging):
     """Merges the ranks of a node often, and nodes seldom and without waiting, by a schedule."""
 
-    def __init__(self, setting: Setting, node_size: int | None, schedule: SyncSchedule) -> None:
-        super().__init__(setting, node_size)
+    def __init__(self, setting: Setting, scheme: Scheme, schedule: SyncSchedule) -> None:
+        super().__init__(setting, scheme)
         self._schedule = schedule
         self._batch = self._batches = 0  # of this epoch
 
@@ -212,8 +280,8 @@ class ScheduledMerging(Merging):
             raise problem
         return mean
 
-    def __call__(self, samples: int, finished: bool = False) -> bool:
-        """Step alone, and do what the schedule says."""
+    def end_share(self, finished: bool = False) -> bool:
+        """Do what the schedule says after a share of a batch."""
         if finished:
             raise RuntimeError(
                 "join() is not for a schedule, by which all ranks make equally many steps: give a "
@@ -221,47 +289,19 @@ class ScheduledMerging(Merging):
             )
         if self._batch == self._batches:
             raise RuntimeError(
-                f"step number {self._batch} of this epoch, of {self._batches}: a schedule needs "
+                f"batch number {self._batch} of this epoch, of {self._batches}: a schedule needs "
                 "begin_epoch(batches) before an epoch, and end_epoch(loss) after it"
             )
-        self._step(samples, finished)
         sync = self._schedule.after(self._batch, self._batches)
         self._batch += 1
         if sync.blocking:
             return self.merge()
         if sync.local:
-            self._merge_node()
-            if sync.merge and self._sender is not None:  # not if merge() was called meanwhile
-                self._receive()
-            if sync.send is not None and self._hierarchy.nodes > 1:
-                self._send(sync.send % self._hierarchy.node.size)
+            with self._hierarchy.naming():
+                self._merge_node()
+                if sync.merge and self._sender is not None:  # not if merge() was called meanwhile
+                    self._receive()
+                if sync.send is not None and self._hierarchy.nodes > 1:
+                    self._send(sync.send % self._hierarchy.node.size)
             self._write()
         return False
-
-
-class Consensus:
-    """The posterior of all that the ranks of a group have told each other; equal on all of them."""
-
-    def __init__(self, communicator: Communicator, replica: Replica) -> None:
-        self._communicator = communicator
-        self._replica = replica
-        self.gaussians = replica.zeros()
-        self.change = replica.bucket(communicator)  # room for one
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin anew with the present state."""
-        self._replica.parameters.read_posterior(self.gaussians)
-
-    def merge(self, now: Buffer) -> list[int]:
-        """Take in what each rank has learned, which has led it ``now`` to another posterior.
-
-        Returns how many parameters of each layer took only a part of it.
-        """
-        parameters = self._replica.parameters
-        if self._communicator.size == 1:
-            self.gaussians[:] = now
-            return [0] * len(self._replica.layers)
-        parameters.change_since(now, self.gaussians, self.change)
-        Sum(self._communicator, self.change).wait()
-        return parameters.add_change(self.gaussians, self.gaussians, self.change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tagi_ddp.plan import (
     Training,
     default_ranks,
     predict,
+    search,
     table,
 )
 
@@ -125,7 +127,48 @@ def test_merges_in_a_node_are_not_hidden_but_hide() -> None:
     assert predict(training, cluster, 4)["asynchronous"] == pytest.approx(expected)
 
 
+def test_few_bits() -> None:
+    # Between 2 nodes: a handshake and a phase of a quarter of 8000 bytes and 8000 / 256, twice;
+    # and an all_reduce of 8000 / 512.
+    cluster = Cluster(Link(0, math.inf), Link(1e-2, 1e5), 1)
+    found = predict(replace(TRAINING, sync_every=1, bits=8), cluster, 2)["precision"]
+    vote, squares = 0.02, 0.03 + 15.625 / 1e5
+    assert found == pytest.approx(1 + vote + 2 * 0.02 + 2031.25 / 1e5 + squares)
+    with pytest.raises(ValueError, match="bits must be 32, 16 or 8, got 4"):
+        replace(TRAINING, bits=4)
+
+
+@pytest.mark.parametrize(
+    ("across", "expected"),
+    [
+        (Link(0, math.inf), "sum"),
+        (Link(1e-2, 1e6), "precision, every 2"),
+        (Link(1e-2, 1e5), "precision, every 4"),
+        (Link(1e-2, 3e2), "asynchronous, every 32, int8"),
+    ],
+)
+def test_the_search_is_as_cautious_as_the_network_lets_it_be(across: Link, expected: str) -> None:
+    cluster = Cluster(Link(0, math.inf), across, 1)
+    training = replace(TRAINING, warmup_epochs=0, cooldown_epochs=0)
+    assert str(search(training, cluster, 2)) == expected
+
+
 # For all.
+
+
+@settings(max_examples=30)
+@given(TRAININGS, CLUSTERS, RANKS)
+def test_the_search_finds_nothing_slower(training: Training, cluster: Cluster, ranks: int) -> None:
+    found = search(training, cluster, ranks)
+    least = min(
+        predict(replace(training, sync_every=k, max_global_skips=k, bits=bits), cluster, ranks)[
+            scheme
+        ]
+        for scheme in SCHEMES
+        for k in (1, 8, 32)
+        for bits in (32, 8)
+    )
+    assert training.step <= found.seconds <= 1.05 * least * ROUNDING
 
 
 @given(TRAININGS, CLUSTERS, RANKS)
@@ -213,10 +256,12 @@ def test_ranks_go_up_in_powers_of_two() -> None:
 
 def test_the_table() -> None:
     # Asynchronous: 8 epochs of 100 * 0.151 s, and 12 of 63 * 0.011 + 13 * 0.010 + 0.151 s.
-    assert table(TRAINING, CLUSTER, [1, 4]).splitlines()[:4] == [
-        "ranks  nodes  sum ms  efficiency  precision ms  efficiency  asynchronous ms  efficiency",
-        "    1      1    1000      100.0%          1000      100.0%             1000      100.0%",
-        "    4      2    1210       82.6%          1038       96.4%             1066       93.8%",
+    lines = [" ".join(line.split()) for line in table(TRAINING, CLUSTER, [1, 4]).splitlines()]
+    scheme = "ms efficiency"
+    assert lines[:4] == [
+        f"ranks nodes sum {scheme} precision {scheme} asynchronous {scheme} best ms by",
+        "1 1 1000 100.0% 1000 100.0% 1000 100.0% 1000 sum",
+        "4 2 1210 82.6% 1038 96.4% 1066 93.8% 1038 precision, every 4",
         "",
     ]
     short = table(replace(TRAINING, step=0.0005), CLUSTER, [1]).splitlines()[1]
@@ -236,9 +281,10 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
         "--epochs": "9",
         "--blocking-epochs": "2",
         "--merge-ns": "0.5",
+        "--bits": "16",
     }
     assert main([*PLAN, *(word for option in options.items() for word in option)]) == 0
-    training = Training(0.012, 11e6, 3, 50, 9, 0.5e-9, warmup_epochs=2, cooldown_epochs=0)
+    training = Training(0.012, 11e6, 3, 50, 9, 0.5e-9, warmup_epochs=2, cooldown_epochs=0, bits=16)
     cluster = Cluster(Link(3e-6, 5e9), Link(70e-6, 1e9), 2)
     assert capsys.readouterr().out == table(training, cluster, [4, 64]) + "\n"
 

@@ -46,7 +46,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     assert len({row["name"] for row in rows}) == len(rows)
     gpu = rows[-len(GPU_TARGETS) :]
     cars: list[float | None] = [1 / 1.05] * 4
-    nodes: list[float | None] = [1 / 0.66, None, None, None, None]
+    nodes: list[float | None] = [1 / 0.66, None, None, None, None, None, None, 100]
     for row in rows:
         assert "cores" in row["machine"]
         assert "pytagi 0.2.1" in row["machine"]
@@ -82,7 +82,8 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     calibration += [] if cars == [None] else cars
     edges, sharding = [2, 2], [2, 2, 1.5, 1]
     ours = [60, 2.5, 1.2, 1.9, *compute, *scaling, *memory, *overlap, *edges, *sharding]
-    assert targets == ours + [1.5] * 3 + [1] + nodes + calibration + GPU_TARGETS
+    merges: list[float | None] = [None] * (3 + 3 + 7 * 3)  # MLP, CNN, rules for shards
+    assert targets == ours + [1.5] * 3 + [1] + nodes + calibration + merges + GPU_TARGETS
     assert not list(scratch.iterdir())
 
 

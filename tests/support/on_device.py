@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,8 +248,11 @@ class OnDevice:
         part = self._comm.split(*args)
         return None if part is None else OnDevice(part, self._place)
 
-    def abort(self, reason: str) -> None:
-        self._comm.abort(reason)
+    def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        self._comm.abort(reason, ranks)
+
+    def check(self) -> None:
+        self._comm.check()
 
     def close(self) -> None:
         self._comm.close()

@@ -283,6 +283,8 @@ def test_a_model_may_be_closed_while_a_change_is_under_way(shm: RankPool, gloo: 
         ({"reduction": "precision", "sync_every": "4"}, TypeError, "sync_every must be an integer"),
         ({"reduction": "precision", "node_size": 2}, ValueError, "1 ranks do not make equal nodes"),
         ({"node_size": 2}, ValueError, "sync_every and node_size are for"),
+        ({"merge": "bayes"}, ValueError, "merge is for reduction=\"precision\", got 'bayes'"),
+        ({"reduction": "precision", "merge": "mean"}, ValueError, "got 'mean'"),
     ],
 )
 def test_wrong_options(options: Options, error: type[Exception], text: str) -> None:
@@ -292,7 +294,13 @@ def test_wrong_options(options: Options, error: type[Exception], text: str) -> N
 
 def test_wrong_calls() -> None:
     model = accelerate(fresh("mlp"))
-    for call in (model.merge, model.get_partial_merge_counter, lambda: model.begin_epoch(3)):
+    for call in (
+        model.merge,
+        model.get_partial_merge_counter,
+        model.get_merge_agreement,
+        lambda: list(model.local_batches(range(3), 1)),
+        lambda: model.begin_epoch(3),
+    ):
         with pytest.raises(RuntimeError, match="needs DDPSequential"):
             call()
     assert model.unmerged_steps == 0
@@ -310,7 +318,7 @@ def test_a_schedule_needs_epochs() -> None:
     model.begin_epoch(1)
     model.step()
     learn(model, *NETWORKS["mlp"].batch(0, 4))
-    with pytest.raises(RuntimeError, match="step number 1 of this epoch, of 1"):
+    with pytest.raises(RuntimeError, match="batch number 1 of this epoch, of 1"):
         model.step()
     model = ready()
     model.begin_epoch(3)
@@ -328,11 +336,16 @@ def test_a_schedule_needs_epochs() -> None:
         joining.__exit__(None, None, None)
 
 
-def differ(comm: Any) -> Report:
-    return report(lambda: wrap(comm, sync_every=2 + comm.rank))
+def differ(comm: Any) -> list[Report]:
+    rules: list[Any] = ["agreement", "bayes"]
+    return [
+        report(lambda: wrap(comm, sync_every=2 + comm.rank)),
+        report(lambda: wrap(comm, merge=rules[comm.rank])),
+    ]
 
 
 def test_ranks_must_agree_on_the_scheme(shm: RankPool) -> None:
-    for kind, text, _ in shm.run(differ, size=2):
-        assert kind == "ReplicaMismatch"
-        assert "the option sync_every of rank 1: 3" in text
+    for scheme, rule in shm.run(differ, size=2):
+        assert scheme[0] == rule[0] == "ReplicaMismatch"
+        assert "the option sync_every of rank 1: 3" in scheme[1]
+        assert "the option merge of rank 1: bayes" in rule[1]

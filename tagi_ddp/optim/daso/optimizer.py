@@ -391,10 +391,10 @@ class DASO(Settings, Closing):
         """Let the other ranks know when this one fails alone, so that none waits for it."""
         if self._closed:
             raise CommunicatorError("this DASO is closed; make a new one")
-        groups = (self._hierarchy, self.comm) if self.comm.size > 1 else ()
-        with or_abort(groups), self._batches.told():
+        groups = (self.comm, self._hierarchy) if self.comm.size > 1 else ()
+        with or_abort(groups), self._hierarchy.naming(), self._batches.told():
             yield
 
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:
-            abort((self._hierarchy, self.comm), error)
+            abort((self.comm, self._hierarchy), error)

@@ -1,0 +1,117 @@
+#include "update/adaptive_sum.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "common/simd.h"
+#include "update/merge.h"
+
+namespace tagi_ddp {
+namespace {
+
+constexpr size_t lanes = 8;  // sums side by side, in one order for registers of any width
+
+// Of a * b * scale; values that are not finite count as nothing.
+TAGI_DDP_WIDE
+double product(const float* a, const float* b, const float* scale, size_t count) {
+    double sums[lanes] = {};
+    for (size_t first = 0; first < count; first += lanes) {
+        const size_t n = std::min(lanes, count - first);
+        for (size_t i = 0; i < n; ++i) {
+            const double value =
+                static_cast<double>(a[first + i]) * b[first + i] * scale[first + i];
+            sums[i] += std::fabs(value) <= 1e300 ? value : 0.0;
+        }
+    }
+    for (size_t half = lanes / 2; half > 0; half /= 2) {
+        for (size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
+}
+
+// Makes of sums what leads to that mean and that precision; `last` keeps the weighted ones.
+TAGI_DDP_WIDE
+void scale(float* weighted, float* last, float* precision, const float* var, double priors,
+           size_t count) {
+    const double part = 1.0 / std::sqrt(1.0 + priors);
+    for (size_t i = 0; i < count; ++i) {
+        last[i] = std::fabs(weighted[i]) <= std::numeric_limits<float>::max() ? weighted[i] : 0.0f;
+        // As much as a merge leaves at least (merge.h).
+        const double growth = static_cast<double>(precision[i]) * var[i];
+        const double whole = std::max(1.0 + growth, least_precision_kept);
+        const double kept = std::max(1.0 + part * growth, least_precision_kept);
+        weighted[i] = static_cast<float>(weighted[i] * (kept / (whole + priors)));
+        precision[i] = static_cast<float>(part * precision[i]);
+    }
+}
+
+}  // namespace
+
+AdaptiveSum::AdaptiveSum(const Parameters& parameters, int ranks)
+    : size_(parameters.size()),
+      ranks_(ranks),
+      weights_(parameters.blocks().size() / 2, 0.0),
+      previous_(parameters.size(), 0.0f) {
+    for (size_t run = 0; run < parameters.blocks().size(); ++run) {
+        const size_t count = parameters.blocks()[run].count;
+        for (size_t done = 0; done < count; done += block_floats) {
+            blocks_.push_back(
+                {parameters.offsets()[run] + done, std::min(block_floats, count - done), run / 2});
+        }
+        weights_[run / 2] += static_cast<double>(count);
+    }
+}
+
+void AdaptiveSum::check(size_t change, size_t before, size_t squares) const {
+    if (change != 2 * size_ || before != 2 * size_ || squares != blocks_.size()) {
+        throw std::invalid_argument("expected changes of " + std::to_string(2 * size_) +
+                                    " floats and " + std::to_string(blocks_.size()) + " squares");
+    }
+}
+
+void AdaptiveSum::squares(const float* change, const float* before, float* squares) const {
+    for (const Block& block : blocks_) {
+        const float* const weighted = change + size_ + block.begin;
+        *squares++ = static_cast<float>(
+            product(weighted, weighted, before + size_ + block.begin, block.count));
+    }
+}
+
+std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* squares) {
+    std::vector<double> agreement(weights_.size(), 0.0);
+    for (Block& block : blocks_) {
+        float* const weighted = change + size_ + block.begin;
+        float* const last = previous_.data() + block.begin;
+        const float* const var = before + size_ + block.begin;
+        const double all = *squares++;
+        const double sum = product(weighted, weighted, var, block.count);
+        const double before_that = product(last, last, var, block.count);
+        double alike = 1.0;  // where a rank's squares are not finite
+        if (std::isfinite(all)) {
+            const double ratio = all > 0 ? sum / all : 0.0;
+            alike = std::clamp((ratio - 1.0) / std::max(1, ranks_ - 1), 0.0, 1.0);
+        }
+        if (sum > 0 && before_that > 0) {
+            const double cosine = product(weighted, last, var, block.count) /
+                                  (std::sqrt(sum) * std::sqrt(before_that));
+            block.trust = std::clamp(block.trust + cosine + leeway, 0.0, 1.0);
+        }
+        const double priors = (ranks_ - 1) * (1.0 - block.trust * (1.0 - alike));
+        scale(weighted, last, change + block.begin, var, priors, block.count);
+        agreement[block.layer] += alike * static_cast<double>(block.count);
+    }
+    for (size_t layer = 0; layer < agreement.size(); ++layer) {
+        if (weights_[layer] > 0) agreement[layer] /= weights_[layer];
+    }
+    return agreement;
+}
+
+void AdaptiveSum::restart() {
+    std::fill(previous_.begin(), previous_.end(), 0.0f);
+    for (Block& block : blocks_) block.trust = 1.0;
+}
+
+}  // namespace tagi_ddp

@@ -1,0 +1,70 @@
+// How far replicas that learn alike may go together: sums of changes, damped where they agree.
+//
+// Bayes' rule (merge.h) is exact where a model is linear and Gaussian. In a network each rank moves
+// about as far as all of them together should, for its steps are capped and its precision grows far
+// less than its mean moves: so the sum of what R ranks have learned alike goes R times too far. Let
+// w_r be the weighted half of rank r's change, [l_r - l0 | l_r (mu_r - mu0)], in a block of
+// parameters, with squares in units of the prior's precision:
+//
+//     c = clip((|sum w_r|^2 / sum |w_r|^2 - 1) / (R - 1), 0, 1)
+//
+// is 0 where the ranks' changes are orthogonal and 1 where they are the same (the idea of Maleki et
+// al. 2020, "Scaling distributed training with adaptive summation"). The merged mean is
+//
+//     mu = mu0 + sum w_r / (l + (R - 1) c' l0),  c' = c at first,  l = l0 + sum (l_r - l0)
+//
+// Bayes' rule where c' = 0, and the mean of the ranks' means, weighted by their precisions, where
+// c' = 1. Changes are orthogonal, too, where ranks only tremble about what they have reached, and
+// to sum them goes too far each way: then consecutive sums turn back, and are trusted less.
+//
+//     trust = clip(trust + cos(sum w_r, the sum before) + 0.2, 0, 1), at first 1
+//     c' = 1 - trust (1 - c)
+//
+// The precision becomes l0 + sum (l_r - l0) / sqrt(1 + (R - 1) c'): in full, it would keep what is
+// known from moving on; divided by that whole, it would forget what several ranks have seen.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "update/parameters.h"
+
+namespace tagi_ddp {
+
+class AdaptiveSum {
+ public:
+    static constexpr size_t block_floats = 256;
+    static constexpr double leeway = 0.2;  // by which consecutive sums may turn back
+
+    // For changes of `parameters` that `ranks` ranks sum up.
+    AdaptiveSum(const Parameters& parameters, int ranks);
+
+    size_t blocks() const { return blocks_.size(); }
+
+    // Throws std::invalid_argument where these are not the sizes of two changes and `blocks()`.
+    void check(size_t change, size_t before, size_t squares) const;
+
+    // Of each block of a rank's change since `before`: the square of its weighted half.
+    void squares(const float* change, const float* before, float* squares) const;
+
+    // Damps `change`, the sum of all ranks', in place; `squares` are the sums of theirs. Returns c,
+    // by layer. What is not finite stays so, and counts as nothing.
+    std::vector<double> damp(float* change, const float* before, const float* squares);
+
+    // Forgets the sums before.
+    void restart();
+
+ private:
+    struct Block {
+        size_t begin, count, layer;
+        double trust = 1.0;
+    };
+
+    size_t size_;
+    int ranks_;
+    std::vector<Block> blocks_;
+    std::vector<double> weights_;  // parameters of each layer
+    std::vector<float> previous_;  // the weighted half of the sum before
+};
+
+}  // namespace tagi_ddp

@@ -1,0 +1,70 @@
+"""Sums of changes, damped where ranks agree, on tensors; see cpp_backend/update/adaptive_sum.h."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tagi_ddp._backend import LEAST_PRECISION_KEPT, AdaptiveSum
+from tagi_ddp.replica.device_parameters import DeviceParameters
+
+
+class DeviceAdaptiveSum:
+    """What `_backend.AdaptiveSum` does, on flat tensors."""
+
+    def __init__(self, parameters: DeviceParameters, ranks: int) -> None:
+        length = AdaptiveSum.BLOCK
+        self._ranks = ranks
+        # (begin, whole blocks, parameters that are left) of each run of weights or biases
+        self._runs = [(begin, *divmod(count, length)) for begin, count in parameters.blocks]
+        counts = [[length] * whole + [rest] * (rest > 0) for _, whole, rest in self._runs]
+        pairs = zip(counts[::2], counts[1::2], strict=True)  # weights, biases
+        self._layers = [len(weights) + len(biases) for weights, biases in pairs]
+        device = parameters.mu.device
+        self._counts = torch.tensor([n for run in counts for n in run], device=device)
+        self.blocks = len(self._counts)
+        self._previous = torch.zeros_like(parameters.mu)
+        self._trust = torch.ones(self.blocks, dtype=torch.float64, device=device)
+
+    def squares(self, change: Tensor, before: Tensor, squares: Tensor) -> None:
+        """Write the square of the weighted half of a rank's change, of each block."""
+        weighted = change.chunk(2)[1]
+        squares.copy_(self._product(weighted, weighted, before))
+
+    def damp(self, change: Tensor, before: Tensor, squares: Tensor) -> list[float]:
+        """Damp the sum of changes; return the agreement by layer."""
+        precision, weighted = change.chunk(2)
+        total, last = (self._product(w, w, before) for w in (weighted, self._previous))
+        every = squares.double()
+        ratio = torch.where(every > 0, total / every, 0.0)
+        alike = ((ratio - 1) / max(1, self._ranks - 1)).clamp(0, 1)
+        alike = torch.where(torch.isfinite(every), alike, 1.0)
+        cosine = self._product(weighted, self._previous, before) / (total.sqrt() * last.sqrt())
+        trust = (self._trust + cosine + AdaptiveSum.LEEWAY).clamp(0, 1)
+        self._trust = torch.where((total > 0) & (last > 0), trust, self._trust)
+        priors = (self._ranks - 1) * (1 - self._trust * (1 - alike))
+        self._previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
+        growth = precision.double() * before.chunk(2)[1]
+        part = (1 / (1 + priors).sqrt()).repeat_interleave(self._counts)
+        whole = (1 + growth).clamp(min=LEAST_PRECISION_KEPT)
+        kept = (1 + part * growth).clamp(min=LEAST_PRECISION_KEPT)
+        weighted *= kept / (whole + priors.repeat_interleave(self._counts))
+        precision *= part
+        layers = zip(alike.split(self._layers), self._counts.split(self._layers), strict=True)
+        return [float((part * n).sum() / n.sum()) if len(n) else 0.0 for part, n in layers]
+
+    def restart(self) -> None:
+        """Forget the sums before."""
+        self._previous.zero_()
+        self._trust.fill_(1)
+
+    def _product(self, a: Tensor, b: Tensor, before: Tensor) -> Tensor:
+        """Return of each block the sum of a * b, times the variances before; in one order."""
+        values = a.double() * b * before.chunk(2)[1]
+        values = torch.where(values.abs() <= 1e300, values, 0.0)
+        parts = []
+        for begin, whole, rest in self._runs:
+            end = begin + whole * AdaptiveSum.BLOCK
+            parts.append(values[begin:end].view(whole, -1).sum(1) if whole else values[:0])
+            parts.append(values[end : end + rest].sum(0, keepdim=True)[: rest > 0])
+        return torch.cat(parts)

@@ -1,0 +1,79 @@
+"""Sums of changes in few bits, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from tagi_ddp._backend import COMPRESS_BLOCK
+from tagi_ddp.communicators import Buffer, Communicator
+from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.staging import Sum, to_host
+
+Compress = Literal["bf16", "int8"]
+BITS: dict[str, int] = {"bf16": 16, "int8": 8}
+
+
+class Pending(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None:
+        """Return when it is where it should be."""
+        ...
+
+
+class CompressedSum:
+    """Sums changes over the ranks of a group; what rounding drops is sent the next time.
+
+    Ranks send parts of their changes to those that sum them up in full precision, and these send
+    the sums to all: each rank sends and receives two changes of few bits, however many ranks there
+    are, and all have the same bits (Tang et al. 2019, "DoubleSqueeze", arXiv:1905.06957). On the
+    wire precisions and means are in units of the prior's, so that numbers of a block are alike.
+    """
+
+    def __init__(self, communicator: Communicator, replica: Replica, compress: Compress) -> None:
+        self._communicator = communicator
+        self._codec = codec = replica.codec(BITS[compress])
+        ranks, size = communicator.size, 2 * replica.parameters.size
+        part = -(-size // (ranks * COMPRESS_BLOCK)) * COMPRESS_BLOCK
+        # What has not been sent yet: of this rank's changes, and of the sums that it makes.
+        self._own, self._part = codec.floats(part * ranks), codec.floats(part)
+
+    def restart(self) -> None:
+        """Forget what has not been sent."""
+        self._own[:] = self._part[:] = 0
+
+    def start(self, change: Buffer, squares: Buffer, before: Buffer) -> Pending:
+        """Begin to sum ``change`` since Gaussians ``before``; ``squares`` stay exact."""
+        units = self._codec.units(before)
+        self._own[: len(change)] += change * units
+        sent = to_host(self._communicator, self._codec.compress(self._own))
+        rows = sent * 0
+        exact = Sum(self._communicator, squares) if len(squares) else None
+        work = self._communicator.all_to_all(sent, rows, async_op=True)
+
+        def finish() -> None:
+            assert work is not None
+            work.wait()
+            if exact is not None:
+                exact.wait()
+            change[:] = self._sum(rows)[: len(change)] / units
+
+        return _Pending(finish)
+
+    def _sum(self, rows: Buffer) -> Buffer:
+        """Sum the parts of all ranks, give the sums to all, and return them."""
+        for row in rows.reshape(self._communicator.size, -1):
+            self._codec.add(row, self._part)
+        part = to_host(self._communicator, self._codec.compress(self._part))
+        gathered = rows * 0
+        self._communicator.all_gather(part, gathered)
+        total = self._codec.floats(len(self._own))
+        self._codec.add(gathered, total)
+        return total
+
+
+@dataclass
+class _Pending:
+    wait: Callable[[], None]

@@ -1,0 +1,202 @@
+"""Sums of changes, damped where ranks agree: against the formula, and what must hold for any."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tagi_ddp import _backend
+from tagi_ddp.replica.adaptive_sum import DeviceAdaptiveSum
+from tagi_ddp.replica.device_parameters import DeviceParameters
+from update.test_merge import change_of, gaussians, learned, table_of
+
+FloatArray = np.ndarray
+BLOCK = _backend.AdaptiveSum.BLOCK
+layers_of = st.lists(st.tuples(st.integers(1, 700), st.integers(0, 40)), min_size=1, max_size=3)
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Expected:
+    """The formula of adaptive_sum.h, in float64."""
+
+    def __init__(self, layers: list[tuple[int, int]], ranks: int) -> None:
+        self.ranks = ranks
+        ends = np.cumsum([0, *itertools.chain(*layers)])
+        self.blocks = [
+            slice(first, min(first + BLOCK, end))
+            for begin, end in itertools.pairwise(ends)
+            for first in range(begin, end, BLOCK)
+        ]
+        self.trust = np.ones(len(self.blocks))
+        self.last: FloatArray | None = None
+
+    def damped(self, changes: FloatArray, var0: FloatArray) -> FloatArray:
+        """Return what changes, [ranks, 2 size], add up to."""
+        precision, weighted = changes.sum(0)[: len(var0)], changes[:, len(var0) :]
+        total = weighted.sum(0)
+        damped, result = precision.copy(), total.copy()
+        for i, block in enumerate(self.blocks):
+            own, scale = weighted[:, block], var0[block]
+            ratio = (total[block] ** 2 * scale).sum() / (own**2 * scale).sum()
+            alike = np.clip((ratio - 1) / (self.ranks - 1), 0, 1)
+            if self.last is not None:
+                a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
+                cosine = a @ b / np.sqrt((a @ a) * (b @ b))
+                self.trust[i] = np.clip(self.trust[i] + cosine + 0.2, 0, 1)
+            after = 1 / scale + precision[block]
+            priors = (self.ranks - 1) * (1 - self.trust[i] * (1 - alike))
+            damped[block] /= np.sqrt(1 + priors)
+            # add_change divides by the damped precision.
+            result[block] *= (1 / scale + damped[block]) / (after + priors / scale)
+        self.last = total
+        return np.concatenate([damped, result])
+
+
+def on_device(table: _backend.Parameters, ranks: int) -> DeviceAdaptiveSum:
+    return DeviceAdaptiveSum(DeviceParameters(table, torch.device("cpu")), ranks)
+
+
+def as_tensor(values: FloatArray) -> torch.Tensor:
+    return torch.from_numpy(values.copy())
+
+
+def summed(
+    damping: Any, changes: list[FloatArray], prior: FloatArray, convert: Any = np.copy
+) -> tuple[FloatArray, list[float]]:
+    """Return the damped sum of the ranks' changes, and their agreement."""
+    squares = []
+    for change in changes:
+        squares.append(convert(np.zeros(damping.blocks, np.float32)))
+        damping.squares(convert(change), convert(prior), squares[-1])
+    total = convert(np.sum(changes, axis=0))
+    agreement = damping.damp(total, convert(prior), sum(squares[1:], squares[0]))
+    return np.asarray(total), agreement
+
+
+@settings(max_examples=30, deadline=None)
+@given(layers_of, st.integers(2, 6), seeds)
+def test_is_the_formula(layers: list[tuple[int, int]], ranks: int, seed: int) -> None:
+    """Three merges in turn, on the host and on a device."""
+    rng, table = np.random.default_rng(seed), table_of(layers)
+    damping = _backend.AdaptiveSum(table, ranks)
+    device, expected = on_device(table, ranks), Expected(layers, ranks)
+    assert damping.blocks == device.blocks == len(expected.blocks)
+    common = rng.normal(size=2 * table.size)
+    for _ in range(3):
+        prior = gaussians(rng, table.size)
+        changes = []
+        for _ in range(ranks):
+            change = change_of(table, learned(rng, prior), prior)
+            change[table.size :] += (common[: table.size] / np.sqrt(prior[table.size :])).astype(
+                np.float32
+            )
+            changes.append(change)
+        ours, agreement = summed(damping, changes, prior)
+        other, same = summed(device, changes, prior, as_tensor)
+        exact = expected.damped(np.array(changes, np.float64), prior[table.size :].astype(float))
+        scale = np.abs(np.array(changes, np.float64)).sum(0)
+        assert (np.abs(ours - exact) <= 1e-5 * scale).all()
+        assert (np.abs(other - ours) <= 1e-5 * scale).all()
+        np.testing.assert_allclose(same, agreement, atol=1e-5)
+        assert all(0 <= value <= 1 for value in agreement)
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 16), st.integers(1, 600), seeds)
+def test_equal_changes_are_averaged_and_orthogonal_ones_summed(
+    ranks: int, size: int, seed: int
+) -> None:
+    rng, table = np.random.default_rng(seed), table_of([(size, 0)])
+    prior = gaussians(rng, size)
+    change = change_of(table, learned(rng, prior), prior)
+    alike, agreement = summed(_backend.AdaptiveSum(table, ranks), [change] * ranks, prior)
+    together, alone = prior.copy(), prior.copy()
+    table.add_change(together, together, alike)
+    table.add_change(alone, alone, change)
+    moved = np.abs(alone[:size] - prior[:size])
+    assert (np.abs(together[:size] - alone[:size]) <= 1e-3 * moved + 1e-5).all()
+    np.testing.assert_allclose(agreement, 1, atol=1e-5)
+    apart = [change.copy() for _ in range(ranks)]  # each has learned of other parameters
+    for rank, own in enumerate(apart):
+        own[size:][np.arange(size) % ranks != rank] = 0
+    different, agreement = summed(_backend.AdaptiveSum(table, ranks), apart, prior)
+    np.testing.assert_allclose(different[size:], change[size:], rtol=1e-4)
+    np.testing.assert_allclose(agreement, 0, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 16), seeds)
+def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> None:
+    """Ranks that tremble: what one merge does the next undoes."""
+    rng, table = np.random.default_rng(seed), table_of([(300, 0)])
+    prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table, ranks)
+    changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
+    for change in changes:
+        change[:300] = 0  # nobody knows better
+    for sign in (1, -1, 1, -1):
+        total, _ = summed(damping, [sign * change for change in changes], prior)
+        start = sign * np.sum(changes, axis=0)[300:]
+    scale = np.abs(np.array(changes)).sum(0)[300:]
+    assert (np.abs(total[300:] - start / ranks) <= 1e-6 * scale).all()
+    damping.restart()
+    again, _ = summed(damping, changes, prior)
+    fresh, _ = summed(_backend.AdaptiveSum(table, ranks), changes, prior)
+    assert again.tolist() == fresh.tolist()
+
+
+@settings(max_examples=20)
+@given(st.permutations(range(5)), seeds)
+def test_the_order_of_ranks_does_not_matter(order: list[int], seed: int) -> None:
+    rng, table = np.random.default_rng(seed), table_of([(400, 7)])
+    prior = gaussians(rng, 407)
+    changes = [change_of(table, learned(rng, prior), prior) for _ in range(5)]
+    first, agreement = summed(_backend.AdaptiveSum(table, 5), changes, prior)
+    mixed = [changes[rank] for rank in order]
+    other, same = summed(_backend.AdaptiveSum(table, 5), mixed, prior)
+    scale = np.abs(np.array(changes)).sum(0)
+    assert (np.abs(first - other) <= 1e-5 * scale).all()
+    np.testing.assert_allclose(same, agreement, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 8), seeds)
+def test_it_makes_no_difference_when_a_change_arrives(ranks: int, seed: int) -> None:
+    """A rank that goes on from its own posterior gets where one that waited with the prior gets."""
+    rng, table = np.random.default_rng(seed), table_of([(300, 5)])
+    prior = gaussians(rng, 305)
+    posteriors = [learned(rng, prior) for _ in range(ranks)]
+    changes = [change_of(table, posterior, prior) for posterior in posteriors]
+    total, _ = summed(_backend.AdaptiveSum(table, ranks), changes, prior)
+    waited, went_on = prior.copy(), posteriors[0].copy()
+    table.add_change(waited, waited, total)
+    table.add_change(went_on, prior, total, changes[0])
+    mean, var = np.split(waited.astype(np.float64), 2)
+    other_mean, other_var = np.split(went_on.astype(np.float64), 2)
+    assert (var > 0).all()
+    np.testing.assert_allclose(other_var, var, rtol=1e-5)
+    own = np.abs(posteriors[0][:305] - prior[:305])
+    assert (np.abs(other_mean - mean) <= 1e-4 * (np.sqrt(var) + own + np.abs(mean))).all()
+
+
+def test_what_is_not_finite_counts_as_nothing() -> None:
+    rng, table = np.random.default_rng(0), table_of([(512, 0)])
+    prior = gaussians(rng, 512)
+    changes = [change_of(table, learned(rng, prior), prior) for _ in range(3)]
+    changes[1][512 + 5] = np.nan
+    changes[2][512 + 300] = np.inf
+    for damping, convert in (
+        (_backend.AdaptiveSum(table, 3), np.copy),
+        (on_device(table, 3), as_tensor),
+    ):
+        total, agreement = summed(damping, changes, prior, convert)
+        bad = [512 + 5, 512 + 300]
+        assert not np.isfinite(total[bad]).any()
+        assert np.isfinite(np.delete(total, bad)).all()
+        assert np.isfinite(agreement).all()
+        again, _ = summed(damping, [np.nan_to_num(c, posinf=0) for c in changes], prior, convert)
+        assert np.isfinite(again).all()

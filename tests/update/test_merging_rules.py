@@ -1,0 +1,109 @@
+"""What agreement makes of real networks, when ranks merge, and steps inside of a share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.networks import NETWORKS, fresh, learn, parameters
+from support.rank_pool import RankPool
+from support.reports import report
+
+from tagi_ddp import DDPSequential
+from tagi_ddp.communicators.single import SingleCommunicator
+
+Options = dict[str, Any]
+
+
+def wrap(comm: Any, **options: Any) -> DDPSequential:
+    return DDPSequential(fresh("mlp"), communicator=comm, reduction="precision", **options)
+
+
+def learn_alike(comm: Any, device: str, options: Options) -> tuple[list[float], list[float], str]:
+    """All ranks learn of the same data; returns how far each layer's means moved, and agreement."""
+    model = wrap(comm, device=device, **options)
+    before = parameters(model)
+    for step in range(4):
+        learn(model, *NETWORKS["mlp"].batch(step, 6))
+        model.step()
+    model.merge()
+    after = parameters(model)
+    moved = [float(np.linalg.norm(after[name][0] - before[name][0])) for name in before]
+    return moved, list(model.get_merge_agreement().values()), model.check_replicas()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sync_every": 10}, {"sync_every": 10, "node_size": 2}],
+    ids=["one level", "two levels"],
+)
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_ranks_that_learn_alike_go_as_far_as_one(
+    shm: RankPool, device: str, options: Options
+) -> None:
+    alone = learn_alike(SingleCommunicator(), device, {"sync_every": 10})[0]
+    together, agreement, _ = shm.run(learn_alike, device, options, size=4)[0]
+    np.testing.assert_allclose(together, alone, rtol=0.02)
+    np.testing.assert_allclose(agreement, 1, atol=1e-4)
+    summed, nothing, _ = shm.run(learn_alike, device, {**options, "merge": "bayes"}, size=4)[0]
+    assert all(far > 1.2 * near for far, near in zip(summed, alone, strict=True))
+    assert nothing == [0] * len(agreement)
+
+
+def learn_locally(comm: Any, sizes: list[int]) -> tuple[str, str, int]:
+    """Shares of a batch in local batches, and the same by as many steps."""
+    x, y = NETWORKS["mlp"].batch(comm.rank, 40)
+    share = np.arange(sizes[comm.rank])
+    locally, by_steps = wrap(comm), wrap(comm, sync_every=7)
+    for _ in range(2):
+        for part in locally.local_batches(share, 5):
+            learn(locally, x[part], y[part])
+            locally.step()
+        left = locally.unmerged_steps
+        for first in range(0, len(share), 5):
+            learn(by_steps, x[share[first : first + 5]], y[share[first : first + 5]])
+            by_steps.step()
+        by_steps.merge()
+    return locally.check_replicas(), by_steps.check_replicas(), left
+
+
+@pytest.mark.parametrize("sizes", [[20, 20, 20], [12, 30, 0]])
+def test_local_batches_are_steps_of_one_share(shm: RankPool, sizes: list[int]) -> None:
+    for locally, by_steps, left in shm.run(learn_locally, sizes, size=3):
+        assert locally == by_steps
+        assert left == 0
+
+
+def merged_after(comm: Any, options: Options) -> list[int]:
+    model, found = wrap(comm, **options), []
+    for step in range(1, 161):
+        learn(model, *NETWORKS["mlp"].batch(step, 2))
+        model.step()
+        if model.unmerged_steps == 0:
+            found.append(step)
+    return found
+
+
+def test_networks_that_know_little_merge_more_often(shm: RankPool) -> None:
+    early = [8, 16, 24, 32, 40, 48, 56, 64, 73, 83, 94, 107, 122, 139, 158]
+    assert shm.run(merged_after, {"sync_every": 32}, size=2) == [early, early]
+    late = list(range(32, 161, 32))
+    bayes = {"sync_every": 32, "merge": "bayes"}
+    assert shm.run(merged_after, bayes, size=2) == [late, late]
+    often = list(range(7, 161, 7))
+    assert shm.run(merged_after, {"sync_every": 7}, size=2) == [often, often]
+
+
+def cut_wrongly(comm: Any) -> tuple[str, str]:
+    model = wrap(comm)
+    if comm.rank == 1:
+        return report(lambda: next(model.local_batches(np.arange(4), 0)))[:2]
+    return report(model.merge)[:2]
+
+
+def test_a_wrong_size_keeps_nobody_waiting(shm: RankPool) -> None:
+    waiting, wrong = shm.run(cut_wrongly, size=2, fresh=True)
+    assert wrong == ("ValueError", "size must be at least 1, got 0")
+    assert waiting[0] == "PeerLost"
+    assert "size must be at least 1" in waiting[1]
