@@ -28,6 +28,9 @@ TORCH_FAMILIES = (
     ("sharded", 2),
     ("nodes", 2),
     ("calibration", 4),
+    ("merging", 16),
+    ("merging_cnn", 16),
+    ("shards", 2),
 )
 
 
@@ -50,6 +53,8 @@ def main() -> None:
         parser.error(
             f"no family {', '.join(sorted(unknown))}; there are {', '.join(dict(families))}"
         )
+    if options.quick:
+        families = tuple((name, min(ranks, 4)) for name, ranks in families)
     start = time.monotonic()
     chosen = [pair for pair in families if not options.only or pair[0] in options.only]
     found: dict[Family, list[Row]] = {}

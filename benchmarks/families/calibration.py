@@ -29,10 +29,11 @@ NOISE = 0.3  # of Auto MPG's target, in its standard deviations: what the inputs
 
 @dataclass(frozen=True)
 class Quality:
-    """Mean negative log-likelihood, and calibration error in percent, of the test samples."""
+    """Mean negative log-likelihood, calibration error and error in percent, of the test samples."""
 
     nll: float
     calibration: float
+    error: float = float("nan")
 
 
 Train = Callable[[Communicator, dict[str, Any]], Quality]
@@ -61,8 +62,8 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
             found += [
                 Row(
                     f"{what}, {name}, {size} ranks, a merge every {SYNC_EVERY} steps",
-                    _one(ours),
-                    _one(other),
+                    Figure.single(ours),
+                    Figure.single(other),
                     unit,
                     target,
                 )
@@ -103,10 +104,17 @@ def _classify(
                 task.step(model, share)
         if "sync_every" in options:
             model.merge()
-        mean, variance = model(data.x_test)
-    outputs = zip(*(part.reshape(len(data.y_test), -1) for part in (mean, variance)), strict=True)
+        return rate_labels(task, model, data)
+
+
+def rate_labels(task: ImageTask, model: DDPSequential, data: ImageData) -> Quality:
+    """Return how good a model's labels of the test images are."""
+    parts = [model(images) for images in np.array_split(data.x_test, 10)]
     tree, convert = task.metric.hrc_softmax, Utils().obs_to_label_prob
-    probabilities = np.array([convert(*output, tree, CLASSES) for output in outputs])
+    outputs = ((output.reshape(-1, tree.len) for output in part) for part in parts)
+    probabilities = np.array(
+        [convert(*output, tree, CLASSES) for part in outputs for output in zip(*part, strict=True)]
+    )
     return _rate(probabilities / probabilities.sum(axis=1, keepdims=True), data.y_test)
 
 
@@ -116,7 +124,8 @@ def _rate(probabilities: np.ndarray, labels: np.ndarray) -> Quality:
     confidence, hit = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
     bins = np.minimum((10 * confidence).astype(int), 9)
     gaps = [abs(np.sum(hit[bins == i]) - np.sum(confidence[bins == i])) for i in range(10)]
-    return Quality(float(-np.log(right).mean()), 100 * float(sum(gaps)) / len(labels))
+    wrong = 100 * (1 - float(hit.mean()))
+    return Quality(float(-np.log(right).mean()), 100 * float(sum(gaps)) / len(labels), wrong)
 
 
 # --- a regression set of the UCI repository --------------------------------------------------
@@ -191,10 +200,6 @@ def _fit(
         mean, variance = model(x[test])
     deviation = scale * np.sqrt(variance + NOISE**2)
     return (y[test] - (centre + scale * mean)) / deviation, deviation
-
-
-def _one(value: float) -> Figure:
-    return Figure(value, value, value)
 
 
 SETS: list[tuple[str, Callable[[bool], Train], float | None]] = [

@@ -11,7 +11,8 @@ import pytagi
 from pytagi import HRCSoftmaxMetric
 from pytagi.nn import Linear, ReLU, Sequential
 
-from benchmarks.harness.emulated import MBIT, NotPossible, two_nodes
+from benchmarks.families.merging import cnn
+from benchmarks.harness.emulated import MBIT, NotPossible, bytes_sent, two_nodes
 from benchmarks.harness.measure import Figure, Missing, Row
 from benchmarks.harness.work import CLASSES, ImageTask
 from examples.images import ImageData, load_images
@@ -28,6 +29,8 @@ from tagi_ddp.plan import Cluster, Training, measure_link, predict
 
 NAME = f"2 emulated nodes, {MBIT} Mbit/s, Fashion-MNIST, MLP"
 EPOCHS, BATCH, HIDDEN = 6, 512, 256
+FAR = (20.0, 50.0)  # Mbit/s, and milliseconds of delay in each direction
+FAR_BATCH, FAR_EVERY = 1024, 32
 # Of the asynchronous scheme; its loss is taken to fall, as the simulator takes it.
 SCHEDULE = {"warmup_epochs": 1, "cooldown_epochs": 1, "max_global_skips": 8}
 
@@ -52,11 +55,75 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     except FileNotFoundError as error:
         return [_missing(error)]
     epochs, batch = (3, 256) if quick else (EPOCHS, BATCH)
+    found: list[Row] = []
     try:
         with two_nodes(communicator) as network:
-            return _measure(communicator, network, data, epochs, batch)
+            found += _measure(communicator, network, data, epochs, batch)
+        with two_nodes(communicator, *FAR) as network:
+            found += _measure_far(communicator, network, data, quick)
     except NotPossible as error:
-        return [_missing(error)]
+        found.append(_missing(error))
+    return found
+
+
+def _measure_far(
+    communicator: Communicator, network: Communicator, data: ImageData, quick: bool
+) -> list[Row]:
+    """Merge every 32 steps in 8 bits; how much of the time is computing, and what travels."""
+    batch, steps, sums = (64, 32, 2) if quick else (FAR_BATCH, 10 * FAR_EVERY, 8)
+    outputs = HRCSoftmaxMetric(CLASSES).hrc_softmax.len
+    task = ImageTask(data)
+    shares = [
+        share
+        for epoch in range(1 + (steps + sums) * batch // len(data.x_train))
+        for share in _sampler(communicator, data.x_train, epoch).batches(batch)
+        if len(share) == batch // 2
+    ]
+    merging = {
+        "reduction": "precision",
+        "sync_every": FAR_EVERY,
+        "node_size": 1,
+        "compress": "int8",
+    }
+    alone = accelerate(cnn(data.side, outputs), compute="torch")
+    summing = _wrap_cnn(network, data.side, average=False)
+    merged = _wrap_cnn(network, data.side, **merging)
+    for model in (alone, summing, merged):
+        model.set_threads(1)
+        task.step(model, shares[0])  # the first one is slower
+    merged.merge()
+    merged._exchange._all_shares = 8 * FAR_EVERY  # as later, when merges are seldom
+
+    def measure(model: DDPSequential, count: int) -> tuple[float, float]:
+        """Return the seconds, and the bytes that left this node, of a step."""
+        communicator.barrier(timeout=600)
+        before, start = bytes_sent(), time.perf_counter()
+        for share in shares[:count]:
+            task.step(model, share)
+        return (time.perf_counter() - start) / count, (bytes_sent() - before) / count
+
+    step, _ = measure(alone, min(steps, 4 * FAR_EVERY))
+    sum_step, sum_bytes = measure(summing, sums)
+    merge_step, merge_bytes = measure(merged, steps)
+    communicator.barrier(timeout=600)
+    for model in (summing, merged):
+        model.close()
+    where = f"2 emulated nodes, {FAR[0]:g} Mbit/s, {FAR[1]:g} ms, Fashion-MNIST, CNN, batch {batch}"
+    rows_of = (
+        (
+            f"a step: merges in 8 bits every {FAR_EVERY} steps against the sum",
+            1e3 * merge_step,
+            1e3 * sum_step,
+            "ms",
+            None,
+        ),
+        ("of the time is computing", 100 * step / merge_step, 100 * step / sum_step, "%", None),
+        ("sent by a node for a step", merge_bytes / 1e3, sum_bytes / 1e3, "kB", 100.0),
+    )
+    return [
+        Row(f"{where}, {what}", Figure.single(ours), Figure.single(other), unit, target)
+        for what, ours, other, unit, target in rows_of
+    ]
 
 
 def _measure(
@@ -92,23 +159,23 @@ def _measure(
     return [
         Row(
             f"{NAME}, {epochs} epochs, asynchronous merging against the sum",
-            _one(ours),
-            _one(other),
+            Figure.single(ours),
+            Figure.single(other),
             "s",
             1 / 0.66,
         ),
         Row(
             f"{NAME}, test error",
-            _one(100 * errors["asynchronous"]),
-            _one(100 * errors["sum"]),
+            Figure.single(100 * errors["asynchronous"]),
+            Figure.single(100 * errors["sum"]),
             "%",
             None,
         ),
         *(
             Row(
                 f"{NAME}, {name}, measured against predicted",
-                _one(each.seconds),
-                _one(predicted[name] * batches * epochs),
+                Figure.single(each.seconds),
+                Figure.single(predicted[name] * batches * epochs),
                 "s",
                 None,
             )
@@ -116,8 +183,8 @@ def _measure(
         ),
         Row(
             f"{NAME}, step without communication against sum's",
-            _one(1e3 * step),
-            _one(1e3 * other / batches / epochs),
+            Figure.single(1e3 * step),
+            Figure.single(1e3 * other / batches / epochs),
             "ms",
             None,
         ),
@@ -130,6 +197,11 @@ def _missing(error: Exception) -> Row:
 
 def _wrap(network: Communicator, side: int, **options: object) -> DDPSequential:
     return DDPSequential(_network(side), communicator=network, compute="torch", **options)
+
+
+def _wrap_cnn(network: Communicator, side: int, **options: object) -> DDPSequential:
+    outputs = HRCSoftmaxMetric(CLASSES).hrc_softmax.len
+    return DDPSequential(cnn(side, outputs), communicator=network, compute="torch", **options)
 
 
 def _network(side: int) -> Sequential:
@@ -184,8 +256,3 @@ def _sampler(communicator: Communicator, samples: np.ndarray, epoch: int) -> Dis
     sampler = DistributedSampler(samples, communicator.size, communicator.rank)
     sampler.set_epoch(epoch)
     return sampler
-
-
-def _one(value: float) -> Figure:
-    """Return the figure of a single measurement."""
-    return Figure(value, value, value)

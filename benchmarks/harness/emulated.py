@@ -6,8 +6,10 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from tagi_ddp import Communicator, init
 from tagi_ddp.communicators import all_gather_object
@@ -22,18 +24,29 @@ class NotPossible(RuntimeError):
 
 
 @contextmanager
-def two_nodes(communicator: Communicator) -> Iterator[Communicator]:
+def two_nodes(
+    communicator: Communicator, mbit: float = MBIT, delay_ms: float = 0.0
+) -> Iterator[Communicator]:
     """Move either rank of ``communicator`` to a node of its own; yield their network, by gloo.
 
+    A link with a delay is a process that carries the packets, as not every kernel can delay them.
     Raises NotPossible, on both. Afterwards the ranks are back. The namespaces have no names, so
     they and the link go with the last thread inside, however that ends.
     """
-    with open("/proc/self/ns/net") as home:
+    with open("/proc/self/ns/net") as home, ExitStack() as stack:
         try:
             _all_or_none(communicator, _leave_home)
             _, other = all_gather_object(communicator, os.getpid())
-            _all_or_none(communicator, lambda: _link(communicator.rank, other))
+            if delay_ms:
+                _all_or_none(
+                    communicator,
+                    lambda: _relay(stack, communicator.rank, other, mbit, delay_ms),
+                )
+            else:
+                _all_or_none(communicator, lambda: _link(communicator.rank, other))
             _all_or_none(communicator, lambda: _configure(communicator.rank))
+            if not delay_ms:
+                _all_or_none(communicator, lambda: _limit(mbit))
             os.environ.update(
                 MASTER_ADDR=_address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth"
             )
@@ -70,12 +83,39 @@ def _link(rank: int, other: int) -> None:
         _call("ip", "link", "add", "veth", "type", "veth", "peer", "veth", "netns", str(other))
 
 
+def _relay(stack: ExitStack, rank: int, other: int, mbit: float, delay_ms: float) -> None:
+    """Let a process carry packets between this network and that of process ``other``."""
+    if rank != 0:
+        return
+    if not os.path.exists("/dev/net/tun"):
+        raise NotPossible("no /dev/net/tun")
+    script = str(Path(__file__).with_name("relay.py"))
+    command = [sys.executable, script, str(other), str(mbit), str(delay_ms)]
+    process = stack.enter_context(
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    )
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise NotPossible("the relay between the nodes did not start")
+
+
+def bytes_sent() -> int:
+    """Return how many bytes have left this node."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    [counts] = [line.split() for line in lines if line.strip().startswith("veth:")]
+    return int(counts[9])
+
+
 def _configure(rank: int) -> None:
     """Give this end an address, and its bandwidth."""
     _call("ip", "address", "add", f"{_address(rank)}/24", "dev", "veth")
     for device in ("lo", "veth"):
         _call("ip", "link", "set", device, "up")
-    limit = ("rate", f"{MBIT}mbit", "burst", "128kb", "latency", "50ms")
+
+
+def _limit(mbit: float) -> None:
+    limit = ("rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms")
     _call("tc", "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
 
 

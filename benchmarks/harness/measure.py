@@ -30,6 +30,11 @@ class Figure:
     low: float
     high: float
 
+    @classmethod
+    def single(cls, value: float) -> Figure:
+        """Return that of one measurement."""
+        return cls(value, value, value)
+
     def in_unit(self, factor: float) -> Figure:
         return Figure(factor * self.median, factor * self.low, factor * self.high)
 
