@@ -23,12 +23,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Report(TypedDict, total=False):
-    """What a rank tells the supervisor, pickled: either its result or its error."""
+    """What a rank tells the supervisor, pickled: its result, its error, or that it exits."""
 
     result: bytes
     """What ``fn`` returned, pickled."""
     traceback: str
     """The error as text."""
+    status: int
+    """That of ``sys.exit``, when it is not 0; the process's end may take seconds."""
     time: float
     """When the error was caught, by time.monotonic(), one clock for all processes of a host."""
     consequence: bool
@@ -71,8 +73,8 @@ def _call(report_fd: int, payload_fd: int) -> None:
         linecache.cache.update(sources)
         function, args, kwargs = pickle.loads(call)
         result = _pickled(function(*args, **kwargs))
-    except SystemExit:
-        raise
+    except SystemExit as leaving:
+        _exit(report_fd, leaving)
     except BaseException as error:
         caught = time.monotonic()
         lines = traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__))
@@ -103,8 +105,8 @@ def _run(report_fd: int, kind: str, target: str, arguments: list[str]) -> None:
         else:
             sys.path.insert(0, str(Path(target).resolve().parent))
             runpy.run_path(target, run_name="__main__")
-    except SystemExit:
-        raise
+    except SystemExit as leaving:
+        _exit(report_fd, leaving)
     except BaseException as error:
         caught = time.monotonic()
         frames = _own_frames_off(error.__traceback__)
@@ -123,13 +125,30 @@ def _own_frames_off(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
+def _exit(report_fd: int, leaving: SystemExit) -> NoReturn:
+    """Exit as the script wants; if it is with a failure, the supervisor knows it at once."""
+    status = leaving.code or 0
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    if status := status & 0xFF:
+        lost = _is_consequence(leaving)
+        _send(report_fd, {"status": status, "time": time.monotonic(), "consequence": lost})
+    sys.exit(status)
+
+
 def _send_error(report_fd: int, error: BaseException, caught: float, text: str) -> NoReturn:
+    lost = _is_consequence(error)
+    _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})
+    sys.exit(1)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether the first of the errors that led to this one is the loss of a rank."""
     root = error
     while cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__):
         root = cause
-    lost = isinstance(root, PeerLost)
-    _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})
-    sys.exit(1)
+    return isinstance(root, PeerLost)
 
 
 def _send(report_fd: int, report: Report) -> None:

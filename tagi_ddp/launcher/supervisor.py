@@ -114,16 +114,22 @@ class _Rank:
         except (pickle.UnpicklingError, EOFError):  # killed while it wrote
             return
         self._received.clear()
-        if "traceback" in self.report:
-            text = self.report["traceback"]
-            self.failure = _Failure(
-                self.number,
-                f"failed:\n\n{text}",
-                1,
-                self.report["time"],
-                self.report["consequence"],
-                text,
-            )
+        if "time" not in self.report:
+            return
+        status, text = self.report.get("status", 1), self.report.get("traceback", "")
+        self.failure = _Failure(
+            self.number,
+            f"failed:\n\n{text}" if text else f"ended with exit status {status}",
+            status,
+            self.report["time"],
+            self.report["consequence"],
+            text,
+        )
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the process ends by itself, and may still have something to write."""
+        return "status" in self.report and self.exitcode is None
 
     def poll(self) -> None:
         """Notice the end of the process, without reaping it: its pid names its group until then."""
@@ -161,6 +167,7 @@ class _Team:
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
+        self._port = reserve_port()
         self._screen = Screen()
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[int, IO[bytes]] = {}  # that may still hold something, by descriptor
@@ -168,7 +175,7 @@ class _Team:
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
         """Start all ranks; none goes on when this is interrupted."""
         job = f"{os.getpid()}-{secrets.token_hex(8)}"
-        port, secret = _free_port(), secrets.token_hex(32)
+        port, secret = self._port.getsockname()[1], secrets.token_hex(32)
         gate, opener = os.pipe()
         try:
             for number in range(nprocs):
@@ -231,7 +238,8 @@ class _Team:
             if failures:
                 first = min(failures, key=_Failure.order)
                 settled = min(settled, now + _SETTLE)
-                if not first.consequence or not running or now >= settled:
+                known = not first.consequence and not self.ranks[first.rank].leaving
+                if known or not running or now >= settled:
                     return first
             elif not running:
                 return None
@@ -268,6 +276,7 @@ class _Team:
             for pipe in self._pipes.values():
                 pipe.close()
             self._selector.close()
+            self._port.close()
 
     def _pump(self, seconds: float) -> None:
         """Wait up to ``seconds`` for output or reports; pass on a piece of each."""
@@ -306,11 +315,15 @@ def _environment(rank: int, nprocs: int, job: str, port: int, secret: str) -> di
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def reserve_port() -> socket.socket:
+    """Return a socket at a TCP port that nobody else is given while it is open.
+
+    It does not listen, and others may reuse its address: so a store can listen there.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def _signal_name(number: int) -> str:

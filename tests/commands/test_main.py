@@ -94,7 +94,7 @@ def test_the_exit_status_is_the_first_failing_ranks(tmp_path, line, status, text
 
 
 GLOO = """
-import os, signal, sys
+import atexit, os, signal, sys, time
 import numpy as np
 from tagi_ddp import init
 with init("gloo", timeout=20) as comm:
@@ -110,6 +110,7 @@ with init("gloo", timeout=20) as comm:
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 of 3 was killed by SIGKILL"),
         ("sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5"),
+        ("atexit.register(time.sleep, 6); sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5"),
         ("raise ValueError('a mistake')", 1, "rank 0 failed first"),
     ],
 )
@@ -119,6 +120,24 @@ def test_the_cause_counts_and_not_what_gloo_makes_of_it(tmp_path, end, status, t
     done = run("run", "-n", 3, path)
     assert text in done.stderr
     assert done.returncode == status
+
+
+def test_what_a_rank_does_at_its_exit_is_done(tmp_path):
+    at_exit = "import atexit; atexit.register(lambda: (time.sleep(1), print('saved')))"
+    done = run("run", script(tmp_path, f"if rank == 1: {at_exit}; sys.exit(3)", "time.sleep(60)"))
+    assert done.returncode == 3
+    assert "[1] saved" in done.stdout
+
+
+def test_an_exit_for_the_loss_of_another_rank_is_not_the_cause(tmp_path):
+    path = tmp_path / "script.py"
+    call = "comm.all_reduce(np.ones(300_000))"
+    handled = f"try:\n            {call}\n        except OSError: sys.exit(9)"
+    text = GLOO.replace(call, handled)
+    path.write_text(text.format(end="atexit.register(time.sleep, 2); sys.exit(5)"))
+    done = run("run", "-n", 3, path)
+    assert "rank 0 of 3 ended with exit status 5" in done.stderr
+    assert done.returncode == 5
 
 
 def test_a_clean_exit_is_no_failure(tmp_path):

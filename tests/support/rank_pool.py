@@ -17,12 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+
+from tagi_ddp.launcher.supervisor import reserve_port
 
 TESTS = Path(__file__).parents[1]
 WORKER = TESTS / "support" / "rank_worker.py"
@@ -317,10 +320,14 @@ def accept(listener: Listener) -> Connection:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody else is given until a hundred more have been asked for."""
+    if len(_reserved) == 100:
+        _reserved.popleft().close()
+    _reserved.append(reserve_port())
+    return int(_reserved[-1].getsockname()[1])
+
+
+_reserved: deque[socket.socket] = deque()
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:
