@@ -222,6 +222,7 @@ void bind_parameters(nb::module_& module) {
             "parameters"_a, "ranks"_a)
         .def_ro_static("BLOCK", &AdaptiveSum::block_floats)
         .def_ro_static("LEEWAY", &AdaptiveSum::leeway)
+        .def_ro_static("SURPRISE", &AdaptiveSum::surprise)
         .def_prop_ro("blocks", &AdaptiveSum::blocks)
         .def(
             "squares",

@@ -14,6 +14,13 @@ namespace {
 
 constexpr size_t lanes = 8;  // sums side by side, in one order for registers of any width
 
+double total(double (&sums)[lanes]) {
+    for (size_t half = lanes / 2; half > 0; half /= 2) {
+        for (size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
+}
+
 // Of a * b * scale; values that are not finite count as nothing.
 TAGI_DDP_WIDE
 double product(const float* a, const float* b, const float* scale, size_t count) {
@@ -26,10 +33,27 @@ double product(const float* a, const float* b, const float* scale, size_t count)
             sums[i] += std::fabs(value) <= 1e300 ? value : 0.0;
         }
     }
-    for (size_t half = lanes / 2; half > 0; half /= 2) {
-        for (size_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return total(sums);
+}
+
+// How much precisions have grown, in units of what they were; as above.
+TAGI_DDP_WIDE
+double growth(const float* precision, const float* var, size_t count) {
+    double sums[lanes] = {};
+    for (size_t first = 0; first < count; first += lanes) {
+        const size_t n = std::min(lanes, count - first);
+        for (size_t i = 0; i < n; ++i) {
+            const double value = static_cast<double>(precision[first + i]) * var[first + i];
+            sums[i] += std::fabs(value) <= 1e300 ? value : 0.0;
+        }
     }
-    return sums[0];
+    return total(sums);
+}
+
+// How much agreement counts where squares of moves stand to the growth of precisions so.
+double counted(double squares, double growth) {
+    const double ratio = AdaptiveSum::surprise * std::max(growth, 0.0) / squares;
+    return 1.0 / (1.0 + ratio * ratio * ratio * ratio);
 }
 
 // Makes of sums what leads to that mean and that precision; `last` keeps the weighted ones.
@@ -83,24 +107,26 @@ void AdaptiveSum::squares(const float* change, const float* before, float* squar
 std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* squares) {
     std::vector<double> agreement(weights_.size(), 0.0);
     for (Block& block : blocks_) {
-        float* const weighted = change + size_ + block.begin;
+        float* const precision = change + block.begin;
+        float* const weighted = precision + size_;
         float* const last = previous_.data() + block.begin;
         const float* const var = before + size_ + block.begin;
         const double all = *squares++;
         const double sum = product(weighted, weighted, var, block.count);
         const double before_that = product(last, last, var, block.count);
-        double alike = 1.0;  // where a rank's squares are not finite
+        double alike = 1.0, counts = 1.0;  // where a rank's squares are not finite
         if (std::isfinite(all)) {
             const double ratio = all > 0 ? sum / all : 0.0;
             alike = std::clamp((ratio - 1.0) / std::max(1, ranks_ - 1), 0.0, 1.0);
+            counts = all > 0 ? counted(all, growth(precision, var, block.count)) : 0.0;
         }
         if (sum > 0 && before_that > 0) {
             const double cosine = product(weighted, last, var, block.count) /
                                   (std::sqrt(sum) * std::sqrt(before_that));
             block.trust = std::clamp(block.trust + cosine + leeway, 0.0, 1.0);
         }
-        const double priors = (ranks_ - 1) * (1.0 - block.trust * (1.0 - alike));
-        scale(weighted, last, change + block.begin, var, priors, block.count);
+        const double priors = (ranks_ - 1) * counts * (1.0 - block.trust * (1.0 - alike));
+        scale(weighted, last, precision, var, priors, block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);
     }
     for (size_t layer = 0; layer < agreement.size(); ++layer) {

@@ -29,22 +29,26 @@ class DeviceAdaptiveSum:
     def squares(self, change: Tensor, before: Tensor, squares: Tensor) -> None:
         """Write the square of the weighted half of a rank's change, of each block."""
         weighted = change.chunk(2)[1]
-        squares.copy_(self._product(weighted, weighted, before))
+        squares.copy_(self._product(weighted, weighted, before.chunk(2)[1]))
 
     def damp(self, change: Tensor, before: Tensor, squares: Tensor) -> list[float]:
         """Damp the sum of changes; return the agreement by layer."""
         precision, weighted = change.chunk(2)
-        total, last = (self._product(w, w, before) for w in (weighted, self._previous))
+        variances = before.chunk(2)[1]
+        total, last = (self._product(w, w, variances) for w in (weighted, self._previous))
         every = squares.double()
         ratio = torch.where(every > 0, total / every, 0.0)
         alike = ((ratio - 1) / max(1, self._ranks - 1)).clamp(0, 1)
         alike = torch.where(torch.isfinite(every), alike, 1.0)
-        cosine = self._product(weighted, self._previous, before) / (total.sqrt() * last.sqrt())
+        grown = self._product(precision, variances, torch.ones_like(variances)).clamp(min=0)
+        counts = torch.where(every > 0, 1 / (1 + (AdaptiveSum.SURPRISE * grown / every) ** 4), 0.0)
+        counts = torch.where(torch.isfinite(every), counts, 1.0)
+        cosine = self._product(weighted, self._previous, variances) / (total.sqrt() * last.sqrt())
         trust = (self._trust + cosine + AdaptiveSum.LEEWAY).clamp(0, 1)
         self._trust = torch.where((total > 0) & (last > 0), trust, self._trust)
-        priors = (self._ranks - 1) * (1 - self._trust * (1 - alike))
+        priors = (self._ranks - 1) * counts * (1 - self._trust * (1 - alike))
         self._previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
-        growth = precision.double() * before.chunk(2)[1]
+        growth = precision.double() * variances
         part = (1 / (1 + priors).sqrt()).repeat_interleave(self._counts)
         whole = (1 + growth).clamp(min=LEAST_PRECISION_KEPT)
         kept = (1 + part * growth).clamp(min=LEAST_PRECISION_KEPT)
@@ -58,9 +62,9 @@ class DeviceAdaptiveSum:
         self._previous.zero_()
         self._trust.fill_(1)
 
-    def _product(self, a: Tensor, b: Tensor, before: Tensor) -> Tensor:
-        """Return of each block the sum of a * b, times the variances before; in one order."""
-        values = a.double() * b * before.chunk(2)[1]
+    def _product(self, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
+        """Return of each block the sum of a * b * scale, in one order."""
+        values = a.double() * b * scale
         values = torch.where(values.abs() <= 1e300, values, 0.0)
         parts = []
         for begin, whole, rest in self._runs:

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -322,12 +321,14 @@ def accept(listener: Listener) -> Connection:
 def free_port() -> int:
     """Return a TCP port that nobody else is given until a hundred more have been asked for."""
     if len(_reserved) == 100:
-        _reserved.popleft().close()
-    _reserved.append(reserve_port())
-    return int(_reserved[-1].getsockname()[1])
+        os.close(_reserved.popleft())
+    holder = reserve_port()
+    port = int(holder.getsockname()[1])
+    _reserved.append(holder.detach())  # that the end of the process closes
+    return port
 
 
-_reserved: deque[socket.socket] = deque()
+_reserved: deque[int] = deque()
 
 
 def signal_process(pid: int, number: signal.Signals) -> None:

@@ -42,14 +42,17 @@ class Expected:
         damped, result = precision.copy(), total.copy()
         for i, block in enumerate(self.blocks):
             own, scale = weighted[:, block], var0[block]
-            ratio = (total[block] ** 2 * scale).sum() / (own**2 * scale).sum()
+            squares = (own**2 * scale).sum()
+            ratio = (total[block] ** 2 * scale).sum() / squares
             alike = np.clip((ratio - 1) / (self.ranks - 1), 0, 1)
             if self.last is not None:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
                 cosine = a @ b / np.sqrt((a @ a) * (b @ b))
-                self.trust[i] = np.clip(self.trust[i] + cosine + 0.2, 0, 1)
+                self.trust[i] = np.clip(self.trust[i] + cosine + 0.5, 0, 1)
             after = 1 / scale + precision[block]
-            priors = (self.ranks - 1) * (1 - self.trust[i] * (1 - alike))
+            surprise = squares / max((precision[block] * scale).sum(), 1e-300)
+            counts = surprise**4 / (surprise**4 + 3.0**-4)
+            priors = (self.ranks - 1) * counts * (1 - self.trust[i] * (1 - alike))
             damped[block] /= np.sqrt(1 + priors)
             # add_change divides by the damped precision.
             result[block] *= (1 / scale + damped[block]) / (after + priors / scale)
@@ -114,6 +117,7 @@ def test_equal_changes_are_averaged_and_orthogonal_ones_summed(
     rng, table = np.random.default_rng(seed), table_of([(size, 0)])
     prior = gaussians(rng, size)
     change = change_of(table, learned(rng, prior), prior)
+    change[:size] = np.minimum(change[:size], 0)  # means move, and nobody knows better
     alike, agreement = summed(_backend.AdaptiveSum(table, ranks), [change] * ranks, prior)
     together, alone = prior.copy(), prior.copy()
     table.add_change(together, together, alike)
@@ -131,6 +135,21 @@ def test_equal_changes_are_averaged_and_orthogonal_ones_summed(
 
 @settings(max_examples=20)
 @given(st.integers(2, 16), seeds)
+def test_moves_that_precisions_account_for_are_summed(ranks: int, seed: int) -> None:
+    """Bayes' rule, however much alike they are."""
+    rng, table = np.random.default_rng(seed), table_of([(300, 0)])
+    prior = gaussians(rng, 300)
+    change = change_of(table, learned(rng, prior), prior)
+    change[:300] = np.abs(change[:300])
+    growth, squares = change[:300] @ prior[300:], change[300:] ** 2 @ prior[300:]
+    change[300:] *= np.sqrt(0.01 * growth / squares)
+    total, agreement = summed(_backend.AdaptiveSum(table, ranks), [change] * ranks, prior)
+    np.testing.assert_allclose(total, ranks * change, rtol=1e-3)
+    np.testing.assert_allclose(agreement, 1, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 16), seeds)
 def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> None:
     """Ranks that tremble: what one merge does the next undoes."""
     rng, table = np.random.default_rng(seed), table_of([(300, 0)])
@@ -138,7 +157,7 @@ def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> N
     changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
     for change in changes:
         change[:300] = 0  # nobody knows better
-    for sign in (1, -1, 1, -1):
+    for sign in (1, -1, 1, -1, 1, -1):
         total, _ = summed(damping, [sign * change for change in changes], prior)
         start = sign * np.sum(changes, axis=0)[300:]
     scale = np.abs(np.array(changes)).sum(0)[300:]
