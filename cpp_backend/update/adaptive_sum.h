@@ -18,13 +18,13 @@
 // about what they have reached, and to sum them goes too far each way: then consecutive sums turn
 // back, and are trusted less.
 //
-//     trust = clip(trust + cos(sum w_r, the sum before) + 0.5, 0, 1), at first 1
+//     trust = clip(trust + cos(sum w_r, the sum before) + 0.4, 0, 1), at first 1
 //
 // And Bayes' rule is right where means move as precisions say. Under the model E (mu_r - mu0)^2 is
 // v0 - v_r: squares of the moves as large as the growth of precision. Where they are far smaller,
 // no step was capped, and what ranks learn alike adds up.
 //
-//     s = sum |w_r|^2 / sum |(l_r - l0) / l0|,  part = s^4 / (s^4 + (1/3)^4)
+//     s = sum |w_r|^2 / sum |(l_r - l0) / l0|,  part = s^4 / (s^4 + (1/4)^4)
 //     c' = part (1 - trust (1 - c))
 //
 // The precision becomes l0 + sum (l_r - l0) / sqrt(1 + (R - 1) c'): in full, it would keep what is
@@ -41,8 +41,8 @@ namespace tagi_ddp {
 class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
-    static constexpr double leeway = 0.5;        // by which consecutive sums may turn back
-    static constexpr double surprise = 1.0 / 3;  // at which agreement counts by half
+    static constexpr double leeway = 0.4;     // by which consecutive sums may turn back
+    static constexpr double surprise = 0.25;  // at which agreement counts by half
 
     // For changes of `parameters` that `ranks` ranks sum up.
     AdaptiveSum(const Parameters& parameters, int ranks);

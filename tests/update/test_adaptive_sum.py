@@ -48,10 +48,10 @@ class Expected:
             if self.last is not None:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
                 cosine = a @ b / np.sqrt((a @ a) * (b @ b))
-                self.trust[i] = np.clip(self.trust[i] + cosine + 0.5, 0, 1)
+                self.trust[i] = np.clip(self.trust[i] + cosine + 0.4, 0, 1)
             after = 1 / scale + precision[block]
             surprise = squares / max((precision[block] * scale).sum(), 1e-300)
-            counts = surprise**4 / (surprise**4 + 3.0**-4)
+            counts = surprise**4 / (surprise**4 + 4.0**-4)
             priors = (self.ranks - 1) * counts * (1 - self.trust[i] * (1 - alike))
             damped[block] /= np.sqrt(1 + priors)
             # add_change divides by the damped precision.
