@@ -7,6 +7,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -63,11 +65,19 @@ struct PyWork {
     bool done() const { return work->done(); }
 };
 
+// The communicators of this process.
+struct {
+    std::mutex mutex;
+    std::set<PyShmCommunicator*> open;
+} all;
+
 }  // namespace
 
 PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicator, double timeout)
     : communicator_(std::move(communicator)), timeout_(timeout) {
     queue_.emplace();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.open.insert(this);
 }
 
 PyShmCommunicator::~PyShmCommunicator() { close(); }
@@ -261,6 +271,10 @@ void PyShmCommunicator::check() const { communicator_->check(); }
 
 void PyShmCommunicator::close() {
     nb::gil_scoped_release unlocked;
+    {
+        std::lock_guard<std::mutex> lock(all.mutex);
+        all.open.erase(this);
+    }
     if (queue_ && queue_->busy()) communicator_->abort("it closed with operations under way");
     queue_.reset();
     communicator_->close();
@@ -273,6 +287,14 @@ void bind_shm(nb::module_& module) {
         .def("wait", &PyWork::wait, "timeout"_a = nb::none(),
              "Block until the operation is complete; raise its error if it failed.")
         .def("done", &PyWork::done, "Tell whether the operation is complete or has failed.");
+
+    module.def(
+        "abort_shm",
+        [](const std::string& reason) {
+            std::lock_guard<std::mutex> lock(all.mutex);
+            for (PyShmCommunicator* communicator : all.open) communicator->abort(reason, {});
+        },
+        "reason"_a, "Abort all communicators over shared memory that are open.");
 
     nb::class_<PyShmCommunicator>(
         module, "ShmCommunicator",

@@ -93,7 +93,7 @@ void ShmCommunicator::guarded(const Operation& operation, const std::function<vo
     try {
         body();
     } catch (const CommunicatorError& error) {
-        record_failure(error);
+        record_failure(error, where(operation));
         broken_ = error;
         throw;
     } catch (...) {
@@ -102,12 +102,12 @@ void ShmCommunicator::guarded(const Operation& operation, const std::function<vo
             ErrorKind::peer_lost,
             where(operation) + "rank " + std::to_string(rank_) + " gave up: it was interrupted.",
             {rank_});
-        record_failure(*broken_);
+        record_failure(*broken_, where(operation));
         throw;
     }
 }
 
-void ShmCommunicator::record_failure(const CommunicatorError& error) {
+void ShmCommunicator::record_failure(const CommunicatorError& error, const std::string& where) {
     Failure& failure = segment_->failure();
     uint32_t none = 0;
     if (!failure.state.compare_exchange_strong(none, 1)) return;
@@ -118,7 +118,9 @@ void ShmCommunicator::record_failure(const CommunicatorError& error) {
         if (failure.num_culprits == std::size(failure.culprits)) break;
         failure.culprits[failure.num_culprits++] = culprit;
     }
-    std::strncpy(failure.text, error.what(), sizeof failure.text - 1);
+    std::string text = error.what();
+    if (text.compare(0, where.size(), where) == 0) text.erase(0, where.size());
+    std::strncpy(failure.text, text.c_str(), sizeof failure.text - 1);
     failure.state.store(2, std::memory_order_release);
 }
 
@@ -126,16 +128,20 @@ void ShmCommunicator::throw_failure(const Operation& operation) const {
     const Failure& failure = segment_->failure();
     std::vector<int> culprits(failure.culprits, failure.culprits + failure.num_culprits);
     const auto kind = static_cast<ErrorKind>(failure.kind);
-    const std::string reporter = "rank " + std::to_string(failure.reporter);
-    // A rank that is blamed is told by which one.
-    if (failure.reporter != rank_ &&
-        std::find(culprits.begin(), culprits.end(), rank_) != culprits.end()) {
+    const auto blamed = [&](int rank) {
+        return std::find(culprits.begin(), culprits.end(), rank) != culprits.end();
+    };
+    // Who told of it counts where that one or this rank is to blame, or where it says "this rank".
+    const bool passed_on = (kind == ErrorKind::peer_lost || kind == ErrorKind::timeout) &&
+                           !blamed(rank_) && !blamed(failure.reporter);
+    const std::string own = "rank " + std::to_string(failure.reporter) + " gave up: ";
+    std::string text = failure.text;
+    if (!passed_on && text.compare(0, own.size(), own) != 0) text = own + text;
+    if (failure.reporter != rank_ && blamed(rank_)) {
         throw CommunicatorError(kind == ErrorKind::mismatch ? kind : ErrorKind::peer_lost,
-                                where(operation) + reporter + " gave up: " + failure.text,
-                                {failure.reporter});
+                                where(operation) + text, {failure.reporter});
     }
-    throw CommunicatorError(kind, where(operation) + reporter + " failed: " + failure.text,
-                            culprits);
+    throw CommunicatorError(kind, where(operation) + text, culprits);
 }
 
 void ShmCommunicator::check_peers(const Operation& operation, int peer) const {
@@ -305,11 +311,11 @@ std::shared_ptr<std::byte> ShmCommunicator::allocate(size_t bytes, double timeou
 }
 
 void ShmCommunicator::abort(const std::string& reason, std::vector<int> ranks) {
-    if (!segment_ || broken_) return;
+    if (!segment_ || broken_ || getpid() != process_) return;
     if (ranks.empty()) ranks = {rank_};
     broken_ = CommunicatorError(ErrorKind::peer_lost,
                                 "rank " + std::to_string(rank_) + " gave up: " + reason, ranks);
-    record_failure(*broken_);
+    record_failure(*broken_, "");
 }
 
 void ShmCommunicator::check() const {

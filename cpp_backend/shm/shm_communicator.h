@@ -95,7 +95,8 @@ class ShmCommunicator {
     void check_peers(const Operation& operation, int peer) const;
     [[noreturn]] void time_out(const Operation& operation, int peer) const;
     [[noreturn]] void throw_failure(const Operation& operation) const;
-    void record_failure(const CommunicatorError& error);
+    // Tells the others what happened; without `where`, with which the text may begin.
+    void record_failure(const CommunicatorError& error, const std::string& where);
     void all_reduce_in_place(const Buffer& buffer, const Signature& signature, ReduceOp op,
                              double timeout);
 

@@ -24,7 +24,7 @@
 // v0 - v_r: squares of the moves as large as the growth of precision. Where they are far smaller,
 // no step was capped, and what ranks learn alike adds up.
 //
-//     s = sum |w_r|^2 / sum |(l_r - l0) / l0|,  part = s^4 / (s^4 + (1/4)^4)
+//     s = sum |w_r|^2 / sum ((l_r - l0) / l0),  part = s^4 / (s^4 + (1/4)^4)
 //     c' = part (1 - trust (1 - c))
 //
 // The precision becomes l0 + sum (l_r - l0) / sqrt(1 + (R - 1) c'): in full, it would keep what is

@@ -20,6 +20,7 @@ from tagi_ddp.communicators.errors import (
     PeerLost,
     Timeout,
     timeout_text,
+    what_happened,
 )
 from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
@@ -216,7 +217,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._check_open("abort")
         blamed = [checks.rank("ranks", rank, self.size) for rank in ranks] or [self.rank]
         error = PeerLost(f"{self._where('abort')}: this rank gave up: {reason}", blamed)
-        self._fail(error, reason)
+        self._fail(error, f"rank {self.rank} gave up: {reason}")
 
     def check(self) -> None:
         """Raise what this rank knows already that would end the next operation; nobody waits."""
@@ -344,10 +345,11 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _break(self, call: Call, error: BaseException) -> None:
         """Let the error that has ended an operation end those of all ranks."""
         if isinstance(error, CommunicatorError):
-            self._fail(error, str(error))
+            self._fail(error, what_happened(error))
         else:
             reason = f"{call.title} ended in {type(error).__name__}: {error}"
-            self._fail(CommunicatorError(f"{self._where(call.title)}: {reason}"), reason)
+            failure = CommunicatorError(f"{self._where(call.title)}: {reason}")
+            self._fail(failure, f"rank {self.rank} gave up: {reason}")
 
     def _where(self, title: str) -> str:
         return f"{title} on rank {self.rank} of {self.size} ({self.backend})"

@@ -17,12 +17,16 @@ Each text reads ``<operation> on rank <r> of <size> (<backend>): <what happened>
 - Closed: a plain `CommunicatorError`: ``this communicator is closed. Make a new one.``
 
 A rank that fails tells the others, so that each raises the same type with the same ranks, except
-that a rank which others waited for in vain gets `PeerLost` naming those that gave up on it.
+that a rank which others waited for in vain gets `PeerLost` naming those that gave up on it. Who
+passes on what it was told adds nothing: all texts name the rank at which it began.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_WHERE = re.compile(r"^\w+(?: #\d+)?(?: (?:to|from) rank \d+)? on rank \d+ of \d+ \(\w+\): ")
 
 
 class CommunicatorError(RuntimeError):
@@ -55,6 +59,24 @@ class Mismatch(CommunicatorError, ValueError):
 
 class BackendUnavailable(CommunicatorError):
     """The backend cannot work here; the text says what is missing and what to do."""
+
+
+def what_happened(error: CommunicatorError) -> str:
+    """Return the text of ``error`` without the operation and the rank that it names first."""
+    return _WHERE.sub("", str(error), count=1)
+
+
+def as_told(
+    kind: type[CommunicatorError], ranks: Sequence[int], rank: int, text: str, to: int
+) -> str:
+    """Return what rank ``to`` says of an error that ``rank`` has told of: ``text``, by ``ranks``.
+
+    Who told of it counts where that one, or ``to``, is at fault, or where the text speaks of "this
+    rank".
+    """
+    passed_on = issubclass(kind, (PeerLost, Timeout)) and not {rank, to} & set(ranks)
+    own = f"rank {rank} gave up: "
+    return text if passed_on or text.startswith(own) else own + text
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,6 +12,12 @@ from typing import Protocol, TypeVar
 from tagi_ddp.communicators.errors import CommunicatorError
 
 C = TypeVar("C", bound="Closing")
+
+
+def last_words() -> str | None:
+    """Return the error that ends this process, which nobody has caught; None: it ends well."""
+    error = getattr(sys, "last_value", None)
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 class AllRanksRaise(Exception):

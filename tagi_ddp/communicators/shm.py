@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 
-from tagi_ddp._backend import ShmCommunicator
+from tagi_ddp._backend import ShmCommunicator, abort_shm
+from tagi_ddp.communicators.guard import last_words
 from tagi_ddp.environment import job_secret
 
 __all__ = ["ShmCommunicator", "create"]
@@ -23,3 +25,10 @@ def create(rank: int, world_size: int, job: str, timeout: float) -> ShmCommunica
 def meeting_name(job: str) -> str:
     """Return where the ranks of ``job`` find each other, which only the secret foretells."""
     return hashlib.blake2b(job.encode(), key=job_secret(), digest_size=24).hexdigest()
+
+
+@atexit.register
+def _end_with_process() -> None:
+    """Let the others know why, if an error ends this process."""
+    if (reason := last_words()) is not None:
+        abort_shm(reason)

@@ -138,6 +138,7 @@ def _exit(report_fd: int, leaving: SystemExit) -> NoReturn:
 
 
 def _send_error(report_fd: int, error: BaseException, caught: float, text: str) -> NoReturn:
+    sys.last_value = error  # as the interpreter sets it; what runs at exit tells other ranks
     lost = _is_consequence(error)
     _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})
     sys.exit(1)

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.deaths import work_until
 from contract.whole import WholeContract
 from support.ipv6 import has_ipv6_loopback
 from support.rank_pool import RankPool
 
-from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
+from tagi_ddp.communicators import BackendUnavailable, Timeout, as_communicator, init
 
 
 class TestGloo(WholeContract):
@@ -159,13 +158,6 @@ class TestTogether:
         for text in pool.run(without_address, "MASTER_ADDR", "192.0.2.1", size=2)[1:]:
             assert "Timeout" in text
             assert "192.0.2.1" in text
-
-    def test_reason_of_an_uncaught_error(self, doomed: RankPool, size: int) -> None:
-        answers = doomed.run(work_until, 1, "error", 0.1, dying=[1], timeout=30)
-        del answers[1]
-        for kind, ranks, text, _ in answers:
-            assert (kind, ranks) == (PeerLost, (1,)), text
-            assert "gave up: Uncaught: out of cheese" in text
 
     def test_read_only_input(self, pool: RankPool, size: int) -> None:
         pool.run(read_only_input, size=2)

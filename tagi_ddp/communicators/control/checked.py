@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 import weakref
 from abc import abstractmethod
@@ -23,6 +22,7 @@ from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Seri
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.mesh import Listener, host_id
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
+from tagi_ddp.communicators.guard import last_words
 
 W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
 
@@ -158,9 +158,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Close; abort first, so that the others learn the reason, if an error ends the process."""
         if self._process != os.getpid():
             return  # a fork: the connections are its parent's
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+        if (reason := last_words()) is not None:
+            self.abort(reason)
         self.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.errors import CommunicatorError, Timeout
+from tagi_ddp.communicators.errors import CommunicatorError, Timeout, what_happened
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.plan import Plan
 
@@ -110,7 +110,7 @@ class NcclWork:
             self._operation.order(stream)
         except RuntimeError as error:
             self._error = CommunicatorError(f"{self._where}: the backend failed: {error}")
-            self._fail(self._error, str(self._error))
+            self._fail(self._error, what_happened(self._error))
             raise self._error from error
 
     def _poll(self, end: float) -> bool:
@@ -126,7 +126,7 @@ class NcclWork:
         except CommunicatorError as error:
             if self._error is None:
                 self._error = error
-                self._fail(error, str(error))
+                self._fail(error, what_happened(error))
             raise
         finally:
             self._lock.release()

@@ -87,7 +87,9 @@ class DeathsContract:
         del answers[victim]
         for kind, ranks, text, seconds in answers:
             assert (kind, ranks) == (PeerLost, (victim,)), text
-            assert f"rank {victim} died" in text or way == "error", text
+            ended = "gave up: Uncaught: out of cheese" if way == "error" else "died"
+            assert text.count(" on rank ") == 1, text  # the root, not who passed it on
+            assert f" of {size} ({doomed.backend}): rank {victim} {ended}" in text, text
             assert seconds < 10
 
     def test_death_before_a_broadcast(self, doomed: RankPool, size: int) -> None:
