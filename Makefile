@@ -14,7 +14,7 @@ SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.
     $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
     $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py) \
     $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py memory.py nccl.py) \
-    tests/chaos tests/clients tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
+    tests/chaos tests/clients tests/cluster tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
     tests/strategy/test_lightning.py tests/torch_backend
 check: lint
 	.venv/bin/python -m pytest $(PARALLEL) $(SLOW:%=--ignore=%)

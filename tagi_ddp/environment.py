@@ -83,6 +83,16 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     return found
 
 
+def offers_mpi(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether MPI would learn its ranks from the launcher.
+
+    srun tells them with ``--mpi=pmix`` or ``pmi2`` only; each task would be an MPI world of one.
+    """
+    if environment.launcher == "slurm":
+        return "PMIX_RANK" in environ or "PMI_RANK" in environ
+    return environment.launcher in ("openmpi", "mpich")
+
+
 def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the key by which the ranks of a job know each other; b"" if there is none.
 

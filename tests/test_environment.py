@@ -11,6 +11,7 @@ from tagi_ddp.environment import (
     LaunchEnvironment,
     detect,
     job_secret,
+    offers_mpi,
     rendezvous_endpoint,
     warn_if_launcher_disagrees,
 )
@@ -290,3 +291,19 @@ def test_rendezvous_endpoint_of_a_slurm_step(nodes: str, host: str) -> None:
 def test_no_rendezvous_endpoint(environ: dict[str, str], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         rendezvous_endpoint(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "offered"),
+    [
+        (OPENMPI, True),
+        (HYDRA, True),
+        (SRUN, False),
+        ({**SRUN, "PMIX_RANK": "6"}, True),
+        ({**SRUN, "PMI_RANK": "6"}, True),
+        (TORCHRUN, False),
+        ({}, False),
+    ],
+)
+def test_who_offers_mpi(environ, offered):
+    assert offers_mpi(detect(environ), environ) is offered

@@ -8,6 +8,7 @@ import signal
 import sys
 
 from tagi_ddp.checks import count, positive
+from tagi_ddp.environment import detect
 from tagi_ddp.launcher.supervisor import LaunchError, supervise
 
 
@@ -36,6 +37,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(options: argparse.Namespace) -> int:
     if not options.module and not os.path.exists(options.target):
         print(f"tagi-ddp: there is no script {options.target!r}", file=sys.stderr)
+        return 2
+    outer = detect()
+    if outer.world_size > 1 and outer.launcher != "tagi_ddp":
+        print(
+            f"tagi-ddp: this is task {outer.rank} of {outer.world_size} that {outer.launcher} has "
+            "started, and each would start a job of its own. Start one task, or let "
+            f"{outer.launcher} start the ranks: python {options.target}",
+            file=sys.stderr,
+        )
         return 2
     kind = "module" if options.module else "script"
     try:

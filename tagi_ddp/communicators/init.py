@@ -15,7 +15,7 @@ from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.environment import LaunchEnvironment, detect
+from tagi_ddp.environment import LaunchEnvironment, detect, offers_mpi
 
 BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
 # The module of each, what it imports, and the extra that installs that.
@@ -25,7 +25,6 @@ _MODULES = {
     "mpi": ("host.mpi", "mpi4py", "openmpi"),
     "gloo": ("host.gloo", "torch", "torch"),
 }
-_MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
 
 # Communicators of one job are told apart by their order, which is the same on all ranks.
 _orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -51,8 +50,9 @@ def init(
 
     Args:
         backend: "shm" (one host), "mpi" (mpi4py), "gloo" (torch.distributed), or "auto": shm when
-            all ranks are on this host, else mpi under an MPI launcher, else gloo. A world of one
-            is "single", unless "nccl" is asked for. "nccl" is for GPUs, on one host or many.
+            all ranks are on this host, else mpi where the launcher offers it (mpirun; srun with
+            ``--mpi=pmix``), else gloo. A world of one is "single", unless "nccl" is asked for.
+            "nccl" is for GPUs, on one host or many.
         rank: this process's number; None: the launcher's.
         world_size: the number of processes; None: the launcher's.
         job: a name that all ranks give and no other job of this user on this host; None: the
@@ -136,7 +136,7 @@ def _choose(environment: LaunchEnvironment, world_size: int) -> str:
     # Processes that were started by hand are taken to be on one host.
     if environment.launcher == "none" or environment.local_world_size == world_size:
         return "shm"
-    if environment.launcher in _MPI_LAUNCHERS and _can_import("tagi_ddp.communicators.host.mpi"):
+    if offers_mpi(environment) and _can_import("tagi_ddp.communicators.host.mpi"):
         return "mpi"
     if _can_import("torch.distributed"):
         return "gloo"

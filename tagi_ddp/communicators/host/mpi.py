@@ -147,7 +147,7 @@ def create(
     if (rank, world_size) != (world.rank, world.size):
         raise BackendUnavailable(
             f"this is rank {rank} of {world_size}, but MPI says rank {world.rank} of {world.size}: "
-            "start the ranks with the mpirun that belongs to mpi4py's MPI "
+            "start the ranks with srun --mpi=pmix or the mpirun that belongs to mpi4py's MPI "
             f"({MPI.Get_library_version().splitlines()[0].strip()})"
         )
     return wrap(world, timeout, deadline)

@@ -1,0 +1,129 @@
+"""srun, sbatch and scancel on two nodes of a real SLURM, emulated on this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster.slurm import LIMIT, Slurm, cluster, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is all")
+
+TRAIN = """
+import os, signal, sys, time
+import numpy as np
+from tagi_ddp import init
+
+with init(timeout=20) as comm:
+    total = np.full(1000, comm.rank + 1.0)
+    comm.all_reduce(total)
+    said = f"{comm.rank} of {comm.size} {comm.backend} {total[0]:g}"
+    print(said + " on " + os.environ["SLURMD_NODENAME"], flush=True)
+    while "forever" in sys.argv:
+        comm.all_reduce(total)
+        if "die" in sys.argv and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def expected(backend: str) -> list[str]:
+    nodes = ["one", "one", "two", "two"]
+    return [f"{rank} of 4 {backend} 10 on {node}" for rank, node in enumerate(nodes)]
+
+
+def test_srun_brings_gloo(slurm: Slurm, script: Path) -> None:
+    pytest.importorskip("torch")
+    done = slurm.run("srun", "-N", "2", "--ntasks-per-node=2", sys.executable, script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == expected("gloo")
+    assert done.stderr == ""
+
+
+def test_srun_with_pmix_brings_mpi(slurm: Slurm, script: Path) -> None:
+    pytest.importorskip("mpi4py")
+    if "pmix" not in (known := slurm.run("srun", "--mpi=list")).stdout + known.stderr:
+        pytest.skip("SLURM has no PMIx")
+    done = slurm.run("srun", "--mpi=pmix", "-N", "2", "--ntasks-per-node=2", sys.executable, script)
+    if "can not load PMIx library" in done.stderr:
+        pytest.skip("SLURM finds no libpmix.so.2: Debian's libpmix-dev has it")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == expected("mpi")
+
+
+def test_ranks_of_one_node_have_shared_memory(slurm: Slurm, script: Path) -> None:
+    done = slurm.run("srun", "-N", "1", "-n", "2", sys.executable, script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{r} of 2 shm 3 on one" for r in (0, 1)]
+
+
+def test_sbatch(slurm: Slurm, script: Path) -> None:
+    pytest.importorskip("torch")
+    batch, output = script.with_name("job.sh"), script.with_name("output")
+    batch.write_text(f"#!/bin/sh\nsrun {sys.executable} {script}\n")
+    done = slurm.run("sbatch", "--wait", "-N", "2", "--ntasks-per-node=2", f"--output={output}", batch)
+    assert done.returncode == 0, output.read_text()
+    assert sorted(output.read_text().splitlines()) == expected("gloo")
+
+
+def test_a_killed_rank_ends_all_by_name(slurm: Slurm, script: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, script, "forever", "die"]
+    done = slurm.run("srun", "-N", "2", "--ntasks-per-node=2", "--kill-on-bad-exit=0", *command)
+    assert done.returncode != 0
+    lost = [line for line in done.stderr.splitlines() if "errors.PeerLost: " in line]
+    assert len(lost) == 3
+    assert all("(gloo): rank 1 died" in line for line in lost)
+
+
+def test_scancel_leaves_nothing(slurm: Slurm, script: Path) -> None:
+    pytest.importorskip("torch")
+    with slurm.start("srun", "-N", "2", "--ntasks-per-node=2", sys.executable, script, "forever") as job:
+        assert job.stdout is not None
+        for _ in range(4):
+            assert " of 4 " in job.stdout.readline()
+        slurm.run("scancel", "--user=root")
+        assert job.wait(LIMIT) != 0
+    end = time.monotonic() + LIMIT
+    while (left := processes_of(script)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []
+
+
+def processes_of(script: Path) -> list[str]:
+    """Return the command lines that name ``script``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_text().replace("\0", " ")
+        except OSError:  # it has ended meanwhile
+            continue
+        if str(script) in line:
+            found.append(line)
+    return found
+
+
+def test_our_launcher_does_not_train_side_by_side(slurm: Slurm, script: Path) -> None:
+    ours = [sys.executable, "-m", "tagi_ddp", "run", "-n", "2"]
+    done = slurm.run("srun", "-N", "1", "-n", "2", *ours, script)
+    assert done.returncode == 2
+    assert "this is task 1 of 2 that slurm has started" in done.stderr
+    assert done.stdout == ""
+    done = slurm.run("srun", "-N", "1", "-n", "1", *ours, script)
+    assert done.returncode == 0, done.stderr
+    assert "[0] 0 of 2 shm 3 on one" in done.stdout
