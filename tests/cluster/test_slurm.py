@@ -76,7 +76,9 @@ def test_sbatch(slurm: Slurm, script: Path) -> None:
     pytest.importorskip("torch")
     batch, output = script.with_name("job.sh"), script.with_name("output")
     batch.write_text(f"#!/bin/sh\nsrun {sys.executable} {script}\n")
-    done = slurm.run("sbatch", "--wait", "-N", "2", "--ntasks-per-node=2", f"--output={output}", batch)
+    done = slurm.run(
+        "sbatch", "--wait", "-N", "2", "--ntasks-per-node=2", f"--output={output}", batch
+    )
     assert done.returncode == 0, output.read_text()
     assert sorted(output.read_text().splitlines()) == expected("gloo")
 
@@ -93,7 +95,8 @@ def test_a_killed_rank_ends_all_by_name(slurm: Slurm, script: Path) -> None:
 
 def test_scancel_leaves_nothing(slurm: Slurm, script: Path) -> None:
     pytest.importorskip("torch")
-    with slurm.start("srun", "-N", "2", "--ntasks-per-node=2", sys.executable, script, "forever") as job:
+    tasks = ["srun", "-N", "2", "--ntasks-per-node=2"]
+    with slurm.start(*tasks, sys.executable, script, "forever") as job:
         assert job.stdout is not None
         for _ in range(4):
             assert " of 4 " in job.stdout.readline()
