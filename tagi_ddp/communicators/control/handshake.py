@@ -162,7 +162,7 @@ class Handshake:
             if self._rank in ranks:  # they gave up on this rank, or differ from it
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
-            what = errors.as_told(kind, said.ranks, rank, said.reason, self._rank)
+            what = errors.as_told(kind, said.ranks or [rank], rank, said.reason, self._rank)
             raise kind(f"{self._where}: {what}", ranks)
 
     @contextmanager
