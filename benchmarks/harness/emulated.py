@@ -52,6 +52,7 @@ def two_nodes(
             )
             with init("gloo", communicator.rank, 2) as network:
                 yield network
+            communicator.barrier(timeout=600)  # what is on its way goes with a namespace
         finally:
             _libc.setns(home.fileno(), _NETWORK)  # who has not left may not, and need not
 
