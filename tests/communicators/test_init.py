@@ -130,7 +130,8 @@ def test_auto_on_several_hosts() -> None:
         "SLURM_NODEID": "1",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
-    assert "mpirun" in attempt("auto", ["torch"], slurm, 30), "mpi"
+    assert "mpirun" in attempt("auto", ["torch"], {**slurm, "PMI_RANK": "1"}, 30), "mpi"
+    assert attempt("auto", ["torch"], slurm, 30).startswith("BackendUnavailable"), "no PMI, no MPI"
 
 
 def test_auto_on_one_host() -> None:
