@@ -107,8 +107,7 @@ def _alone(
     keys = sorted({(case.network, _compared_with(case)) for case in cases})
     mine = {}
     for network, batch in keys[communicator.rank :: communicator.size]:
-        found = train(Case(network, batch), SingleCommunicator())
-        mine = {(network, batch): found}
+        mine[network, batch] = train(Case(network, batch), SingleCommunicator())
     communicator.barrier(timeout=LIMIT)
     told = [
         [[*key], [[epochs, *vars(quality).values()] for epochs, quality in found.items()]]
@@ -171,20 +170,11 @@ def _rows(case: Case, ours: Found, alone: Found) -> Iterator[Row]:
         other, name = alone[epochs], f"{case}, {epochs} epochs"
         worse = WORSE[epochs][case.every > 8] if epochs in WORSE else None
         target = 1 / worse if worse and not (case.options or case.local) else None
-        yield Row(
-            f"likelihood, {name}",
-            Figure.single(quality.nll),
-            Figure.single(other.nll),
-            "nats",
-            target,
-        )
-        yield Row(
-            f"calibration, {name}",
-            Figure.single(quality.calibration),
-            Figure.single(other.calibration),
-            "%",
-            None,
-        )
-        yield Row(
-            f"error, {name}", Figure.single(quality.error), Figure.single(other.error), "%", None
-        )
+        for kind, unit, least in (
+            ("likelihood", "nats", target),
+            ("calibration", "%", None),
+            ("error", "%", None),
+        ):
+            attribute = "nll" if kind == "likelihood" else kind
+            mine, theirs = (Figure.single(getattr(found, attribute)) for found in (quality, other))
+            yield Row(f"{kind}, {name}", mine, theirs, unit, least)

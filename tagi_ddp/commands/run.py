@@ -38,7 +38,11 @@ def _run(options: argparse.Namespace) -> int:
     if not options.module and not os.path.exists(options.target):
         print(f"tagi-ddp: there is no script {options.target!r}", file=sys.stderr)
         return 2
-    outer = detect()
+    try:
+        outer = detect()
+    except ValueError as error:
+        print(f"tagi-ddp: {error}", file=sys.stderr)
+        return 2
     if outer.world_size > 1 and outer.launcher != "tagi_ddp":
         print(
             f"tagi-ddp: this is task {outer.rank} of {outer.world_size} that {outer.launcher} has "

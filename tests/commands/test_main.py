@@ -1,5 +1,6 @@
 """The command tagi-ddp, run as a user runs it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -198,6 +199,24 @@ def test_wrong_usage_is_explained(arguments, text):
     done = run(*arguments)
     assert done.returncode == 2
     assert text in done.stderr
+
+
+OPENMPI = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (OPENMPI, "this is task 1 of 2 that openmpi has started"),
+        (["RANK"], "OMPI_COMM_WORLD_SIZE is not set"),
+    ],
+)
+def test_one_of_several_tasks_starts_no_job_of_its_own(tmp_path, names, text):
+    outer = {f"OMPI_COMM_WORLD_{name}": OPENMPI[name] for name in names}
+    done = run("run", script(tmp_path, "print('trains')"), env={**os.environ, **outer})
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "trains" not in done.stdout
 
 
 def test_version():
