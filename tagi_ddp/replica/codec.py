@@ -31,3 +31,12 @@ class HostCodec:
 
     def add(self, compressed: NDArray[Any], values: FloatArray) -> None:
         add_decompressed(compressed, self._bits, values)
+
+    def join(self, compressed: NDArray[Any], exact: FloatArray, rows: int) -> NDArray[Any]:
+        floats = exact.reshape(rows, len(exact) // rows)
+        return np.concatenate([compressed.reshape(rows, -1), floats.view(np.uint8)], axis=1)
+
+    def split(self, joined: NDArray[Any], exact: int) -> tuple[NDArray[Any], FloatArray]:
+        end = joined.shape[1] - 4 * exact
+        compressed, floats = (np.ascontiguousarray(part) for part in np.split(joined, [end], 1))
+        return compressed.reshape(-1), floats.view(np.float32).reshape(-1)

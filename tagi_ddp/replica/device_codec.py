@@ -46,3 +46,12 @@ class DeviceCodec:
         scale = blocks[:, :4].contiguous().view(torch.float32)
         numbers = blocks[:, 4:].contiguous().view(torch.int8)
         values.view(-1, COMPRESS_BLOCK).add_(numbers.float() * scale)
+
+    def join(self, compressed: Tensor, exact: Tensor, rows: int) -> Tensor:
+        floats = exact.view(rows, len(exact) // rows)
+        return torch.cat((compressed.view(rows, -1), floats.view(torch.uint8)), 1)
+
+    def split(self, joined: Tensor, exact: int) -> tuple[Tensor, Tensor]:
+        found = joined.to(self._device)
+        compressed, floats = found.tensor_split((found.shape[1] - 4 * exact,), 1)
+        return compressed.flatten(), floats.clone().view(torch.float32).flatten()

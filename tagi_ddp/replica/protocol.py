@@ -133,6 +133,14 @@ class Codec(Protocol):
         """Add what `compress` has returned to ``values``."""
         ...
 
+    def join(self, compressed: Any, exact: Any, rows: int) -> Any:
+        """Return rows of bytes: of both, equally many in each."""
+        ...
+
+    def split(self, joined: Any, exact: int) -> tuple[Any, Any]:
+        """Return what `join` has joined, ``exact`` floats in each row."""
+        ...
+
 
 class QueuedAgreement(Protocol):
     """What the ranks agree on for a step that a device carries out later."""

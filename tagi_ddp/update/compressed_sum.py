@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from tagi_ddp._backend import COMPRESS_BLOCK
 from tagi_ddp.communicators import Buffer, Communicator
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import Sum, to_host
+from tagi_ddp.replica.staging import to_host
 
 Compress = Literal["bf16", "int8"]
 BITS: dict[str, int] = {"bf16": 16, "int8": 8}
@@ -46,32 +46,39 @@ class CompressedSum:
 
     def start(self, change: Buffer, squares: Buffer, before: Buffer) -> Pending:
         """Begin to sum ``change`` since Gaussians ``before``; ``squares`` stay exact."""
-        units = self._codec.units(before)
+        codec, ranks = self._codec, self._communicator.size
+        units = codec.units(before)
         self._own[: len(change)] += change * units
-        sent = to_host(self._communicator, self._codec.compress(self._own))
+        exact = codec.floats(-(-len(squares) // ranks) * ranks)
+        exact[: len(squares)] = squares
+        message = codec.join(codec.compress(self._own), exact, ranks)
+        sent = to_host(self._communicator, message)
         rows = sent * 0
-        exact = Sum(self._communicator, squares) if len(squares) else None
         work = self._communicator.all_to_all(sent, rows, async_op=True)
 
         def finish() -> None:
             assert work is not None
             work.wait()
-            if exact is not None:
-                exact.wait()
-            change[:] = self._sum(rows)[: len(change)] / units
+            total, exactly = self._sum(rows, len(exact) // ranks)
+            change[:] = total[: len(change)] / units
+            squares[:] = exactly[: len(squares)]
 
         return _Pending(finish)
 
-    def _sum(self, rows: Buffer) -> Buffer:
+    def _sum(self, rows: Buffer, exact: int) -> tuple[Buffer, Buffer]:
         """Sum the parts of all ranks, give the sums to all, and return them."""
-        for row in rows.reshape(self._communicator.size, -1):
-            self._codec.add(row, self._part)
-        part = to_host(self._communicator, self._codec.compress(self._part))
+        codec, exactly = self._codec, self._codec.floats(exact)
+        for row in rows:
+            compressed, floats = codec.split(row[None], exact)
+            codec.add(compressed, self._part)
+            exactly += floats
+        part = codec.join(codec.compress(self._part), exactly, 1)
         gathered = rows * 0
-        self._communicator.all_gather(part, gathered)
-        total = self._codec.floats(len(self._own))
-        self._codec.add(gathered, total)
-        return total
+        self._communicator.all_gather(to_host(self._communicator, part), gathered)
+        compressed, squares = codec.split(gathered, exact)
+        total = codec.floats(len(self._own))
+        codec.add(compressed, total)
+        return total, squares
 
 
 @dataclass

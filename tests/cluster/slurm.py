@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,14 +62,20 @@ class Slurm:
             timeout=LIMIT,
         )
 
-    def start(self, *command: str | Path) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(word) for word in command],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    @contextlib.contextmanager
+    def start(self, *command: str | Path) -> Iterator[subprocess.Popen[str]]:
+        """Start a command, which is killed at the end of the block, or when its time is up."""
+        words = [str(word) for word in command]
+        with subprocess.Popen(
+            words, env=self.environment, stdout=subprocess.PIPE, text=True
+        ) as process:
+            limit = threading.Timer(LIMIT, process.kill)
+            limit.start()
+            try:
+                yield process
+            finally:
+                limit.cancel()
+                process.kill()
 
 
 def missing() -> str:

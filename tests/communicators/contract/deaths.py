@@ -111,8 +111,8 @@ class StopContract:
     def test_stop(self, doomed: RankPool, size: int) -> None:
         dice = random.Random(size)
         victim, delay = dice.randrange(size), dice.uniform(0.05, 0.3)
-        answers = doomed.run(work_until, victim, "SIGSTOP", delay, silent=[victim], timeout=2)
+        answers = doomed.run(work_until, victim, "SIGSTOP", delay, silent=[victim], timeout=4)
         del answers[victim]
         for kind, ranks, text, seconds in answers:
             assert (kind, ranks) == (Timeout, (victim,)), text
-            assert 1.5 < seconds < 2 + 3
+            assert 3.5 < seconds < 4 + 3
