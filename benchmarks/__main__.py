@@ -29,6 +29,7 @@ TORCH_FAMILIES = (
     ("torch_backend", 2),
     ("sharded", 2),
     ("nodes", 2),
+    ("hosts", 8),
     ("calibration", 4),
     ("merging", 16),
     ("merging_cnn", 16),

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces, joined by a link of limited bandwidth."""
+"""Hosts on one machine: network namespaces, joined by links of limited bandwidth."""
 
 from __future__ import annotations
 
@@ -55,6 +55,70 @@ def two_nodes(
             communicator.barrier(timeout=600)  # what is on its way goes with a namespace
         finally:
             _libc.setns(home.fileno(), _NETWORK)  # who has not left may not, and need not
+
+
+@contextmanager
+def emulated_hosts(communicator: Communicator, count: int, mbit: float | None) -> Iterator[None]:
+    """Move the ranks to ``count`` hosts, equally many consecutive ones to each.
+
+    A switch joins them, by links of ``mbit`` in each direction; None: of no limit. Raises
+    NotPossible, on all ranks. Afterwards they are back.
+    """
+    size = communicator.size // count
+    host, local = divmod(communicator.rank, size)
+    with open("/proc/self/ns/net") as home, ExitStack() as stack:
+        try:
+            _all_or_none(communicator, _leave_home if local == 0 else _stay)
+            pids = all_gather_object(communicator, os.getpid())
+            _all_or_none(communicator, lambda: _enter(pids[host * size]) if local else None)
+            switch = stack.enter_context(_switch()) if communicator.rank == 0 else 0
+            switch = all_gather_object(communicator, switch)[0]
+            _all_or_none(communicator, lambda: _plug(host, switch, mbit) if not local else None)
+            os.environ.update(MASTER_ADDR=_address(0), GLOO_SOCKET_IFNAME="veth")
+            yield
+            communicator.barrier(timeout=600)  # what is on its way goes with a namespace
+        finally:
+            _libc.setns(home.fileno(), _NETWORK)
+
+
+def _stay() -> None:
+    """Leave it to the first rank of the host."""
+
+
+def _enter(process: int) -> None:
+    """Move this thread to the network of a process."""
+    with open(f"/proc/{process}/ns/net") as network:
+        if _libc.setns(network.fileno(), _NETWORK):
+            raise NotPossible(f"setns: {os.strerror(ctypes.get_errno())}")
+
+
+@contextmanager
+def _switch() -> Iterator[int]:
+    """Start a process in a network of its own with a bridge; yield its number."""
+    script = (
+        "ip link add switch type bridge && ip link set switch up && ip link set lo up && "
+        "echo ready && exec sleep infinity"
+    )
+    command = ["unshare", "--net", "--kill-child", "sh", "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def _plug(host: int, switch: int, mbit: float | None) -> None:
+    """Join this network and the switch by a cable."""
+    port = f"port{host}"
+    inside = ("nsenter", "--net", f"--target={switch}")
+    _call("ip", "link", "add", "veth", "type", "veth", "peer", port, "netns", str(switch))
+    _call(*inside, "ip", "link", "set", port, "master", "switch", "up")
+    _configure(host)
+    if mbit is not None:
+        _limit(mbit)
+        _limit(mbit, port, inside)
 
 
 def _all_or_none(communicator: Communicator, step: Callable[[], object]) -> None:
@@ -115,9 +179,9 @@ def _configure(rank: int) -> None:
         _call("ip", "link", "set", device, "up")
 
 
-def _limit(mbit: float) -> None:
+def _limit(mbit: float, device: str = "veth", inside: tuple[str, ...] = ()) -> None:
     limit = ("rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms")
-    _call("tc", "qdisc", "add", "dev", "veth", "root", "tbf", *limit)
+    _call(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
 
 def _address(node: int) -> str:

@@ -303,7 +303,7 @@ void bind_shm(nb::module_& module) {
         .def(
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
-               const std::string& name, double timeout) {
+               const std::string& name, double timeout, bool spin) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
                 require_rank(rank, "rank", size);
                 checked_timeout(timeout);
@@ -311,11 +311,11 @@ void bind_shm(nb::module_& module) {
                 {
                     nb::gil_scoped_release unlocked;
                     communicator = std::make_shared<ShmCommunicator>(rank, size, job, name, timeout,
-                                                                     check_signals);
+                                                                     check_signals, spin);
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },
-            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0)
+            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0, "spin"_a = true)
         .def_prop_ro("rank", &PyShmCommunicator::rank)
         .def_prop_ro("size", &PyShmCommunicator::size)
         .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })

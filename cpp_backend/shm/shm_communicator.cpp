@@ -34,7 +34,7 @@ int64_t random_token() {
 
 ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
                                  const std::string& name, double timeout,
-                                 std::function<void()> on_wait)
+                                 std::function<void()> on_wait, bool spin)
     : rank_(rank),
       size_(size),
       job_(job),
@@ -43,7 +43,7 @@ ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
       segment_(
           std::make_shared<Segment>(Rendezvous{job, name, rank, size, after(timeout), on_wait_})),
       process_(getpid()),
-      has_cores_(static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
+      has_cores_(spin && static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
     const size_t n = static_cast<size_t>(size);
     packets_sent_.resize(n);

@@ -35,10 +35,11 @@ struct InPlaceExchange {
 // the communicator is broken and every later operation throws. Counts are in elements.
 class ShmCommunicator {
  public:
+    // Without `spin` waits leave the cores to other threads of the ranks, as for a network's.
     // `on_wait` is called about every 50 ms while an operation waits, and may throw.
     // `name` is where the ranks find each other, `job` what errors call them.
     ShmCommunicator(int rank, int size, const std::string& job, const std::string& name,
-                    double timeout, std::function<void()> on_wait);
+                    double timeout, std::function<void()> on_wait, bool spin = true);
     ShmCommunicator(const ShmCommunicator&) = delete;
     ShmCommunicator& operator=(const ShmCommunicator&) = delete;
     ~ShmCommunicator();

@@ -12,14 +12,17 @@ from tagi_ddp.environment import job_secret
 __all__ = ["ShmCommunicator", "create"]
 
 
-def create(rank: int, world_size: int, job: str, timeout: float) -> ShmCommunicator:
+def create(
+    rank: int, world_size: int, job: str, timeout: float, spin: bool = True
+) -> ShmCommunicator:
     """Return this rank's communicator once all ``world_size`` ranks of ``job`` have called this.
 
     ``job`` tells apart the groups of one user on one host. ``timeout`` in seconds limits this call
-    and is the default of every operation. Raises Timeout naming the ranks that did not come,
-    Mismatch when two ranks have one number or ranks differ in ``world_size``.
+    and is the default of every operation. Without ``spin`` waits leave the cores, even if there is
+    one for each rank, to what else the ranks do meanwhile. Raises Timeout naming the ranks that did
+    not come, Mismatch when two ranks have one number or ranks differ in ``world_size``.
     """
-    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout)
+    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout, spin)
 
 
 def meeting_name(job: str) -> str:

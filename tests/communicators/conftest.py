@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +26,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[tuple[str, int], RankPool]]:
+def pools() -> Iterator[dict[tuple[Any, ...], RankPool]]:
     """The running pools; at the end no process and no shared memory is left."""
     before = shared_memory()
-    running: dict[tuple[str, int], RankPool] = {}
+    running: dict[tuple[Any, ...], RankPool] = {}
     yield running
     for pool in running.values():
         pool.close()
@@ -46,27 +47,30 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture
 def pool(
-    request: pytest.FixtureRequest, pools: dict[tuple[str, int], RankPool], size: int
+    request: pytest.FixtureRequest, pools: dict[tuple[Any, ...], RankPool], size: int
 ) -> RankPool:
     """The processes of the test's backend: MPI's worlds are of one size, the others' of any."""
     backend = request.cls.backend
-    key = (backend, size if backend == "mpi" else max(request.cls.sizes))
+    most = size if backend == "mpi" else max(request.cls.sizes)
+    environment = environment_of(request)
+    key = (backend, most, *environment.values())
     if key not in pools:
-        pools[key] = RankPool(*key, environment=environment_of(request))
+        pools[key] = RankPool(backend, most, environment=environment)
     return pools[key]
 
 
 def environment_of(request: pytest.FixtureRequest) -> dict[str, str]:
     """Return the variables of the ranks of the test's backend."""
     if request.cls.backend != "nccl":
-        return {}
+        hosts = getattr(request.cls, "hosts", "")  # of each rank a letter, its host's
+        return {"RANK_POOL_HOSTS": hosts} if hosts else {}
     environment: dict[str, str] = request.getfixturevalue("stand_in")
     return environment
 
 
 @pytest.fixture
 def doomed(
-    request: pytest.FixtureRequest, pools: dict[tuple[str, int], RankPool], size: int
+    request: pytest.FixtureRequest, pools: dict[tuple[Any, ...], RankPool], size: int
 ) -> Iterator[RankPool]:
     """Processes of this test alone, which may die."""
     with doomed_pool(request.cls.backend, size, environment=environment_of(request)) as pool:

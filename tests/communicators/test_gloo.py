@@ -19,6 +19,14 @@ class TestGloo(WholeContract):
     sizes = (2, 3)
 
 
+class TestTwoLevels(WholeContract):
+    """On emulated hosts, the first two ranks on different ones; one with two, or each."""
+
+    backend = "gloo"
+    sizes = (3, 4)
+    hosts = "abab"
+
+
 def beside_process_groups(comm: Any, job: str) -> None:
     """Default process groups at the same address, before and after ours, stay as they were."""
     import torch

@@ -32,6 +32,13 @@ class TestMpi(
     sizes = (2, 3)
 
 
+class TestTwoLevels(TestMpi):
+    """On emulated hosts, the first two ranks on different ones; one with two."""
+
+    sizes = (3,)
+    hosts = "aba"
+
+
 TRAIN = """
 import os, sys, time
 import numpy as np
@@ -119,7 +126,7 @@ def test_an_error_that_is_handled_does_not_hang(tmp_path: Path) -> None:
         import sys, time
         from mpi4py import MPI  # which may take longer to start
         from tagi_ddp.communicators import Timeout, init
-        comm = init("mpi", timeout=0.5)
+        comm = init("mpi", timeout=2)
         if comm.rank == 1:
             time.sleep(1000)
         try:

@@ -18,7 +18,7 @@ WIDE = st.floats(width=32, allow_nan=True, allow_infinity=True)
 def test_bfloat16(rows: np.ndarray, op: str) -> None:
     tensors = torch.from_numpy(rows).bfloat16()
     out = np.empty(rows.shape[1], np.uint16)
-    reduce_rows(tensors.view(torch.int16).numpy().view(np.uint16), "bfloat16", op, out)
+    reduce_rows(tensors.view(torch.int16).numpy().view(np.uint16), "bfloat16", op, out, len(rows))
     total = torch.zeros(rows.shape[1])
     for i, row in enumerate(tensors.float()):
         total = row if i == 0 else total + row
@@ -35,7 +35,7 @@ def test_bfloat16(rows: np.ndarray, op: str) -> None:
 def test_float16(rows: np.ndarray, op: str) -> None:
     kept = rows.copy()
     out = np.empty(rows.shape[1], np.float16)
-    reduce_rows(rows, "float16", op, out)
+    reduce_rows(rows, "float16", op, out, len(rows))
     wide = rows.astype(np.float32)
     with np.errstate(all="ignore"):
         if op in ("min", "max"):
@@ -59,7 +59,7 @@ def test_float16(rows: np.ndarray, op: str) -> None:
 def test_other_types(rows: np.ndarray, op: str) -> None:
     kept = rows.copy()
     out = np.empty(rows.shape[1], rows.dtype)
-    reduce_rows(rows, rows.dtype.name, op, out)
+    reduce_rows(rows, rows.dtype.name, op, out, len(rows))
     with np.errstate(all="ignore"):
         expected = rows[0].copy()
         for row in rows[1:]:

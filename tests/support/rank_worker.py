@@ -86,9 +86,18 @@ def start_worker(address: str, rank: int) -> None:
         make = init
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         import mpi4py.MPI  # noqa: F401  (its start takes longer than some limits of the tasks)
+    if hosts := os.environ.get("RANK_POOL_HOSTS"):
+        emulate_host(hosts[rank])
     connection = connect(address)
     connection.send((rank, os.getpid()))
     Worker(connection, make).serve()
+
+
+def emulate_host(name: str) -> None:
+    """Let this process be on a host of that name; its connections are those of this one."""
+    from tagi_ddp.communicators.control import checked
+
+    checked.host_id = lambda: name
 
 
 def nursery(address: str) -> None:

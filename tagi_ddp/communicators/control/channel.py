@@ -16,7 +16,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
@@ -61,10 +61,11 @@ class ControlChannel:
     Read its state in the condition of `until`, which holds the lock.
     """
 
-    def __init__(self, connections: dict[int, Connection], one_host: bool = False) -> None:
-        """Take over ``connections``, one by each other rank; ``one_host``: all are on this host."""
+    def __init__(self, connections: dict[int, Connection], rank: int, hosts: Sequence[str]) -> None:
+        """Take over ``connections``, one by each other rank; ``hosts`` tells where each rank is."""
         self._connections = connections
-        self.one_host = one_host
+        self.rank = rank
+        self.hosts = list(hosts)
         self._selector = selectors.DefaultSelector()
         for rank, connection in connections.items():
             self._selector.register(connection, selectors.EVENT_READ, rank)
@@ -160,6 +161,11 @@ class ControlChannel:
             self._selector.unregister(connection)
             came.append((rank, None))
         return came
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return len(set(self.hosts)) == 1
 
     def own_address(self) -> str:
         """Return the address by which ranks on other hosts, if there are any, reach this one."""

@@ -96,7 +96,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
                     absent = [ranks[r] for r in missing]
                     what = timeout_text(absent, call.limit)
                     raise Timeout(f"{self._where(call.title)}: {what}", absent)
-                channel = ControlChannel(connections, self._channel.one_host)
+                hosts = [self._channel.hosts[rank] for rank in ranks]
+                channel = ControlChannel(connections, rank, hosts)
                 part = self._part(rank, len(ranks), channel)
         try:
             self._engine_split(call, color, key, part)
@@ -187,14 +188,14 @@ def open_channel(
     ``exchange(record)`` returns every rank's record; it raises what keeps it from that. ``secret``
     is the job's, where strangers may read records.
     """
-    one_host = len(set(exchange(host_id().encode()))) == 1
-    with closing(Listener(secret, one_host)) as listener:
+    hosts = [host.decode() for host in exchange(host_id().encode())]
+    with closing(Listener(secret, one_host=len(set(hosts)) == 1)) as listener:
         records = exchange(listener.record)
         connections, missing = listener.connect(rank, records, deadline)
     if missing:
         where = f"init on rank {rank} of {size} ({backend})"
         raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
-    return ControlChannel(connections, one_host)
+    return ControlChannel(connections, rank, hosts)
 
 
 def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:

@@ -63,6 +63,10 @@ class Handshake:
         messages = {r: channel.entered.pop((r, self._theirs, call.number)) for r in self._peers}
         return {r: content if m == self._said else json.loads(m)[2] for r, m in messages.items()}
 
+    def left(self) -> float:
+        """Return the seconds before the deadline, at least a few."""
+        return self._call.left()
+
     def check(self) -> None:
         """Raise what has come that keeps the operation from being carried out."""
 

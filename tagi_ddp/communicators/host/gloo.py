@@ -11,6 +11,7 @@ import functools
 import hmac
 import os
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tagi_ddp.communicators.buffers import HostElements
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.control.channel import ControlChannel, Series
+from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import open_channel, opened
-from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.control.handshake import Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.environment import job_secret, rendezvous_endpoint
@@ -36,36 +37,52 @@ if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+_COPIES = 1 << 23  # bytes up to which a rank sends each other one a copy of what all are to have
 _STORE_SLICE = 0.01  # seconds between two looks at the store
 # What names a job on all of its hosts alike.
 _JOB_NAMES = ("TAGI_DDP_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
 
 
-class GlooCommunicator(CheckedHostCommunicator):
-    """A rank of a gloo context of its own."""
+class GlooEngine:
+    """Gloo contexts of ``ranks`` of a channel; all of them make it at once, under one ``name``.
 
-    backend = "gloo"
+    gloo's ranks wait for each other's leave to send, which comes behind what is under way: on one
+    connection, large messages take turns. So there are two, for messages up, to higher ranks, and
+    for messages down.
+    """
 
-    def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
-        """Make rank ``rank`` of ``size``; `open_engine` comes next."""
-        super().__init__(rank, size, timeout, channel)
-        self._group: Any = None
+    def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
+        options._devices = _devices(channel.own_address())
+        options._threads = 2
+        self._rank = ranks.index(channel.rank)
+        self._groups: list[Any] = []
+        for way in ("up", "down"):
+            options._timeout = timedelta(seconds=call.left())
+            store = _ChannelStore(channel, f"{name} {way} ", call.deadline)
+            group: Any = dist.ProcessGroupGloo(store, self._rank, len(ranks), options)
+            self._groups.append(group)
+        self._lock = threading.Lock()
         self._held: list[tuple[Any, list[torch.Tensor]]] = []  # operations, and their memory
 
-    def open_engine(self, call: Call) -> None:
-        """Connect the contexts of all ranks; ``call`` is what their errors name."""
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
-        options._devices = _devices(self._channel.own_address())
-        options._timeout = timedelta(seconds=call.left())
-        options._threads = 2
-        handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
-        with handshake.explaining():
-            store = _ChannelStore(self._channel, call.deadline)
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        handshake.gather(None)
-        handshake.leave()
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        options.timeout = timedelta(seconds=limit)
+        numbers = _as_numbers(array, op)
+        memory = [torch.from_numpy(numbers)]
+        works = [self._hold(self._groups[0].allreduce(memory, options), memory)]
 
-    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+        def ready(seconds: float) -> bool:
+            if not _complete(works, seconds):
+                return False
+            if numbers is not array:
+                _take_numbers(numbers, array, op)
+            return True
+
+        return ready if array.size else _at_once
+
+    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
         works = [self._broadcast_async(array, root, limit)] if array.size else []
         return partial(_complete, works)
 
@@ -75,15 +92,19 @@ class GlooCommunicator(CheckedHostCommunicator):
         options.rootTensor = 0
         options.timeout = timedelta(seconds=limit)
         memory = [_bytes(array)]
-        return self._hold(self._group.broadcast(memory, options), memory)
+        return self._hold(self._groups[root % 2].broadcast(memory, options), memory)
 
-    def _engine_all_gather(
+    def all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
     ) -> Ready:
-        # A broadcast from each rank: gloo's own all_gather takes equal counts only.
+        # gloo's own all_gather takes equal counts only.
+        ranks = len(counts)
+        if max(counts) * ranks * array.itemsize <= _COPIES:
+            copies = np.tile(array, ranks)
+            return self.all_to_all(copies, out, [array.size] * ranks, counts, limit)
         ends = np.cumsum(counts)
         slices = [out[end - count : end] for count, end in zip(counts, ends, strict=True)]
-        slices[self.rank][...] = array
+        slices[self._rank][...] = array
         works = [
             self._broadcast_async(part, root, limit)
             for root, part in enumerate(slices)
@@ -91,7 +112,7 @@ class GlooCommunicator(CheckedHostCommunicator):
         ]
         return partial(_complete, works)
 
-    def _engine_all_to_all(
+    def all_to_all(
         self,
         array: np.ndarray,
         out: np.ndarray,
@@ -101,34 +122,30 @@ class GlooCommunicator(CheckedHostCommunicator):
     ) -> Ready:
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=limit)
-        width, memory = array.itemsize, [_bytes(out), _bytes(array)]
-        work = self._group.alltoall_base(
-            *memory,
-            [width * count for count in received],
-            [width * count for count in sent],
-            options,
-        )
-        return partial(_complete, [self._hold(work, memory)])
+        rank, ranks = self._rank, len(sent)
+        works = []
+        for way, group in enumerate(self._groups):
+            # To this rank itself: up.
+            goes = [(other < rank) == way for other in range(ranks)]
+            comes = [(other > rank) == way for other in range(ranks)]
+            memory = [
+                _bytes(_part(out, received, comes)),
+                _bytes(_part(array, sent, goes)),
+            ]
+            sizes = [
+                [array.itemsize * count * part for count, part in zip(counts, parts, strict=True)]
+                for counts, parts in ((received, comes), (sent, goes))
+            ]
+            works.append(self._hold(group.alltoall_base(*memory, *sizes, options), memory))
+        return partial(_complete, works)
 
-    def _engine_send(
-        self, handshake: Handshake, data: HostElements, dst: int, limit: float
-    ) -> None:
-        memory = [_bytes(data.array)]
-        work = self._hold(self._group.send(memory, dst, 0), memory)
-        handshake.carry(partial(_deliver, work, limit))
+    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
+        memory = [_bytes(array)]
+        return partial(_deliver, self._hold(self._groups[0].send(memory, dst, 0), memory), limit)
 
-    def _engine_recv(
-        self, handshake: Handshake, data: HostElements, src: int, limit: float
-    ) -> None:
-        memory = [_bytes(data.array)]
-        work = self._hold(self._group.recv(memory, src, 0), memory)
-        handshake.carry(partial(_deliver, work, limit))
-
-    def _engine_split(
-        self, call: Call, color: int | None, key: int, part: GlooCommunicator | None
-    ) -> None:
-        if part is not None:
-            part.open_engine(Call("init", "", call.left(), deadline=call.deadline))
+    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
+        memory = [_bytes(array)]
+        return partial(_deliver, self._hold(self._groups[0].recv(memory, src, 0), memory), limit)
 
     def _hold(self, work: Any, memory: list[torch.Tensor]) -> Any:
         """Remember what gloo's threads use, until they are done with it; return ``work``."""
@@ -137,32 +154,50 @@ class GlooCommunicator(CheckedHostCommunicator):
             self._held.append((work, memory))
         return work
 
-    def _engine_close(self, clean: bool) -> None:
-        if not clean and self._group is not None:
+    def close(self, clean: bool) -> None:
+        if not clean:
             # Its destructor waits for operations that are stuck: leave it to the process's end. A
             # thread of it that lets go of an array's memory then, without Python, would abort.
-            for kept in (self._group, self._held):
+            for kept in (self._groups, self._held):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        self._group, self._held = None, []
+        self._groups, self._held = [], []
+
+
+class GlooCommunicator(CheckedHostCommunicator):
+    """A rank whose data go over gloo contexts of its own."""
+
+    backend = "gloo"
+
+    def open_engines(self, call: Call) -> None:
+        """Connect this rank's contexts; ``call`` is what their errors name."""
+        self.open_ways(call, partial(GlooEngine, self._channel))
+
+    def _engine_split(
+        self, call: Call, color: int | None, key: int, part: GlooCommunicator | None
+    ) -> None:
+        if part is not None:
+            part.open_engines(Call("init", "", call.left(), deadline=call.deadline))
 
 
 class _ChannelStore(Store):
     """What gloo asks of a store while it connects, by messages."""
 
-    def __init__(self, channel: ControlChannel, deadline: float) -> None:
+    def __init__(self, channel: ControlChannel, name: str, deadline: float) -> None:
         super().__init__()
         self._channel = channel
+        self._name = name
         self._deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._channel.send_value(key, value.encode() if isinstance(value, str) else value)
+        content = value.encode() if isinstance(value, str) else value
+        self._channel.send_value(self._name + key, content)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._channel.values[key]
+        return self._channel.values[self._name + key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        channel = self._channel
+        channel, keys = self._channel, [self._name + key for key in keys]
         channel.until(
             lambda: (
                 all(key in channel.values for key in keys)
@@ -172,6 +207,46 @@ class _ChannelStore(Store):
         )
         if missing := [key for key in keys if key not in channel.values]:
             raise RuntimeError(f"no address came for {missing}")
+
+
+def _at_once(seconds: float) -> bool:
+    return True
+
+
+def _part(array: np.ndarray, counts: list[int], chosen: list[bool]) -> np.ndarray:
+    """Return the parts that are chosen, which lie together."""
+    ends = np.cumsum([0, *counts])
+    begins = [int(ends[i]) for i, part in enumerate(chosen) if part] or [0]
+    return array[
+        begins[0] : begins[0] + sum(c for c, part in zip(counts, chosen, strict=True) if part)
+    ]
+
+
+# What gloo can add up and compare, as torch names it; and where other integers are as large.
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_WIDER = {"int16": np.int32, "uint16": np.int32, "uint32": np.int64}
+_SIGN = np.uint64(1 << 63)
+
+
+def _as_numbers(array: np.ndarray, op: ReduceOp) -> np.ndarray:
+    """Return what gloo can reduce: the array itself, or its values as another type."""
+    if array.dtype == np.uint64:  # which order as signed ones do once the highest bit is turned
+        return array.view(np.int64) if op == "sum" else (array ^ _SIGN).view(np.int64)
+    wider = _WIDER.get(array.dtype.name)
+    return array if wider is None else array.astype(wider)
+
+
+def _take_numbers(numbers: np.ndarray, array: np.ndarray, op: ReduceOp) -> None:
+    """Write back what `_as_numbers` has returned."""
+    if array.dtype != np.uint64:
+        array[...] = numbers.astype(array.dtype)
+    elif op != "sum":
+        array[...] = numbers.view(np.uint64) ^ _SIGN
 
 
 def _complete(works: list[Any], seconds: float) -> bool:
@@ -207,10 +282,10 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     name = f"{job or next(named, '')}/{attempt}".encode()
     keys = PrefixStore(f"tagi_ddp/{hmac.digest(job_secret(), name, 'sha256').hex()}", store)
     comm = _connect(rank, world_size, keys, timeout, deadline)
-    # All ranks are through with the store, and wait in `open_engine` until rank 0 has closed it:
+    # All ranks are through with the store, and wait in `open_engines` until rank 0 has closed it:
     # neither the next call nor torch's own groups at this address find these keys.
     del keys, store
-    return opened(comm, comm.open_engine, timeout, deadline)
+    return opened(comm, comm.open_engines, timeout, deadline)
 
 
 def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
@@ -223,7 +298,7 @@ def connect(store: Store, rank: int, size: int, timeout: float) -> GlooCommunica
     """Return a communicator of the ranks that have ``store`` in common."""
     deadline = time.monotonic() + timeout
     comm = _connect(rank, size, store, timeout, deadline)
-    return opened(comm, comm.open_engine, timeout, deadline)
+    return opened(comm, comm.open_engines, timeout, deadline)
 
 
 def _connect(

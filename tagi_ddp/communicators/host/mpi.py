@@ -13,14 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from tagi_ddp.communicators.buffers import HostElements
 from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.checked import close_all, open_channel
-from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.control.checked import close_all, open_channel, opened
+from tagi_ddp.communicators.control.handshake import Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
@@ -43,36 +44,48 @@ _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
+_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+
 _broken = False
 _pending: set[_Request] = set()  # MPI may write to their buffers, even when nothing waits
 
 
-class MpiCommunicator(CheckedHostCommunicator):
-    """A rank of an MPI communicator of its own."""
+class MpiEngine:
+    """An MPI communicator, which it frees in the end."""
 
-    backend = "mpi"
-
-    def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
-        """Make rank ``rank`` of ``size``; `open_engine` comes next."""
-        super().__init__(rank, size, timeout, channel)
-        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._mpi: MPI.Comm = MPI.COMM_NULL
-
-    def open_engine(self, mpi: MPI.Comm) -> None:
-        """Use ``mpi``, and free it in the end."""
+    def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
 
-    def _engine_broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+    def split(self, color: int | None, key: int) -> MpiEngine | None:
+        """Return one of the ranks of a color, ordered by key; a call of all ranks."""
+        made = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if made == MPI.COMM_NULL:
+            return None
+        assert isinstance(made, MPI.Intracomm)
+        return MpiEngine(made)
+
+    def part(self, name: str, ranks: list[int], call: Call) -> MpiEngine:
+        """Return one of some ranks, all of which make it at once; MPI does not wait for long."""
+        group = self._mpi.group.Incl(ranks)
+        try:
+            return MpiEngine(self._mpi.Create_group(group))
+        finally:
+            group.Free()
+
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
+        return _Request(self._mpi.Iallreduce(MPI.IN_PLACE, array, _OPS[op])).ready
+
+    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
         return _Request(self._mpi.Ibcast([array, _type(array)], root)).ready
 
-    def _engine_all_gather(
+    def all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
     ) -> Ready:
         kind = _type(array)
         return _Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind])).ready
 
-    def _engine_all_to_all(
+    def all_to_all(
         self,
         array: np.ndarray,
         out: np.ndarray,
@@ -85,30 +98,47 @@ class MpiCommunicator(CheckedHostCommunicator):
             self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
         ).ready
 
-    def _engine_send(
-        self, handshake: Handshake, data: HostElements, dst: int, limit: float
-    ) -> None:
-        handshake.carry(_Request(self._mpi.Isend([data.array, _type(data.array)], dst)).ready)
+    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
+        return _Request(self._mpi.Isend([array, _type(array)], dst)).ready
 
-    def _engine_recv(
-        self, handshake: Handshake, data: HostElements, src: int, limit: float
-    ) -> None:
-        handshake.carry(_Request(self._mpi.Irecv([data.array, _type(data.array)], src)).ready)
+    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
+        return _Request(self._mpi.Irecv([array, _type(array)], src)).ready
 
-    def _engine_split(
-        self, call: Call, color: int | None, key: int, part: MpiCommunicator | None
-    ) -> None:
-        wanted = MPI.UNDEFINED if color is None else color
-        made = self._mpi.Split(wanted, key)  # all ranks are here: MPI does not wait for long
-        if part is not None:
-            part.open_engine(made)
-
-    def _engine_close(self, clean: bool) -> None:
+    def close(self, clean: bool) -> None:
         global _broken
         # A script may have finalized MPI before its model goes.
         if clean and self._mpi != MPI.COMM_NULL and not MPI.Is_finalized():
             self._mpi.Free()
         _broken = _broken or not clean
+
+
+class MpiCommunicator(CheckedHostCommunicator):
+    """A rank whose data go over MPI communicators of its own."""
+
+    backend = "mpi"
+
+    def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
+        """Make rank ``rank`` of ``size``; `open_engines` comes next."""
+        super().__init__(rank, size, timeout, channel)
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._world: MpiEngine | None = None
+
+    def open_engines(self, world: MpiEngine, call: Call) -> None:
+        """Use ``world``, an engine of all ranks; ``call`` is what errors name."""
+        self._world = world
+
+        def make(name: str, ranks: list[int], call: Call) -> MpiEngine:
+            return world if len(ranks) == self.size else world.part(name, ranks, call)
+
+        self.open_ways(call, make)
+
+    def _engine_split(
+        self, call: Call, color: int | None, key: int, part: MpiCommunicator | None
+    ) -> None:
+        assert self._world is not None
+        made = self._world.split(color, key)  # all ranks are here: MPI does not wait for long
+        if part is not None and made is not None:
+            part.open_engines(made, Call("init", "", call.left(), deadline=call.deadline))
 
 
 class _Request:
@@ -208,8 +238,7 @@ def wrap(
     complete(request, "copy the group")
     channel = open_channel(MpiCommunicator.backend, rank, size, timeout, end, exchange)
     comm = MpiCommunicator(rank, size, timeout, channel)
-    comm.open_engine(copy)
-    return comm
+    return opened(comm, partial(comm.open_engines, MpiEngine(copy)), timeout, end)
 
 
 def _type(array: np.ndarray) -> MPI.Datatype:

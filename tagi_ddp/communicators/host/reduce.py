@@ -9,31 +9,41 @@ import numpy as np
 from tagi_ddp.communicators.communicator import ReduceOp
 
 
-def reduce_rows(rows: Sequence[np.ndarray], dtype: str, op: ReduceOp, out: np.ndarray) -> None:
-    """Reduce ``rows``, one per rank, into ``out``, all of ``dtype`` and of one length.
+def reduce_rows(
+    rows: Sequence[np.ndarray], dtype: str, op: ReduceOp, out: np.ndarray, ranks: int
+) -> None:
+    """Reduce ``rows``, of one length, into ``out`` of ``dtype``; they stand for so many ``ranks``.
 
-    16-bit floats accumulate in float32 and are rounded once; bfloat16 comes and goes as uint16.
+    16-bit floats accumulate in float32, if they do not come as such, and are rounded once; bfloat16
+    comes and goes as uint16.
     """
     combine = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
     with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
         first, *others = rows
-        so_far = _widen(first, dtype)
-        total = out if so_far is first else so_far
+        so_far = widen(first, dtype)
+        total = out if so_far.dtype == out.dtype else np.empty_like(so_far)
         for row in others:
-            combine(so_far, _widen(row, dtype), out=total)
+            combine(so_far, widen(row, dtype), out=total)
             so_far = total
         if so_far is not total:  # of a single row
             total[...] = so_far
-        if op == "mean":
-            np.divide(total, len(rows), out=total)
-        if total is not out:
-            out[...] = _narrow(total, dtype)
+        result = finish(total, dtype, op, ranks)
+        if result is not out:
+            out[...] = result
 
 
-def _widen(row: np.ndarray, dtype: str) -> np.ndarray:
+def finish(total: np.ndarray, dtype: str, op: ReduceOp, ranks: int) -> np.ndarray:
+    """Return as ``dtype`` what follows from what ``ranks`` ranks have added up, which is lost."""
+    if op == "mean":
+        np.divide(total, ranks, out=total)
+    return _narrow(total, dtype) if dtype in ("float16", "bfloat16") else total
+
+
+def widen(row: np.ndarray, dtype: str) -> np.ndarray:
+    """Return 16-bit floats as float32, and all else as it is."""
     if dtype == "float16":
-        return row.astype(np.float32)
-    if dtype == "bfloat16":
+        return row.astype(np.float32, copy=False)
+    if dtype == "bfloat16" and row.dtype == np.uint16:
         return (row.astype(np.uint32) << 16).view(np.float32)
     return row
 

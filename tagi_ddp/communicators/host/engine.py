@@ -1,0 +1,57 @@
+"""What moves the data of a group of ranks: another library, behind the few calls that we need."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.control.handshake import Ready
+
+
+class Engine(Protocol):
+    """Moves flat arrays of one dtype between the ranks of a group, which all call it alike.
+
+    A call begins what may take ``limit`` seconds, and returns what waits for it.
+    """
+
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
+        """Reduce the arrays of all, of any type but float16, in place, to the same bits.
+
+        A mean is left a sum.
+        """
+        ...
+
+    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+        """Copy the array of ``root`` to all."""
+        ...
+
+    def all_gather(
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+    ) -> Ready:
+        """Concatenate the arrays of all, of so many elements, in ``out``."""
+        ...
+
+    def all_to_all(
+        self,
+        array: np.ndarray,
+        out: np.ndarray,
+        sent: list[int],
+        received: list[int],
+        limit: float,
+    ) -> Ready:
+        """Send so many elements to each rank, and receive so many from each, in rank order."""
+        ...
+
+    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
+        """Send to ``dst``, which receives now."""
+        ...
+
+    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
+        """Receive from ``src``, which sends now."""
+        ...
+
+    def close(self, clean: bool) -> None:
+        """Free everything; unless ``clean``, without waiting for what may be stuck."""
+        ...

@@ -1,0 +1,110 @@
+"""Collectives in which every rank deals with every other one, by an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tagi_ddp.communicators.buffers import HostElements
+from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.host.engine import Engine
+from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
+
+_PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memory
+_PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
+
+
+class Flat:
+    """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake has brought them together."""
+
+    def __init__(self, engine: Engine, rank: int, size: int) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(
+        self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
+    ) -> None:
+        step = _PART // source.array.itemsize
+        for start in range(0, source.count, step):
+            part = slice(start, start + step)
+            total = widen(source.array[part], source.dtype)
+            if total.dtype == target.array.dtype:  # no copy: the source is the caller's
+                target.array[part] = total
+                total = target.array[part]
+            handshake.carry(self.engine.all_reduce(total, op, handshake.left()))
+            result = finish(total, target.dtype, op, self.size)
+            if result is not total:
+                target.array[part] = result
+
+    def reduce_scatter(
+        self,
+        handshake: Handshake,
+        source: HostElements,
+        target: HostElements,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> None:
+        self._scatter(handshake, source.dtype, source.array, target.array, counts, op)
+
+    def _scatter(
+        self,
+        handshake: Handshake,
+        dtype: str,
+        array: np.ndarray,
+        out: np.ndarray,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> None:
+        """Reduce this rank's slice of ``array`` into ``out``."""
+        if self.size == 1:
+            reduce_rows([array], dtype, op, out, 1)
+            return
+        slices = np.split(array, np.cumsum(counts)[:-1])
+        step = max(1, _PIECE // (array.itemsize * (self.size - 1)))
+        for start in range(0, max(counts), step):
+            ready, rows = self.exchange([each[start : start + step] for each in slices], handshake)
+            handshake.carry(ready)
+            reduce_rows(rows, dtype, op, out[start : start + step], self.size)
+
+    def exchange(
+        self, pieces: list[np.ndarray], handshake: Handshake
+    ) -> tuple[Ready, list[np.ndarray]]:
+        """Begin to send a piece to each rank; return what waits, and what comes, in rank order."""
+        own = pieces[self.rank]  # does not travel
+        others = pieces[: self.rank] + pieces[self.rank + 1 :]
+        sent = [piece.size * (rank != self.rank) for rank, piece in enumerate(pieces)]
+        received = [own.size * (rank != self.rank) for rank in range(self.size)]
+        rows = np.empty((self.size - 1, own.size), own.dtype)
+        there = others[0] if len(others) == 1 else np.concatenate(others)
+        ready = self.engine.all_to_all(there, rows.reshape(-1), sent, received, handshake.left())
+        return ready, [*rows[: self.rank], own, *rows[self.rank :]]
+
+    def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
+        handshake.carry(self.engine.broadcast(data.array, root, handshake.left()))
+
+    def all_gather(
+        self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
+    ) -> None:
+        handshake.carry(
+            self.engine.all_gather(source.array, target.array, counts, handshake.left())
+        )
+
+    def gather_rows(self, handshake: Handshake, row: np.ndarray) -> np.ndarray:
+        """Return the rows of all ranks, which are alike in length."""
+        rows = np.empty((self.size, row.size), row.dtype)
+        counts = [row.size] * self.size
+        handshake.carry(self.engine.all_gather(row, rows.reshape(-1), counts, handshake.left()))
+        return rows
+
+    def all_to_all(
+        self,
+        handshake: Handshake,
+        source: HostElements,
+        target: HostElements,
+        sent: list[int],
+        received: list[int],
+    ) -> None:
+        handshake.carry(
+            self.engine.all_to_all(source.array, target.array, sent, received, handshake.left())
+        )

@@ -1,0 +1,334 @@
+"""Collectives of ranks on several hosts: shared memory within a host, the network between hosts.
+
+The first ranks of each host, equally many on all, carry a slice each: a lane is one rank of every
+host, with an engine of its own. So what leaves a host is as little as if it were one rank, and all
+its ranks send. Large sums travel in chunks: while one is on the network, memory works on the next.
+
+Each element of a sum is added up over the ranks of a host, then over the hosts, on one rank, so all
+get the same bits.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from tagi_ddp.communicators.buffers import HostElements, equal_counts
+from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import Communicator, ReduceOp, Work
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.errors import CommunicatorError, Timeout
+from tagi_ddp.communicators.host.engine import Engine
+from tagi_ddp.communicators.host.flat import Flat
+from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
+from tagi_ddp.communicators.shm import create
+from tagi_ddp.communicators.single import SingleCommunicator
+
+_SMALL, _LARGE, _SOME = 1 << 20, 1 << 23, 4  # bytes of chunks, and a number that is enough
+_MORE = 60.0  # seconds by which memory waits longer than a call: the handshake finds the reason
+
+Make = Callable[[str, list[int], Call], Engine]
+"""Makes an engine ``(name, ranks, call)``, on all of ``ranks``; ``call`` is what errors name."""
+
+Stage = Callable[[int], Ready | None]
+"""Begins a part of the work on a chunk; returns what waits for its end, if there is anything."""
+
+
+class TwoLevel:
+    """A rank of ``hosts``, which hold the numbers of their ranks.
+
+    ``memory`` joins the ranks of this host, ``lane`` this rank and one of each other host; None on
+    ranks that are in no lane. ``flat`` joins all.
+    """
+
+    def __init__(
+        self, hosts: list[list[int]], memory: Communicator, lane: Flat | None, flat: Flat
+    ) -> None:
+        self._hosts = hosts
+        self._host = next(i for i, ranks in enumerate(hosts) if flat.rank in ranks)
+        self._memory = memory
+        self._lane = lane
+        self._flat = flat
+        self._lanes = min(map(len, hosts))
+
+    def abort(self, reason: str) -> None:
+        """Let no rank of this host wait in memory."""
+        with suppress(CommunicatorError):
+            self._memory.abort(reason)
+
+    def close(self, clean: bool) -> None:
+        """Close the levels; unless ``clean``, without waiting for what may be stuck."""
+        self._memory.close()
+        if self._lane is not None:
+            self._lane.engine.close(clean)
+
+    # Collectives, as in `Flat`.
+
+    def all_reduce(
+        self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
+    ) -> None:
+        chunks = _chunks(source)
+        partial: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
+
+        def within(chunk: int) -> Ready:
+            array = widen(source.array[chunks[chunk]], source.dtype)
+            counts = self._slices(array.size)
+            partial[chunk] = np.empty(counts[self._memory.rank], array.dtype)
+            return self._reduce_within(handshake, array, partial[chunk], counts, op)
+
+        def between(chunk: int) -> Ready | None:
+            if self._lane is None:
+                return None
+            return self._lane.engine.all_reduce(partial[chunk], op, handshake.left())
+
+        def share(chunk: int) -> Ready:
+            out = target.array[chunks[chunk]]
+            mine = finish(partial[chunk], target.dtype, op, self._flat.size)
+            return self._gather_within(handshake, mine, out, self._slices(out.size))
+
+        _pipeline(handshake, len(chunks), [within, between, share])
+
+    def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
+        chunks = _chunks(data)
+        host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
+        mine: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
+
+        def within(chunk: int) -> Ready | None:
+            if host != self._host:
+                return None
+            local = self._hosts[host].index(root)
+            return _ready(
+                self._memory.broadcast(
+                    data.array[chunks[chunk]], local, async_op=True, timeout=_limit(handshake)
+                )
+            )
+
+        def between(chunk: int) -> Ready | None:
+            part = data.array[chunks[chunk]]
+            counts = self._slices(part.size)
+            own = _cut(part, counts)[self._memory.rank]
+            mine[chunk] = own if host == self._host else np.empty_like(own)
+            if self._lane is None:
+                return None
+            return self._lane.engine.broadcast(mine[chunk], host, handshake.left())
+
+        def share(chunk: int) -> Ready | None:
+            if host == self._host:
+                return None
+            part = data.array[chunks[chunk]]
+            return self._gather_within(handshake, mine[chunk], part, self._slices(part.size))
+
+        _pipeline(handshake, len(chunks), [within, between, share])
+
+    def all_gather(
+        self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
+    ) -> None:
+        kind = source.array.dtype
+        sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
+        slices = [self._slices(sum(size), lanes_only=True) for size in sizes]  # by host, lane
+        block = np.empty(sum(sizes[self._host]), kind)  # of this host's ranks
+        handshake.carry(self._gather_within(handshake, source.array, block, sizes[self._host]))
+        mine = np.empty(0, kind)
+        if self._lane is not None:
+            lane = self._memory.rank
+            own = _cut(block, slices[self._host])[lane]
+            lengths = [lengths[lane] for lengths in slices]
+            mine = np.empty(sum(lengths), kind)
+            handshake.carry(self._lane.engine.all_gather(own, mine, lengths, handshake.left()))
+        by_lane = [[lengths[lane] for lengths in slices] for lane in range(self._lanes)]
+        everything = np.empty(sum(map(sum, by_lane)), kind)
+        idle = [0] * (self._memory.size - self._lanes)
+        totals = [*map(sum, by_lane), *idle]
+        handshake.carry(self._gather_within(handshake, mine, everything, totals))
+        parts = [
+            _cut(part, by_lane[i]) for i, part in enumerate(_cut(everything, totals)[: self._lanes])
+        ]
+        places = _cut(target.array, counts)
+        for host, ranks in enumerate(self._hosts):
+            whole = np.concatenate([part[host] for part in parts])
+            for rank, part in zip(ranks, _cut(whole, sizes[host]), strict=True):
+                places[rank][...] = part
+
+    def reduce_scatter(
+        self,
+        handshake: Handshake,
+        source: HostElements,
+        target: HostElements,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> None:
+        sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
+        slices = [self._slices(sum(size), lanes_only=True) for size in sizes]  # by host, lane
+        given = _cut(source.array, counts)
+        blocks = [np.concatenate([given[rank] for rank in ranks]) for ranks in self._hosts]
+        by_host = [_cut(block, lengths) for block, lengths in zip(blocks, slices, strict=True)]
+        ordered = np.concatenate([part[lane] for lane in range(self._lanes) for part in by_host])
+        array = widen(ordered, source.dtype)
+        totals = [sum(lengths[lane] for lengths in slices) for lane in range(self._lanes)]
+        totals += [0] * (self._memory.size - self._lanes)
+        mine = np.empty(totals[self._memory.rank], array.dtype)
+        handshake.carry(self._reduce_within(handshake, array, mine, totals, op))
+        own = slices[self._host]
+        reduced = np.empty(0, target.array.dtype)
+        if self._lane is not None:
+            pieces = _cut(mine, [lengths[self._memory.rank] for lengths in slices])
+            ready, rows = self._lane.exchange(pieces, handshake)
+            handshake.carry(ready)
+            reduced = self._reduce_between(rows, source, op)
+        block = np.empty(sum(own), target.array.dtype)
+        idle = [0] * (self._memory.size - self._lanes)
+        handshake.carry(self._gather_within(handshake, reduced, block, [*own, *idle]))
+        target.array[...] = _cut(block, sizes[self._host])[self._memory.rank]
+
+    def all_to_all(
+        self,
+        handshake: Handshake,
+        source: HostElements,
+        target: HostElements,
+        sent: list[int],
+        received: list[int],
+    ) -> None:
+        here = self._hosts[self._host]
+        away = [rank for rank in range(self._flat.size) if rank not in here]
+        out, places = _cut(source.array, sent), _cut(target.array, received)
+        near = np.empty(sum(received[rank] for rank in here), target.array.dtype)
+        far = np.empty(sum(received[rank] for rank in away), target.array.dtype)
+        work = self._memory.all_to_all(
+            np.concatenate([out[rank] for rank in here]),
+            near,
+            [sent[rank] for rank in here],
+            [received[rank] for rank in here],
+            async_op=True,
+            timeout=_limit(handshake),
+        )
+        handshake.carry(
+            self._flat.engine.all_to_all(
+                np.concatenate([out[rank] for rank in away]),
+                far,
+                [count * (rank in away) for rank, count in enumerate(sent)],
+                [count * (rank in away) for rank, count in enumerate(received)],
+                handshake.left(),
+            )
+        )
+        handshake.carry(_ready(work))
+        for ranks, came in ((here, near), (away, far)):
+            for rank, part in zip(ranks, _cut(came, [received[r] for r in ranks]), strict=True):
+                places[rank][...] = part
+
+    # Parts of them.
+
+    def _slices(self, count: int, *, lanes_only: bool = False) -> list[int]:
+        """Return how many of ``count`` elements each rank of this host carries."""
+        idle = 0 if lanes_only else self._memory.size - self._lanes
+        return equal_counts(count, self._lanes) + [0] * idle
+
+    def _reduce_within(
+        self,
+        handshake: Handshake,
+        array: np.ndarray,
+        out: np.ndarray,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> Ready:
+        """Begin to reduce over the ranks of this host, each to its slice; a mean is a sum yet."""
+        return _ready(
+            self._memory.reduce_scatter(
+                array,
+                out,
+                counts,
+                "sum" if op == "mean" else op,
+                async_op=True,
+                timeout=_limit(handshake),
+            )
+        )
+
+    def _reduce_between(
+        self, rows: list[np.ndarray], source: HostElements, op: ReduceOp
+    ) -> np.ndarray:
+        """Reduce the rows of the hosts to the final result."""
+        out = np.empty(rows[0].size, source.array.dtype)
+        reduce_rows(rows, source.dtype, op, out, self._flat.size)
+        return out
+
+    def _gather_within(
+        self, handshake: Handshake, mine: np.ndarray, out: np.ndarray, counts: list[int]
+    ) -> Ready:
+        """Begin to give all ranks of this host the slices of all."""
+        return _ready(
+            self._memory.all_gather(mine, out, counts, async_op=True, timeout=_limit(handshake))
+        )
+
+
+def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host, in the order of their first ones."""
+    return [
+        [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)
+    ]
+
+
+def open_two_levels(
+    flat: Flat, hosts: list[list[int]], handshake: Handshake, call: Call, make: Make
+) -> TwoLevel:
+    """Return the levels of a rank; a collective call, which ``handshake`` is to conclude."""
+    [number] = [i for i, ranks in enumerate(hosts) if flat.rank in ranks]
+    own = np.frombuffer(secrets.token_bytes(16), np.uint8)
+    token = flat.gather_rows(handshake, own)[hosts[number][0]].tobytes().hex()
+    local, size = hosts[number].index(flat.rank), len(hosts[number])
+    memory: Communicator = SingleCommunicator(call.limit)
+    if size > 1:
+        memory = create(local, size, token, call.left(), spin=False)
+    lane = None
+    if local < min(map(len, hosts)):
+        engine = make(f"lane {local}", [ranks[local] for ranks in hosts], call)
+        lane = Flat(engine, number, len(hosts))
+    return TwoLevel(hosts, memory, lane, flat)
+
+
+def _chunks(elements: HostElements) -> list[slice]:
+    """Return chunks of about equal length; small ones only until there are some."""
+    size = elements.array.nbytes
+    number = max(1, min(size // _SMALL, _SOME), size // _LARGE)
+    ends = accumulate(equal_counts(elements.count, number), initial=0)
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _cut(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    ends = accumulate(counts, initial=0)
+    return [array[begin:end] for begin, end in pairwise(ends)]
+
+
+def _limit(handshake: Handshake) -> float:
+    return handshake.left() + _MORE
+
+
+def _ready(work: Work | None) -> Ready:
+    assert work is not None
+
+    def ready(seconds: float) -> bool:
+        try:
+            work.wait(seconds)
+        except Timeout:
+            if not work.done():
+                return False  # the wait timed out, not the operation
+            work.wait(seconds)  # raises the operation's own error
+        return True
+
+    return ready
+
+
+def _pipeline(handshake: Handshake, chunks: int, stages: list[Stage]) -> None:
+    """Bring all chunks through all stages, each at another one, in the same order on all ranks."""
+    pending: dict[int, Ready | None] = {}
+    for tick in range(chunks + len(stages)):
+        for stage in reversed(range(len(stages) + 1)):
+            chunk = tick - stage
+            if 0 <= chunk < chunks:
+                if stage > 0 and (ready := pending.pop(chunk)) is not None:
+                    handshake.carry(ready)
+                if stage < len(stages):
+                    pending[chunk] = stages[stage](chunk)
