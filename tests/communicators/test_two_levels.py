@@ -1,0 +1,106 @@
+"""Ranks of several hosts: every collective in chunks, the same on both levels as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.rank_pool import RankPool
+
+PLACES = ["ab", "aabb", "abab", "aabab", "abcc"]  # of each rank a letter, its host's
+
+EXPECTED = {
+    "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
+    "mean": lambda rows: rows.mean(axis=0, dtype=np.float64),
+    "min": lambda rows: rows.min(axis=0),
+    "max": lambda rows: rows.max(axis=0),
+}
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool("gloo", len(request.param), environment={"RANK_POOL_HOSTS": request.param})
+    yield pool
+    pool.close()
+
+
+def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
+    """Check every collective against numpy; return the bytes that must be equal on all ranks."""
+    from tagi_ddp.communicators.host import two_level
+
+    two_level._SMALL, two_level._LARGE, two_level._SOME = 64, 4096, 5
+    rng, told = np.random.default_rng(seed), []
+    size, rank = comm.size, comm.rank
+    for dtype in (np.float32, np.float16, np.int16, np.uint64, np.float64):
+        count = int(rng.integers(0, 1500))
+        given = (rng.normal(size=(size, count)) * 50).astype(np.int64).astype(dtype)
+        for op in ("sum", "min", "max", *(["mean"] if dtype(0.5) else [])):
+            out = np.empty(count, dtype)
+            comm.all_reduce(given[rank].copy(), op, out=out)
+            expected = EXPECTED[op](given)
+            np.testing.assert_allclose(out.astype(float), expected.astype(float), rtol=2e-3)
+            told.append((f"{op} {np.dtype(dtype)}", out.tobytes()))
+        counts = rng.multinomial(count, np.ones(size) / size).tolist()
+        ends = np.cumsum([0, *counts])
+        mine = slice(ends[rank], ends[rank + 1])
+        out = np.empty(counts[rank], dtype)
+        comm.reduce_scatter(given[rank].copy(), out, counts, "max")
+        assert (out == given.max(axis=0)[mine]).all()
+        whole = np.empty(count, dtype)
+        comm.all_gather(given[0][mine].copy(), whole, counts)
+        assert (whole == given[0]).all()
+        for root in range(size):
+            data = given[root].copy() if rank == root else np.zeros(count, dtype)
+            comm.broadcast(data, root)
+            assert (data == given[root]).all()
+        table = rng.integers(0, 40, (size, size))
+        sent = [np.full(table[rank][other], rank * size + other, dtype) for other in range(size)]
+        came = np.empty(table[:, rank].sum(), dtype)
+        comm.all_to_all(np.concatenate(sent), came, table[rank].tolist(), table[:, rank].tolist())
+        parts = [np.full(table[other][rank], other * size + rank, dtype) for other in range(size)]
+        assert (came == np.concatenate(parts)).all()
+    return told
+
+
+def test_all_collectives(pool: RankPool) -> None:
+    for seed in range(3):
+        first, *others = pool.run(all_of_them, seed)
+        assert all(other == first for other in others)
+
+
+def levels(comm: Any) -> int | None:
+    return comm._levels and comm._levels._lanes
+
+
+def test_a_lane_is_a_rank_of_each_host(pool: RankPool) -> None:
+    place = pool._environment["RANK_POOL_HOSTS"]
+    several = 1 < len(set(place)) < len(place)
+    lanes = min(map(place.count, place)) if several else None
+    assert pool.run(levels) == [lanes] * len(place)
+
+
+def levels_if_asked_for(comm: Any, job: str) -> list[int | None]:
+    """One rank's wish is that of all."""
+    import os
+
+    from tagi_ddp import init
+
+    found = []
+    for wish in ("1", "0"):
+        os.environ["TAGI_DDP_TWO_LEVELS"] = wish if comm.rank == 1 else "1"
+        settings = {"rank": comm.rank, "world_size": comm.size, "job": f"{job} {wish}"}
+        with init("gloo", **settings, timeout=20) as other:
+            found.append(levels(other))
+            total = np.ones(5)
+            other.all_reduce(total)
+            assert (total == comm.size).all()
+        comm.barrier()
+    return found
+
+
+def test_the_way_out(pool: RankPool) -> None:
+    [first, *others] = pool.run(levels_if_asked_for, "way out")
+    assert first[1] is None
+    assert all(other == first for other in others)
