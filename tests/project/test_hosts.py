@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,38 +69,81 @@ def hosts() -> Iterator[list[str]]:
             ip("netns", "delete", name)
 
 
-def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+@contextmanager
+def ranks(
+    script: Path, hosts: list[str], on_each: int, port: int
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a script on ranks of both hosts, alternately."""
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(2 * on_each):
+            local, host = divmod(rank, 2)
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", hosts[host], sys.executable, str(script)],
+                env=worker_environment(
+                    {
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(2 * on_each),
+                        "LOCAL_RANK": str(local),
+                        "LOCAL_WORLD_SIZE": str(on_each),
+                        "MASTER_ADDR": "10.99.0.1",
+                        "MASTER_PORT": str(port),
+                        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts without names
+                        "TAGI_DDP_SECRET": "ours",
+                    }
+                ),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+@pytest.mark.parametrize("on_each", [1, 2])
+def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", host, sys.executable, str(tmp_path / "script.py")],
-            env=worker_environment(
-                {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",
-                    "MASTER_ADDR": "10.99.0.1",
-                    "MASTER_PORT": "29511",
-                }
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    try:
+    with ranks(tmp_path / "script.py", hosts, on_each, 29511) as processes:
         outputs = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     results = [line.split() for text in outputs for line in text.splitlines() if "result" in line]
-    assert [result[:3] for result in results] == [["result", str(r), "gloo"] for r in (0, 1)], (
-        outputs
-    )
-    assert results[0][3] == results[1][3]
+    size = 2 * on_each
+    assert [result[:3] for result in results] == [
+        ["result", str(r), "gloo"] for r in range(size)
+    ], outputs
+    assert len({digest for *_, digest in results}) == 1
+
+
+SILENCE = """
+import time
+import numpy as np
+from tagi_ddp.communicators import PeerLost, init
+from tagi_ddp.communicators.control import mesh
+
+mesh._SILENCE = 3
+comm = init(timeout=60)
+comm.barrier()
+print("here", flush=True)
+start = time.monotonic()
+try:
+    while True:
+        comm.all_reduce(np.ones(10))
+except PeerLost as error:
+    print("lost", *error.ranks, time.monotonic() - start < 30, flush=True)
+"""
+
+
+def test_a_host_that_falls_silent_is_lost(hosts: list[str], tmp_path: Path) -> None:
+    """No goodbye and no reset comes from it, as when its power fails."""
+    (tmp_path / "script.py").write_text(SILENCE)
+    with ranks(tmp_path / "script.py", hosts, 1, 29513) as (first, second):
+        for process in (first, second):
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+        ip("-n", hosts[1], "link", "set", hosts[1], "down")
+        assert first.communicate(timeout=60)[0] == "lost 1 True\n"
+        assert second.communicate(timeout=60)[0] == "lost 0 True\n"
 
 
 def test_a_guest_of_another_host_does_not_become_a_rank(hosts: list[str]) -> None:
