@@ -45,27 +45,16 @@ class Flat:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        self._scatter(handshake, source.dtype, source.array, target.array, counts, op)
-
-    def _scatter(
-        self,
-        handshake: Handshake,
-        dtype: str,
-        array: np.ndarray,
-        out: np.ndarray,
-        counts: list[int],
-        op: ReduceOp,
-    ) -> None:
-        """Reduce this rank's slice of ``array`` into ``out``."""
+        array, out = source.array, target.array
         if self.size == 1:
-            reduce_rows([array], dtype, op, out, 1)
+            out[...] = array
             return
         slices = np.split(array, np.cumsum(counts)[:-1])
         step = max(1, _PIECE // (array.itemsize * (self.size - 1)))
         for start in range(0, max(counts), step):
             ready, rows = self.exchange([each[start : start + step] for each in slices], handshake)
             handshake.carry(ready)
-            reduce_rows(rows, dtype, op, out[start : start + step], self.size)
+            reduce_rows(rows, source.dtype, op, out[start : start + step], self.size)
 
     def exchange(
         self, pieces: list[np.ndarray], handshake: Handshake

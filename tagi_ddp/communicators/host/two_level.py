@@ -4,8 +4,7 @@ The first ranks of each host, equally many on all, carry a slice each: a lane is
 host, with an engine of its own. So what leaves a host is as little as if it were one rank, and all
 its ranks send. Large sums travel in chunks: while one is on the network, memory works on the next.
 
-Each element of a sum is added up over the ranks of a host, then over the hosts, on one rank, so all
-get the same bits.
+Numbers are added up over the ranks of each host, then over the hosts: all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -55,6 +54,7 @@ class TwoLevel:
         self._lane = lane
         self._flat = flat
         self._lanes = min(map(len, hosts))
+        self._idle = [0] * (memory.size - self._lanes)  # what ranks in no lane carry
 
     def abort(self, reason: str) -> None:
         """Let no rank of this host wait in memory."""
@@ -130,7 +130,7 @@ class TwoLevel:
     ) -> None:
         kind = source.array.dtype
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [self._slices(sum(size), lanes_only=True) for size in sizes]  # by host, lane
+        slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
         block = np.empty(sum(sizes[self._host]), kind)  # of this host's ranks
         handshake.carry(self._gather_within(handshake, source.array, block, sizes[self._host]))
         mine = np.empty(0, kind)
@@ -142,8 +142,7 @@ class TwoLevel:
             handshake.carry(self._lane.engine.all_gather(own, mine, lengths, handshake.left()))
         by_lane = [[lengths[lane] for lengths in slices] for lane in range(self._lanes)]
         everything = np.empty(sum(map(sum, by_lane)), kind)
-        idle = [0] * (self._memory.size - self._lanes)
-        totals = [*map(sum, by_lane), *idle]
+        totals = [*map(sum, by_lane), *self._idle]
         handshake.carry(self._gather_within(handshake, mine, everything, totals))
         parts = [
             _cut(part, by_lane[i]) for i, part in enumerate(_cut(everything, totals)[: self._lanes])
@@ -163,14 +162,14 @@ class TwoLevel:
         op: ReduceOp,
     ) -> None:
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [self._slices(sum(size), lanes_only=True) for size in sizes]  # by host, lane
+        slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
         given = _cut(source.array, counts)
         blocks = [np.concatenate([given[rank] for rank in ranks]) for ranks in self._hosts]
         by_host = [_cut(block, lengths) for block, lengths in zip(blocks, slices, strict=True)]
         ordered = np.concatenate([part[lane] for lane in range(self._lanes) for part in by_host])
         array = widen(ordered, source.dtype)
         totals = [sum(lengths[lane] for lengths in slices) for lane in range(self._lanes)]
-        totals += [0] * (self._memory.size - self._lanes)
+        totals += self._idle
         mine = np.empty(totals[self._memory.rank], array.dtype)
         handshake.carry(self._reduce_within(handshake, array, mine, totals, op))
         own = slices[self._host]
@@ -181,8 +180,7 @@ class TwoLevel:
             handshake.carry(ready)
             reduced = self._reduce_between(rows, source, op)
         block = np.empty(sum(own), target.array.dtype)
-        idle = [0] * (self._memory.size - self._lanes)
-        handshake.carry(self._gather_within(handshake, reduced, block, [*own, *idle]))
+        handshake.carry(self._gather_within(handshake, reduced, block, [*own, *self._idle]))
         target.array[...] = _cut(block, sizes[self._host])[self._memory.rank]
 
     def all_to_all(
@@ -222,10 +220,9 @@ class TwoLevel:
 
     # Parts of them.
 
-    def _slices(self, count: int, *, lanes_only: bool = False) -> list[int]:
+    def _slices(self, count: int) -> list[int]:
         """Return how many of ``count`` elements each rank of this host carries."""
-        idle = 0 if lanes_only else self._memory.size - self._lanes
-        return equal_counts(count, self._lanes) + [0] * idle
+        return [*equal_counts(count, self._lanes), *self._idle]
 
     def _reduce_within(
         self,
