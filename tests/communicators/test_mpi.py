@@ -32,9 +32,10 @@ class TestMpi(
     sizes = (2, 3)
 
 
-class TestTwoLevels(TestMpi):
-    """On emulated hosts, the first two ranks on different ones; one with two."""
+class TestTwoLevels(OperationsContract, FailuresContract):
+    """On emulated hosts, one with the first and the last rank."""
 
+    backend = "mpi"
     sizes = (3,)
     hosts = "aba"
 
