@@ -29,8 +29,9 @@ class Flat:
         for start in range(0, source.count, step):
             part = slice(start, start + step)
             total = widen(source.array[part], source.dtype)
-            if total.dtype == target.array.dtype:  # no copy: the source is the caller's
-                target.array[part] = total
+            if total.dtype == target.array.dtype:  # else it is a copy
+                if target is not source:
+                    target.array[part] = total
                 total = target.array[part]
             handshake.carry(self.engine.all_reduce(total, op, handshake.left()))
             result = finish(total, target.dtype, op, self.size)
