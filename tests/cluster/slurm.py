@@ -17,7 +17,7 @@ from pathlib import Path
 from support.rank_pool import free_port, worker_environment
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "unshare")
-LIMIT = 60.0
+LIMIT = 120.0  # sbatch --wait looks more and more seldom
 
 CONFIGURATION = """\
 ClusterName=two

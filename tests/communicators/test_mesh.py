@@ -177,9 +177,14 @@ def test_addresses_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(chosen) == sorted(everywhere)
 
 
+def channels_of(listeners: list[Listener]) -> list[ControlChannel]:
+    connections = connect_all(listeners[:2])
+    return [ControlChannel(each, rank, ["a", "a"]) for rank, each in enumerate(connections)]
+
+
 @pytest.fixture
 def channels(listeners: list[Listener]) -> Iterator[tuple[ControlChannel, ControlChannel]]:
-    one, two = (ControlChannel(connections) for connections in connect_all(listeners[:2]))
+    one, two = channels_of(listeners)
     yield one, two
     two.close()
     one.close()
@@ -207,7 +212,7 @@ def test_messages(channels: Channels) -> None:
 
 
 def test_a_goodbye_is_no_death(listeners: list[Listener]) -> None:
-    one, two = (ControlChannel(connections) for connections in connect_all(listeners[:2]))
+    one, two = channels_of(listeners)
     one.send([1], Kind.LEAVE, Series.COLLECTIVE, 1)  # which the other has not read
     two.close()
     assert one.until(lambda: bool(one.closed), time.monotonic() + 10)

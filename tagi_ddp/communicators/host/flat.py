@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tagi_ddp.communicators.buffers import HostElements
+from tagi_ddp.communicators.buffers import HostElements, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host.engine import Engine
-from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
+from tagi_ddp.communicators.host.reduce import reduce_rows
 
 _PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memory
 _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
@@ -27,16 +27,13 @@ class Flat:
     ) -> None:
         step = _PART // source.array.itemsize
         for start in range(0, source.count, step):
-            part = slice(start, start + step)
-            total = widen(source.array[part], source.dtype)
-            if total.dtype == target.array.dtype:  # else it is a copy
-                if target is not source:
-                    target.array[part] = total
-                total = target.array[part]
-            handshake.carry(self.engine.all_reduce(total, op, handshake.left()))
-            result = finish(total, target.dtype, op, self.size)
-            if result is not total:
-                target.array[part] = result
+            part = slice(start, min(start + step, source.count))
+            counts = equal_counts(part.stop - start, self.size)
+            mine = np.empty(counts[self.rank], source.array.dtype)
+            self._scatter(handshake, source.dtype, source.array[part], mine, counts, op)
+            handshake.carry(
+                self.engine.all_gather(mine, target.array[part], counts, handshake.left())
+            )
 
     def reduce_scatter(
         self,
@@ -46,7 +43,18 @@ class Flat:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        array, out = source.array, target.array
+        self._scatter(handshake, source.dtype, source.array, target.array, counts, op)
+
+    def _scatter(
+        self,
+        handshake: Handshake,
+        dtype: str,
+        array: np.ndarray,
+        out: np.ndarray,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> None:
+        """Reduce this rank's slice of ``array`` into ``out``, in rank order."""
         if self.size == 1:
             out[...] = array
             return
@@ -55,7 +63,7 @@ class Flat:
         for start in range(0, max(counts), step):
             ready, rows = self.exchange([each[start : start + step] for each in slices], handshake)
             handshake.carry(ready)
-            reduce_rows(rows, source.dtype, op, out[start : start + step], self.size)
+            reduce_rows(rows, dtype, op, out[start : start + step], self.size)
 
     def exchange(
         self, pieces: list[np.ndarray], handshake: Handshake

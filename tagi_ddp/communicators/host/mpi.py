@@ -74,7 +74,19 @@ class MpiEngine:
             group.Free()
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
-        return _Request(self._mpi.Iallreduce(MPI.IN_PLACE, array, _OPS[op])).ready
+        # Open MPI's sums of short integers saturate.
+        short = array.dtype.kind in "iu" and array.itemsize < 4
+        numbers = array.astype(np.int32) if short else array
+        request = _Request(self._mpi.Iallreduce(MPI.IN_PLACE, numbers, _OPS[op]))
+
+        def ready(seconds: float) -> bool:
+            if not request.ready(seconds):
+                return False
+            if short:
+                array[...] = numbers.astype(array.dtype)
+            return True
+
+        return ready
 
     def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
         return _Request(self._mpi.Ibcast([array, _type(array)], root)).ready
