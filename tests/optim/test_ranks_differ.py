@@ -24,7 +24,7 @@ def told(action: Callable[[], Any]) -> str:
     try:
         action()
     except Exception as error:
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5  # not the timeout
         return f"{type(error).__name__}: {error}"
     return ""
 
