@@ -54,7 +54,7 @@ def refuse(comm: Any, culprits: list[int]) -> tuple[str, str]:
     try:
         require_equal(comm, described, "the models", "Build one.")
     except (KeyError, RanksDiffer) as error:
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5  # not the timeout
         comm.barrier()
         return type(error).__name__, str(error)
     return "", ""

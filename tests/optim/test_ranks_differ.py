@@ -19,7 +19,7 @@ Build = Callable[[], nn.Module]
 
 
 def told(action: Callable[[], Any]) -> str:
-    """Return the text of the error that ends the action, within a second."""
+    """Return the text of the error that ends the action long before the timeout."""
     start = time.monotonic()
     try:
         action()
