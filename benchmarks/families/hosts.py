@@ -35,14 +35,12 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         part = communicator.split(0 if communicator.rank < used else None)
         if part is not None:
             with part:
-                found += _measure(part, hosts, mbit, quick, scratch)
+                found += _measure(part, hosts, mbit, quick)
         communicator.barrier(timeout=1200)
     return found
 
 
-def _measure(
-    group: Communicator, hosts: int, mbit: float | None, quick: bool, scratch: Path
-) -> list[Row]:
+def _measure(group: Communicator, hosts: int, mbit: float | None, quick: bool) -> list[Row]:
     link = "no limit" if mbit is None else f"{mbit:g} Mbit/s"
     name = f"all_reduce, {hosts} emulated hosts x {group.size // hosts} ranks, {link}"
     size = COUNT // 10 if quick else COUNT
@@ -59,38 +57,23 @@ def _measure(
     except NotPossible as error:
         return [Row(name, Missing(str(error)), Missing(str(error)), "ms", None)]
     ours, gloo = (times[way].in_unit(1e3) for way in ("ours", "gloo"))
+    whole = 2 * (hosts - 1) / hosts  # deltas that a host has to send
     found = [Row(f"{name}, against torch's gloo", ours, gloo, "ms", 1 / SLOWER)]
     if mbit is not None:
-        least = 2 * (hosts - 1) / hosts * 4 * size * 8 / (mbit * 1e6)
+        least = whole * 4 * size * 8 / (mbit * 1e6)
         target = 1 / FLOOR if (mbit, hosts, group.size) == (200.0, 2, 8) else None
         found.append(
             Row(f"{name}, against the floor", ours, Figure.single(1e3 * least), "ms", target)
         )
-    whole = 2 * (hosts - 1) / hosts
-    found.append(
-        Row(
-            f"{name}, out of a host",
-            Figure.single(sent["ours"]),
-            Figure.single(whole),
-            "deltas",
-            1 / DELTAS,
-        )
-    )
-    found.append(
-        Row(
-            f"{name}, out of a host, by torch's gloo",
-            Figure.single(sent["gloo"]),
-            Figure.single(whole),
-            "deltas",
-            None,
-        )
-    )
+    for way, title, target in (("ours", "", 1 / DELTAS), ("gloo", ", by torch's gloo", None)):
+        row = f"{name}, out of a host{title}"
+        figures = (Figure.single(deltas) for deltas in (sent[way], whole))
+        found.append(Row(row, *figures, "deltas", target))
     return found
 
 
 @contextmanager
 def _ours(group: Communicator, size: int) -> Iterator[Callable[[], object]]:
-    os.environ["MASTER_PORT"] = "29500"
     with init("gloo", group.rank, group.size, timeout=120) as network:
         yield _checked(group, size, lambda array: network.all_reduce(array))
 

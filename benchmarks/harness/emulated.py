@@ -47,9 +47,7 @@ def two_nodes(
             _all_or_none(communicator, lambda: _configure(communicator.rank))
             if not delay_ms:
                 _all_or_none(communicator, lambda: _limit(mbit))
-            os.environ.update(
-                MASTER_ADDR=_address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth"
-            )
+            stack.enter_context(_meeting_at_host_0())
             with init("gloo", communicator.rank, 2) as network:
                 yield network
             communicator.barrier(timeout=600)  # what is on its way goes with a namespace
@@ -74,11 +72,23 @@ def emulated_hosts(communicator: Communicator, count: int, mbit: float | None) -
             switch = stack.enter_context(_switch()) if communicator.rank == 0 else 0
             switch = all_gather_object(communicator, switch)[0]
             _all_or_none(communicator, lambda: _plug(host, switch, mbit) if not local else None)
-            os.environ.update(MASTER_ADDR=_address(0), GLOO_SOCKET_IFNAME="veth")
+            stack.enter_context(_meeting_at_host_0())
             yield
             communicator.barrier(timeout=600)  # what is on its way goes with a namespace
         finally:
             _libc.setns(home.fileno(), _NETWORK)
+
+
+@contextmanager
+def _meeting_at_host_0() -> Iterator[None]:
+    """Let ranks meet there; afterwards the variables are as they were."""
+    before = dict(os.environ)
+    os.environ.update(MASTER_ADDR=_address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _stay() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support.rank_pool import RankPool
 
-PLACES = ["ab", "aabb", "abab", "aabab", "abcc"]  # of each rank a letter, its host's
+# Of each rank a letter, its host's.
+PLACES = [("gloo", place) for place in ("ab", "aabb", "abab", "aabab", "abcc")] + [("mpi", "aba")]
 
 EXPECTED = {
     "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
@@ -21,7 +22,8 @@ EXPECTED = {
 
 @pytest.fixture(scope="module", params=PLACES)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool("gloo", len(request.param), environment={"RANK_POOL_HOSTS": request.param})
+    backend, place = request.param
+    pool = RankPool(backend, len(place), environment={"RANK_POOL_HOSTS": place})
     yield pool
     pool.close()
 
@@ -33,7 +35,7 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     two_level._SMALL, two_level._LARGE, two_level._SOME = 64, 4096, 5
     rng, told = np.random.default_rng(seed), []
     size, rank = comm.size, comm.rank
-    for dtype in (np.float32, np.float16, np.int16, np.uint64, np.float64):
+    for dtype in (np.float32, np.float16, np.uint8, np.int16, np.uint64, np.float64):
         count = int(rng.integers(0, 1500))
         given = (rng.normal(size=(size, count)) * 50).astype(np.int64).astype(dtype)
         for op in ("sum", "min", "max", *(["mean"] if dtype(0.5) else [])):
@@ -88,6 +90,11 @@ def levels_if_asked_for(comm: Any, job: str) -> list[int | None]:
     from tagi_ddp import init
 
     found = []
+    os.environ["TAGI_DDP_TWO_LEVELS"] = "no"
+    if len(set(os.environ["RANK_POOL_HOSTS"])) < comm.size:
+        with pytest.raises((ValueError, RuntimeError), match="TAGI_DDP_TWO_LEVELS must be"):
+            init("gloo", comm.rank, comm.size, job=f"{job} no", timeout=20)
+        comm.barrier()
     for wish in ("1", "0"):
         os.environ["TAGI_DDP_TWO_LEVELS"] = wish if comm.rank == 1 else "1"
         settings = {"rank": comm.rank, "world_size": comm.size, "job": f"{job} {wish}"}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-import numpy as np
-
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
@@ -33,8 +29,9 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
             self._engine = make("all", list(range(self.size)), call)
             flat = self._way = Flat(self._engine, self.rank, self.size)
             hosts = ranks_by_host(self._channel.hosts)
-            if 1 < len(hosts) < self.size and _all_want_levels(flat, handshake):
-                self._way = self._levels = open_two_levels(flat, hosts, handshake, call, make)
+            if 1 < len(hosts) < self.size:
+                self._levels = open_two_levels(flat, hosts, handshake, call, make)
+                self._way = self._levels or flat
         handshake.gather(None)
         handshake.leave()
 
@@ -119,8 +116,3 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         super()._announce(error, reason)
         if self._levels is not None:
             self._levels.abort(reason)
-
-
-def _all_want_levels(flat: Flat, handshake: Handshake) -> bool:
-    own = np.array([os.environ.get("TAGI_DDP_TWO_LEVELS", "1") != "0"], np.uint8)
-    return bool(flat.gather_rows(handshake, own).all())

@@ -53,7 +53,7 @@ class GlooEngine:
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        options.reduceOp = _OPS[op]
         options.timeout = timedelta(seconds=limit)
         numbers = _as_numbers(array, op)
         memory = [torch.from_numpy(numbers)]
@@ -193,7 +193,7 @@ def _part(array: np.ndarray, counts: list[int], chosen: list[bool]) -> np.ndarra
 
 
 # What gloo can add up and compare, as torch names it; and where other integers are as large.
-_OPS = {
+_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,

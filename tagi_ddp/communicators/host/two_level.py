@@ -9,6 +9,7 @@ Numbers are added up over the ranks of each host, then over the hosts: all ranks
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -270,11 +271,21 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 def open_two_levels(
     flat: Flat, hosts: list[list[int]], handshake: Handshake, call: Call, make: Make
-) -> TwoLevel:
-    """Return the levels of a rank; a collective call, which ``handshake`` is to conclude."""
+) -> TwoLevel | None:
+    """Return the levels of a rank, None if a rank is told to do without.
+
+    A collective call, which ``handshake`` is to conclude. Raises ValueError where
+    TAGI_DDP_TWO_LEVELS is neither "0" nor "1".
+    """
+    wish = os.environ.get("TAGI_DDP_TWO_LEVELS", "1")
+    if wish not in ("0", "1"):
+        raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {wish!r}')
+    own = np.frombuffer(bytes([int(wish)]) + secrets.token_bytes(16), np.uint8)
+    told = flat.gather_rows(handshake, own)
+    if not told[:, 0].all():
+        return None
     [number] = [i for i, ranks in enumerate(hosts) if flat.rank in ranks]
-    own = np.frombuffer(secrets.token_bytes(16), np.uint8)
-    token = flat.gather_rows(handshake, own)[hosts[number][0]].tobytes().hex()
+    token = told[hosts[number][0], 1:].tobytes().hex()
     local, size = hosts[number].index(flat.rank), len(hosts[number])
     memory: Communicator = SingleCommunicator(call.limit)
     if size > 1:
