@@ -113,9 +113,10 @@ class CudaReplica(DeviceReplica):
         contribution: Contribution,
         average: bool,
         shards: DeviceShards | None = None,
+        alone_of: int = 1,
     ) -> DeviceAgreement:
         """Reduce, agree and apply as any replica on a device, then write the result."""
-        agreement = super().agree(communicator, contribution, average, shards)
+        agreement = super().agree(communicator, contribution, average, shards, alone_of)
         self._write()
         return agreement
 

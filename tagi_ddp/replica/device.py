@@ -140,10 +140,10 @@ class DeviceReplica:
     def adaptive_sum(self, ranks: int) -> DeviceAdaptiveSum:
         return DeviceAdaptiveSum(self.parameters, ranks)
 
-    def step_alone(self, samples: int) -> str:
+    def step_alone(self, samples: int, alone_of: int) -> str:
         """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""
         if samples:
-            self.agree(self._alone, Contribution(samples), average=False)
+            self.agree(self._alone, Contribution(samples), average=False, alone_of=alone_of)
         return ""
 
     def queue(
@@ -172,11 +172,12 @@ class DeviceReplica:
         contribution: Contribution,
         average: bool,
         shards: DeviceShards | None = None,
+        alone_of: int = 1,
     ) -> DeviceAgreement:
         """Reduce the deltas and running statistics of all ranks, agree, and apply them, in order.
 
         All on the device; the communicator's buffers live there, or it is of one rank. With
-        ``shards`` each rank applies its part.
+        ``shards`` each rank applies its part. ``alone_of``: see `step_alone`.
         """
         parameters, statistics = self.parameters, self.statistics
         table = words_of(contribution, parameters.deltas)[None]
@@ -194,7 +195,7 @@ class DeviceReplica:
             words, table = table, table.new_zeros(communicator.size, table.shape[1])
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
-        agreement = DeviceAgreement(table, average)
+        agreement = DeviceAgreement(table, average, alone_of)
         if shards is None:
             parameters.apply_agreed(agreement)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from enum import IntEnum
 from typing import Any
@@ -38,10 +39,11 @@ def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
 class DeviceAgreement:
     """What follows from the words of all ranks, [ranks, words], as scalar tensors.
 
-    Nothing applies unless all ranks have written theirs.
+    Nothing applies unless all ranks have written theirs. ``alone_of``: how many ranks step alone as
+    the only one of the table does.
     """
 
-    def __init__(self, table: Tensor, average: bool) -> None:
+    def __init__(self, table: Tensor, average: bool, alone_of: int = 1) -> None:
         self.table = table
         samples = table[:, Word.SAMPLES]
         self.samples = samples.sum()
@@ -56,7 +58,8 @@ class DeviceAgreement:
         (_, smallest_cap), *larger = CAP_FACTORS
         self.cap = torch.full_like(batch, smallest_cap, dtype=torch.float32)
         for smallest_batch, cap in larger:
-            self.cap.masked_fill_(batch >= smallest_batch, cap)
+            self.cap.masked_fill_(batch * alone_of >= smallest_batch, cap)
+        self.cap *= math.sqrt(alone_of)
 
     def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""

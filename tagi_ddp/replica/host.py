@@ -7,6 +7,7 @@ memory cannot be verified.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -123,11 +124,11 @@ class HostReplica(ABC):
     def adaptive_sum(self, ranks: int) -> AdaptiveSum:
         return AdaptiveSum(self.parameters, ranks)
 
-    def step_alone(self, samples: int) -> str:
-        """Apply the own deltas, capped for ``samples``; return a layer that forbids it, or ""."""
+    def step_alone(self, samples: int, alone_of: int) -> str:
+        """Apply the own deltas, capped; return a layer that forbids it, or ""."""
         culprit = self.parameters.first_not_finite() if samples else ""
         if samples and not culprit:
-            self.parameters.apply_own(cap_factor(samples))
+            self.parameters.apply_own(cap_factor(samples * alone_of) * math.sqrt(alone_of))
             self.updated()
         return culprit
 

@@ -225,9 +225,11 @@ class Replica(Protocol):
         """
         ...
 
-    def step_alone(self, samples: int) -> str:
-        """Apply the own deltas, of ``samples`` samples, capped for these.
+    def step_alone(self, samples: int, alone_of: int) -> str:
+        """Apply the own deltas, of ``samples`` samples, capped as one of ``alone_of`` ranks does.
 
+        Together these step by all of their samples, and steps that differ add up as in a random
+        walk, to the root of their number: so each goes that much less far than one for all would.
         Nothing is applied if some are NaN or infinite: returns the first layer with such, or "".
         Where a device carries it out later, `take_refused` tells.
         """

@@ -122,6 +122,7 @@ class Merging(Exchange):
         self._sender: int | None = None  # their node rank; None: nothing is in flight
         self._samples = self._shares = 0  # since the last merge of all
         self._all_shares, self._warms_up = 0, adaptive
+        self._alone_of = setting.communicator.size if adaptive else 1  # see `step_alone`
         self._local = False  # whether steps are parts of one share
         self._culprit = ""  # the layer that made a step since then be refused
         self.steps = 0
@@ -204,9 +205,9 @@ class Merging(Exchange):
         self._culprit = ""
 
     def _step(self, samples: int, finished: bool) -> None:
-        """Apply this rank's own deltas, capped by its own batch; not if they are not finite."""
+        """Apply this rank's own deltas, capped; not if they are not finite."""
         self.steps += not finished
-        culprit = self._replica.step_alone(samples)
+        culprit = self._replica.step_alone(samples, self._alone_of)
         self._culprit = self._culprit or culprit
         if not culprit:
             self._samples += samples

@@ -11,6 +11,7 @@ from support.rank_pool import RankPool
 from support.reports import report
 
 from tagi_ddp import DDPSequential
+from tagi_ddp._backend import cap_factor
 from tagi_ddp.communicators.single import SingleCommunicator
 
 Options = dict[str, Any]
@@ -20,21 +21,27 @@ def wrap(comm: Any, **options: Any) -> DDPSequential:
     return DDPSequential(fresh("mlp"), communicator=comm, reduction="precision", **options)
 
 
-def learn_alike(comm: Any, device: str, options: Options) -> tuple[list[float], list[float], str]:
+def learn_alike(
+    comm: Any, device: str, options: Options, steps: int = 4
+) -> tuple[list[float], list[float], list[float]]:
     """All ranks learn the same, that surprises them: all steps are capped.
 
-    Returns how far each layer's means moved, and the agreement.
+    Returns how far each layer's means moved by the rank's own steps, then merged; the agreement.
     """
     model = wrap(comm, device=device, **options)
     before = parameters(model)
-    for step in range(4):
+    for step in range(steps):
         x, y = NETWORKS["mlp"].batch(step, 6)
-        learn(model, x, y + 30)
+        learn(model, x, y + 3000)
         model.step()
+
+    def moved() -> list[float]:
+        now = parameters(model)
+        return [float(np.linalg.norm(now[name][0] - before[name][0])) for name in before]
+
+    own = moved()
     model.merge()
-    after = parameters(model)
-    moved = [float(np.linalg.norm(after[name][0] - before[name][0])) for name in before]
-    return moved, list(model.get_merge_agreement().values()), model.check_replicas()
+    return own, moved(), list(model.get_merge_agreement().values())
 
 
 @pytest.mark.parametrize(
@@ -43,16 +50,27 @@ def learn_alike(comm: Any, device: str, options: Options) -> tuple[list[float], 
     ids=["one level", "two levels"],
 )
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
-def test_ranks_that_learn_alike_go_as_far_as_one(
+def test_ranks_that_learn_alike_go_as_far_as_each_alone(
     shm: RankPool, device: str, options: Options
 ) -> None:
-    alone = learn_alike(SingleCommunicator(), device, {"sync_every": 10})[0]
-    together, agreement, _ = shm.run(learn_alike, device, options, size=4)[0]
-    np.testing.assert_allclose(together, alone, rtol=0.02)
+    own, together, agreement = shm.run(learn_alike, device, options, size=4)[0]
+    np.testing.assert_allclose(together, own, rtol=0.02)
     np.testing.assert_allclose(agreement, 1, atol=1e-4)
-    summed, nothing, _ = shm.run(learn_alike, device, {**options, "merge": "bayes"}, size=4)[0]
-    assert all(far > 1.2 * near for far, near in zip(summed, alone, strict=True))
+    bayes = {**options, "merge": "bayes"}
+    own, summed, nothing = shm.run(learn_alike, device, bayes, size=4)[0]
+    assert all(far > 1.2 * near for far, near in zip(summed, own, strict=True))
     assert nothing == [0] * len(agreement)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_steps_alone_are_capped_as_parts_of_a_step_of_all(shm: RankPool, device: str) -> None:
+    options = {"sync_every": 10}
+    one = learn_alike(SingleCommunicator(), device, options, steps=1)[0]
+    part = shm.run(learn_alike, device, options, 1, size=4)[0][0]
+    narrower = cap_factor(24) * 2 / cap_factor(6)
+    np.testing.assert_allclose(np.array(one[-1:]) / part[-1:], narrower, rtol=0.02)
+    bayes = shm.run(learn_alike, device, {**options, "merge": "bayes"}, 1, size=4)[0][0]
+    np.testing.assert_allclose(bayes, one, rtol=1e-5)
 
 
 def learn_locally(comm: Any, sizes: list[int]) -> tuple[str, str, int]:
