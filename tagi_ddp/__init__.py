@@ -21,8 +21,8 @@ from tagi_ddp.communicators import (
 from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
 from tagi_ddp.engine import import_hook as _import_hook
 from tagi_ddp.engine.loader import cuda_available
+from tagi_ddp.launcher.failure import LaunchError
 from tagi_ddp.launcher.launch import launch
-from tagi_ddp.launcher.supervisor import LaunchError
 from tagi_ddp.sequential import (
     DDPConfig,
     DDPSequential,

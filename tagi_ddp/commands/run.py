@@ -1,4 +1,4 @@
-"""``tagi-ddp run``: a script on several processes of this host."""
+"""``tagi-ddp run``: a script on several processes of this host, or of each of several."""
 
 from __future__ import annotations
 
@@ -6,27 +6,42 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 from tagi_ddp.checks import count, positive
 from tagi_ddp.environment import detect
-from tagi_ddp.launcher.supervisor import LaunchError, supervise
+from tagi_ddp.launcher.failure import LaunchError
+from tagi_ddp.launcher.nodes import Nodes
+from tagi_ddp.launcher.supervisor import supervise
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``run`` to the commands."""
     parser = commands.add_parser(
         "run",
-        help="run a script on several processes of this host",
-        usage="tagi-ddp run [-n N] [--timeout S] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        help="run a script on several processes",
+        usage="tagi-ddp run [-n N] [--timeout S] [--nnodes K --node-rank R --rendezvous HOST:PORT]"
+        " (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Run a Python script on several processes of this host, the ranks; "
         "DDPConfig.from_env() in it finds the rank. Output lines carry the rank. When a rank fails "
-        "all are ended. OMP_NUM_THREADS is set to cores / N unless it is set already.",
+        "all are ended. OMP_NUM_THREADS is set to cores / N unless it is set already. With "
+        "--nnodes, run it on each of K hosts, numbered by --node-rank, to make one job of them: "
+        "node 0 is HOST and listens at PORT, and all need the same TAGI_DDP_SECRET or "
+        "TAGI_DDP_SECRET_FILE.",
         epilog="Exit status: that of the rank that failed first, 128 + the signal's number if one "
         "killed it; 124 after the timeout; 130 after Ctrl-C.",
     )
     parser.add_argument("-n", "--nprocs", type=count, default=2, metavar="N", help="default: 2")
     parser.add_argument(
         "--timeout", type=positive, metavar="S", help="end all ranks after S seconds"
+    )
+    parser.add_argument(
+        "--nnodes", type=count, default=1, metavar="K", help="number of hosts; default: 1"
+    )
+    parser.add_argument("--node-rank", type=int, metavar="R", help="of this host, from 0")
+    parser.add_argument(
+        "--rendezvous", type=_endpoint, metavar="HOST:PORT", help="where node 0 listens"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     parser.add_argument("target", metavar="SCRIPT", help="the script, or the module's name with -m")
@@ -39,11 +54,11 @@ def _run(options: argparse.Namespace) -> int:
         print(f"tagi-ddp: there is no script {options.target!r}", file=sys.stderr)
         return 2
     try:
-        outer = detect()
+        outer, nodes = detect(), _nodes(options)
     except ValueError as error:
         print(f"tagi-ddp: {error}", file=sys.stderr)
         return 2
-    if outer.world_size > 1 and outer.launcher != "tagi_ddp":
+    if nodes is None and outer.world_size > 1 and outer.launcher != "tagi_ddp":
         print(
             f"tagi-ddp: this is task {outer.rank} of {outer.world_size} that {outer.launcher} has "
             "started, and each would start a job of its own. Start one task, or let "
@@ -53,7 +68,8 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     kind = "module" if options.module else "script"
     try:
-        supervise([kind, options.target, *options.arguments], options.nprocs, options.timeout)
+        command = [kind, options.target, *options.arguments]
+        supervise(command, options.nprocs, options.timeout, nodes=nodes)
     except LaunchError as error:
         # The rank has printed its traceback itself.
         text = f"rank {error.rank} failed first" if error.traceback else str(error)
@@ -68,4 +84,35 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenPipeError:  # of `tagi-ddp run ... | head`; keeps Python from flushing it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"tagi-ddp: {error.strerror or error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [ADDRESS]:PORT."""
+    with suppress(ValueError):
+        parts = urlsplit(f"//{text}")
+        if parts.hostname and parts.port and parts.netloc == text:
+            return parts.hostname, parts.port
+    raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
+
+
+def _nodes(options: argparse.Namespace) -> Nodes | None:
+    """Return this host's part in a job of several, None if it is the only one.
+
+    Raises ValueError that says which option is wrong or missing.
+    """
+    given = {"--node-rank": options.node_rank, "--rendezvous": options.rendezvous}
+    if options.nnodes == 1:
+        if named := [name for name, value in given.items() if value not in (None, 0)]:
+            raise ValueError(f"{named[0]} needs --nnodes, the number of hosts")
+        return None
+    if missing := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"--nnodes {options.nnodes} needs {missing[0]}")
+    if not 0 <= options.node_rank < options.nnodes:
+        raise ValueError(
+            f"--node-rank is {options.node_rank}, but nodes go from 0 to {options.nnodes - 1}"
+        )
+    return Nodes(options.nnodes, options.node_rank, options.rendezvous)

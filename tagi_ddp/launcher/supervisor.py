@@ -14,9 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import IO
 
+from tagi_ddp.launcher.failure import Failure, LaunchError
+from tagi_ddp.launcher.nodes import Nodes, Place, new_job
 from tagi_ddp.launcher.rank_output import RankStream, Screen
 from tagi_ddp.launcher.rank_process import Report
 
@@ -29,38 +30,22 @@ _KILL = 5.0
 _DRAIN = 1.0
 
 
-class LaunchError(RuntimeError):
-    """A rank failed; all others were ended.
-
-    ``rank`` is the first that failed, ``exitcode`` its exit status, or minus the number of the
-    signal that killed it, ``traceback`` its Python traceback, "" when there is none.
-    """
-
-    def __init__(self, message: str, rank: int, exitcode: int, traceback: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.exitcode = exitcode
-        self.traceback = traceback
-
-    def __reduce__(self) -> tuple[type, tuple[str, int, int, str]]:
-        """Pickle with all attributes."""
-        return type(self), (str(self), self.rank, self.exitcode, self.traceback)
-
-
 def supervise(
     command: Sequence[str],
     nprocs: int,
     timeout: float | None = None,
     *,
     pass_fds: Sequence[int] = (),
+    nodes: Nodes | None = None,
 ) -> list[bytes | None]:
     """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all are done.
 
-    Returns the ranks' pickled results, for a script None. Raises LaunchError for the first rank
-    that failed, TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the
-    ranks started is gone too, and what they printed has been written.
+    With ``nodes`` they are a part of a job, which other hosts' ranks end as well. Returns the
+    ranks' pickled results, for a script None. Raises LaunchError for the first rank that failed,
+    TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the ranks started is
+    gone too, and what they printed has been written.
     """
-    team = _Team()
+    team = _Team(nodes)
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
@@ -68,29 +53,12 @@ def supervise(
         team.end()
     if failure is not None:
         raise LaunchError(
-            f"rank {failure.rank} of {nprocs} {failure.text}",
+            f"rank {failure.rank} of {team.world_size} {failure.text}",
             failure.rank,
             failure.exitcode,
             failure.traceback,
         )
     return [rank.report.get("result") for rank in team.ranks]
-
-
-@dataclass
-class _Failure:
-    rank: int
-    text: str
-    exitcode: int
-    time: float
-    consequence: bool = False
-    traceback: str = ""
-
-    def order(self) -> tuple[bool, bool, float]:
-        """Put the likeliest cause first.
-
-        A killed rank is noticed after the fact, maybe after the errors that it caused in others.
-        """
-        return self.consequence, self.exitcode >= 0, self.time
 
 
 class _Rank:
@@ -101,7 +69,7 @@ class _Rank:
         self.process = process
         self.report: Report = {}
         self.exitcode: int | None = None
-        self.failure: _Failure | None = None
+        self.failure: Failure | None = None
         self._received = bytearray()
 
     def receive(self, data: bytes) -> None:
@@ -117,7 +85,7 @@ class _Rank:
         if "time" not in self.report:
             return
         status, text = self.report.get("status", 1), self.report.get("traceback", "")
-        self.failure = _Failure(
+        self.failure = Failure(
             self.number,
             f"failed:\n\n{text}" if text else f"ended with exit status {status}",
             status,
@@ -154,7 +122,7 @@ class _Rank:
         else:
             return
         if self.failure is None:
-            self.failure = _Failure(self.number, text, self.exitcode, time.monotonic())
+            self.failure = Failure(self.number, text, self.exitcode, time.monotonic())
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank and all that it started."""
@@ -165,22 +133,28 @@ class _Rank:
 class _Team:
     """All ranks and their pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Nodes | None) -> None:
         self.ranks: list[_Rank] = []
-        self._port = reserve_port()
+        self.world_size = 0
+        self._nodes = nodes
+        self._port = reserve_port("127.0.0.1" if nodes is None else "")
         self._screen = Screen()
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[int, IO[bytes]] = {}  # that may still hold something, by descriptor
 
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
         """Start all ranks; none goes on when this is interrupted."""
-        job = f"{os.getpid()}-{secrets.token_hex(8)}"
-        port, secret = self._port.getsockname()[1], secrets.token_hex(32)
+        port = self._port.getsockname()[1]
+        if self._nodes is None:
+            place = Place(0, nprocs, new_job(), secrets.token_hex(32), "127.0.0.1", port)
+        else:
+            place = self._nodes.join(nprocs, port)
+        self.world_size = place.world_size
         gate, opener = os.pipe()
         try:
-            for number in range(nprocs):
-                environment = _environment(number, nprocs, job, port, secret)
-                self._start_rank(number, command, gate, pass_fds, environment)
+            for local in range(nprocs):
+                environment = _environment(local, nprocs, place)
+                self._start_rank(place.first + local, command, gate, pass_fds, environment)
             os.write(opener, bytes(nprocs))
         finally:
             os.close(gate)
@@ -221,7 +195,7 @@ class _Team:
             assert pipe is not None
             self._read_from(pipe, RankStream(self._screen, number, file).feed)
 
-    def watch(self, timeout: float | None, needs_result: bool) -> _Failure | None:
+    def watch(self, timeout: float | None, needs_result: bool) -> Failure | None:
         """Wait until all ranks have ended well (None) or it is known which one failed first."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         settled = math.inf
@@ -235,19 +209,34 @@ class _Team:
                 rank.judge(needs_result)
             now = time.monotonic()
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
-            if failures:
-                first = min(failures, key=_Failure.order)
-                settled = min(settled, now + _SETTLE)
-                known = not first.consequence and not self.ranks[first.rank].leaving
-                if known or not running or now >= settled:
-                    return first
-            elif not running:
-                return None
+            leaving = [rank.number for rank in self.ranks if rank.leaving]
+            more = False  # whether other hosts' ranks run
+            if self._nodes is not None:
+                told = [failure for failure in failures if failure.rank not in leaving]
+                self._nodes.exchange(told, done=not running and not failures)
+                if self._nodes.over:
+                    return self._nodes.verdict
+                failures += self._nodes.failures
+                more = self._nodes.running
+            if self._nodes is None or self._nodes.decides:
+                if failures:
+                    first = min(failures, key=Failure.order)
+                    settled = min(settled, now + _SETTLE)
+                    known = not first.consequence and first.rank not in leaving
+                    if known or not (running or more) or now >= settled:
+                        return self._end_job(first)
+                elif not (running or more):
+                    return self._end_job(None)
             if now >= deadline:
                 raise TimeoutError(
-                    f"ranks {running} of {len(self.ranks)} were still running after {timeout} "
+                    f"ranks {running} of {self.world_size} were still running after {timeout} "
                     "seconds; all were ended"
                 )
+
+    def _end_job(self, verdict: Failure | None) -> Failure | None:
+        if self._nodes is not None:
+            self._nodes.end(verdict)
+        return verdict
 
     def end(self) -> None:
         """End every process that is left, write what they still said, and free everything."""
@@ -277,6 +266,8 @@ class _Team:
                 pipe.close()
             self._selector.close()
             self._port.close()
+            if self._nodes is not None:
+                self._nodes.close()
 
     def _pump(self, seconds: float) -> None:
         """Wait up to ``seconds`` for output or reports; pass on a piece of each."""
@@ -292,14 +283,14 @@ class _Team:
         self._selector.register(pipe.fileno(), selectors.EVENT_READ, take)
 
 
-def _environment(rank: int, nprocs: int, job: str, port: int, secret: str) -> dict[str, str]:
+def _environment(local: int, nprocs: int, job: Place) -> dict[str, str]:
     """Return this process's environment with the rank's place in it, as torchrun sets it too."""
     # torch would ask the agent of an outer torchrun for the address of rank 0.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     place = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_RANK": str(rank),
+        "RANK": str(job.first + local),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(nprocs),
     }
     cores = len(os.sched_getaffinity(0))
@@ -308,21 +299,21 @@ def _environment(rank: int, nprocs: int, job: str, port: int, secret: str) -> di
         **inherited,
         **place,
         **{f"TAGI_DDP_{name}": value for name, value in place.items()},
-        "TAGI_DDP_JOB": job,
-        "TAGI_DDP_SECRET": secret,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "TAGI_DDP_JOB": job.job,
+        "TAGI_DDP_SECRET": job.secret,
+        "MASTER_ADDR": job.address,
+        "MASTER_PORT": str(job.port),
     }
 
 
-def reserve_port() -> socket.socket:
-    """Return a socket at a TCP port that nobody else is given while it is open.
+def reserve_port(address: str = "127.0.0.1") -> socket.socket:
+    """Return a socket at a TCP port of ``address`` that nobody else is given while it is open.
 
     It does not listen, and others may reuse its address: so a store can listen there.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
+    holder.bind((address, 0))
     return holder
 
 

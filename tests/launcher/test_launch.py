@@ -16,8 +16,8 @@ import pytest
 
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.environment import detect
+from tagi_ddp.launcher.failure import LaunchError
 from tagi_ddp.launcher.launch import launch
-from tagi_ddp.launcher.supervisor import LaunchError
 from tagi_ddp.sequential.config import DDPConfig
 
 LIMIT = 60.0

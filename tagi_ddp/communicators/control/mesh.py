@@ -36,7 +36,7 @@ _SILENCE = 20  # seconds
 _REFUSED = (OSError, EOFError, AssertionError, AuthenticationError, ValueError, struct.error)
 
 
-class _Record(TypedDict):
+class Record(TypedDict):
     """What a rank must know of another one to call it."""
 
     host: str
@@ -51,13 +51,17 @@ class Listener:
     Args:
         secret: the job's, where strangers may read records; b"" where they cannot.
         one_host: whether all ranks are on this host: nobody else can connect.
+        port: where to listen; 0: where there is room.
+        nonce: what a key differs by from others of the same secret; "": a random one.
     """
 
-    def __init__(self, secret: bytes = b"", one_host: bool = False) -> None:
+    def __init__(
+        self, secret: bytes = b"", one_host: bool = False, port: int = 0, nonce: str = ""
+    ) -> None:
         """Listen on every interface of this host, or on its loopback interface alone."""
-        self._server = _open_port(one_host)
+        self._server = _open_port(one_host, port)
         self._secret = secret
-        nonce = secrets.token_hex(32)
+        nonce = nonce or secrets.token_hex(32)
         self._key = _key(secret, nonce)
         self._admitted: dict[int, Connection] = {}
         self._changed = threading.Condition()
@@ -65,7 +69,7 @@ class Listener:
         self._door = threading.Thread(target=self._accept, daemon=True)
         port = self._server.getsockname()[1]
         addresses = [] if one_host else _addresses()
-        record = _Record(host=host_id(), addresses=addresses, port=port, nonce=nonce)
+        record = Record(host=host_id(), addresses=addresses, port=port, nonce=nonce)
         self.record = json.dumps(record).encode()
         """What the other ranks must know."""
 
@@ -91,20 +95,28 @@ class Listener:
         if above:
             self._door.start()
         called = {
-            r: _call(rank, json.loads(records[r]), self._secret, deadline) for r in range(rank)
+            r: call(rank, json.loads(records[r]), self._secret, deadline) for r in range(rank)
         }
         found = {peer: connection for peer, connection in called.items() if connection is not None}
-        with self._changed:
-            left = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: above <= self._admitted.keys(), left)
-            found |= self._admitted
-            self._admitted = {}
+        found |= self._await(above, deadline)
         missing = [r for r in range(len(records)) if r != rank and r not in found]
         if missing:
             for connection in found.values():
                 connection.close()
             return {}, missing
         return found, []
+
+    def admit(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
+        """Return the connections of those of ``ranks`` that have called when time is up."""
+        self._door.start()
+        return self._await(ranks, deadline)
+
+    def _await(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: ranks <= self._admitted.keys(), left)
+            found, self._admitted = self._admitted, {}
+        return found
 
     def _accept(self) -> None:
         """Give each guest a thread until the port closes: a silent one holds up no other."""
@@ -136,7 +148,7 @@ def _key(secret: bytes, nonce: str) -> bytes:
     return hmac.digest(secret, nonce.encode(), "sha256")
 
 
-def _call(rank: int, record: _Record, secret: bytes, deadline: float) -> Connection | None:
+def call(rank: int, record: Record, secret: bytes, deadline: float) -> Connection | None:
     """Try the addresses of ``record`` until the rank that has its key answers."""
     here = ["127.0.0.1", "::1"] if record["host"] == host_id() else []
     key, port = _key(secret, record["nonce"]), record["port"]
@@ -215,16 +227,16 @@ def own_address(connections: Iterable[Connection]) -> str:
 # This host.
 
 
-def _open_port(one_host: bool) -> socket.socket:
+def _open_port(one_host: bool, port: int) -> socket.socket:
     """Return a listening socket, for IPv4 and IPv6 where the machine has both."""
     if one_host:
-        return socket.create_server(("127.0.0.1", 0), backlog=4096)
+        return socket.create_server(("127.0.0.1", port), backlog=4096)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+                ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
             )
-    return socket.create_server(("", 0), backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
 
 
 def host_id() -> str:

@@ -1,0 +1,184 @@
+"""The launchers of a job's hosts: where their ranks stand, and that all end when one fails.
+
+Node 0's launcher listens; each of the others connects to it, and proves that it has the job's
+secret. They tell it of their ranks' failures and ends, and it tells them when the job is over. A
+lost connection is a lost host.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import time
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tagi_ddp.communicators.control import mesh
+from tagi_ddp.environment import job_secret
+from tagi_ddp.launcher.failure import Failure
+
+_MEET = 300.0  # seconds in which all launchers must come
+_NAME = "tagi-ddp run"  # what they ask for at the port where they meet
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of this host stand in their job, and where rank 0 listens."""
+
+    first: int
+    world_size: int
+    job: str
+    secret: str
+    address: str
+    port: int
+
+
+class Nodes:
+    """Node ``node_rank`` of ``count``; node 0 listens at its ``rendezvous``, host and port."""
+
+    def __init__(self, count: int, node_rank: int, rendezvous: tuple[str, int]) -> None:
+        """Prepare; `join` meets the others.
+
+        Raises ValueError if there is no job secret: whoever reached the port could join the job.
+        """
+        self._secret = job_secret()
+        if not self._secret:
+            raise ValueError(
+                "a job on several nodes needs a secret: set TAGI_DDP_SECRET to the same random "
+                "text on all of them, or TAGI_DDP_SECRET_FILE to the name of a file with it"
+            )
+        self._count = count
+        self._node_rank = node_rank
+        self._address, self._port = rendezvous
+        self._others: dict[int, Connection] = {}  # of node 0 all, of any other node 0
+        self._firsts = [0] * count  # the first rank of each node
+        self._running: set[int] = set()
+        self._told: set[int] = set()  # ranks whose failures node 0 has been told of
+        self.failures: list[Failure] = []
+        """What node 0 has heard of the other nodes' ranks."""
+        self.over = False
+        """Whether node 0 has said that the job is over, because of `verdict`."""
+        self.verdict: Failure | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is node 0, which says when the job is over."""
+        return self._node_rank == 0
+
+    @property
+    def running(self) -> bool:
+        """Whether, as far as node 0 knows, another node's ranks run."""
+        return bool(self._running)
+
+    def join(self, nprocs: int, port: int) -> Place:
+        """Return the place of this host's ``nprocs`` ranks; on node 0, rank 0 can use ``port``.
+
+        Raises TimeoutError that names the nodes that did not come, OSError if node 0 cannot listen.
+        """
+        deadline = time.monotonic() + _MEET
+        others = list(range(1, self._count)) if self.decides else [0]
+        self._others, missing = self._meet(others, deadline)
+        if missing:
+            raise self._absent(missing)
+        if self.decides:
+            counts = [nprocs, *(self._receive(node).get("ranks", 0) for node in others)]
+            if 0 in counts:
+                raise self._absent([node for node in others if not counts[node]])
+            self._firsts = [sum(counts[:node]) for node in range(self._count)]
+            place = Place(0, sum(counts), new_job(), "", self._address, port)
+            for node in others:
+                self._send(node, {"place": asdict(replace(place, first=self._firsts[node]))})
+            self._running = set(others)
+        else:
+            self._send(0, {"ranks": nprocs})
+            wait([self._others[0]], deadline - time.monotonic())
+            answer = self._receive(0)
+            if "place" not in answer:
+                raise TimeoutError("node 0 has given up: its tagi-ddp run says why")
+            place = Place(**answer["place"])
+            self._running = {self._node_rank}
+        # The secret itself does not travel.
+        secret = hmac.digest(self._secret, place.job.encode(), "sha256").hex()
+        return replace(place, secret=secret)
+
+    def _absent(self, nodes: list[int]) -> TimeoutError:
+        return TimeoutError(
+            f"nodes {nodes} of {self._count} did not come to {self._address}, port {self._port}, "
+            f"within {_MEET:g} seconds: give tagi-ddp run on all nodes the same --nnodes and "
+            "--rendezvous, and the same secret"
+        )
+
+    def _meet(self, others: list[int], deadline: float) -> tuple[dict[int, Connection], list[int]]:
+        if self.decides:
+            try:
+                listener = mesh.Listener(self._secret, port=self._port, nonce=_NAME)
+            except OSError as error:
+                where = f"node 0 cannot listen at port {self._port}"
+                raise OSError(error.errno, f"{where}: {error.strerror}") from error
+            with closing(listener):
+                found = listener.admit(set(others), deadline)
+        else:
+            record = mesh.Record(host="", addresses=[self._address], port=self._port, nonce=_NAME)
+            connection = mesh.call(self._node_rank, record, self._secret, deadline)
+            found = {} if connection is None else {0: connection}
+        return found, [node for node in others if node not in found]
+
+    def exchange(self, failures: list[Failure], done: bool) -> None:
+        """Tell node 0 of this host's ``failures``, and whether it is done; hear what is new."""
+        if not self.decides:
+            for failure in failures:
+                if failure.rank not in self._told:
+                    self._told.add(failure.rank)
+                    self._send(0, {"failure": asdict(failure)})
+            if done and self._running:
+                self._running = set()
+                self._send(0, {})
+        numbers = {connection: node for node, connection in self._others.items()}
+        for connection in wait(list(numbers), 0):
+            assert isinstance(connection, Connection)
+            self._take(numbers[connection], self._receive(numbers[connection]))
+
+    def _take(self, node: int, message: dict[str, Any]) -> None:
+        if "failure" in message:
+            self.failures.append(Failure(**message["failure"] | {"time": time.monotonic()}))
+        elif "verdict" in message:
+            self.over = True
+            if message["verdict"] is not None:
+                self.verdict = Failure(**message["verdict"])
+        else:
+            self._running.discard(node)
+
+    def end(self, verdict: Failure | None) -> None:
+        """Tell all, as node 0, that the job is over."""
+        for node in list(self._others):
+            self._send(node, {"verdict": verdict and asdict(verdict)})
+
+    def close(self) -> None:
+        """Leave the others, who take this host for lost unless the job is over."""
+        for connection in self._others.values():
+            connection.close()
+
+    def _send(self, node: int, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # what reads finds the end
+            self._others[node].send_bytes(json.dumps(message).encode())
+
+    def _receive(self, node: int) -> dict[str, Any]:
+        """Return a message of ``node``, at its end that it is lost."""
+        try:
+            message: dict[str, Any] = json.loads(self._others[node].recv_bytes())
+        except (OSError, EOFError):
+            text = f"was lost with its host: the launcher of node {node} has gone"
+            lost = asdict(Failure(self._firsts[node], text, 1, time.monotonic()))
+            self._others.pop(node).close()
+            self._running.discard(node)
+            return {"failure": lost} if self.decides else {"verdict": lost}
+        return message
+
+
+def new_job() -> str:
+    """Return a name that no other job has."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"

@@ -1,0 +1,164 @@
+"""``tagi-ddp run --nnodes``: one job of the launchers of several hosts, here all on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from tagi_ddp.launcher import nodes
+from tagi_ddp.launcher.nodes import Nodes
+from tagi_ddp.launcher.supervisor import reserve_port
+
+Start = Callable[..., "subprocess.Popen[str]"]
+COMMAND = Path(sys.executable).with_name("tagi-ddp")
+SCRIPT = """
+import os, sys, time
+import numpy as np, tagi_ddp
+
+with tagi_ddp.init() as comm:
+    total = np.ones(4)
+    comm.all_reduce(total)
+    place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TAGI_DDP_JOB")]
+    print("at", comm.backend, comm.rank, int(total[0]), *place, flush=True)
+    if "fails" in sys.argv and comm.rank == int(sys.argv[2]):
+        raise ValueError("the cause")
+    if "wait" in sys.argv:
+        time.sleep(60)
+    comm.barrier()
+"""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with closing(reserve_port("")) as holder:
+        yield holder.getsockname()[1]
+
+
+@pytest.fixture
+def start(tmp_path: Path, port: int) -> Iterator[Start]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with ExitStack() as stack:
+
+        def start(node: int, ranks: int, *arguments: str) -> subprocess.Popen[str]:
+            where = ["--nnodes", "2", "--node-rank", str(node), "--rendezvous", f"localhost:{port}"]
+            process = subprocess.Popen(
+                [COMMAND, "run", "-n", str(ranks), *where, "script.py", *arguments],
+                cwd=tmp_path,
+                env={**os.environ, "TAGI_DDP_SECRET": "ours", "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def outputs(*processes: subprocess.Popen[str]) -> list[str]:
+    return [process.communicate(timeout=60)[0] for process in processes]
+
+
+def test_ranks_of_all_nodes_are_one_job(start: Start) -> None:
+    first, second = start(0, 1), start(1, 2)
+    texts = outputs(first, second)
+    assert (first.returncode, second.returncode) == (0, 0), texts
+    lines = [
+        sorted(line.split() for line in text.splitlines() if "] at " in line) for text in texts
+    ]
+    (job,) = {line[-1] for node in lines for line in node}
+    assert lines == [
+        [["[0]", "at", "gloo", "0", "3", "0", "1", job]],
+        [
+            ["[1]", "at", "gloo", "1", "3", "0", "2", job],
+            ["[2]", "at", "gloo", "2", "3", "1", "2", job],
+        ],
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> None:
+    processes = [start(node, 2, "fails", str(rank), "wait") for node in (1, 0)]
+    texts = outputs(*processes)
+    assert [process.returncode for process in processes] == [1, 1], texts
+    assert all(f"rank {rank} failed first; all ranks were ended" in text for text in texts), texts
+    assert sum("ValueError: the cause" in text for text in texts) >= 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_launcher_ends_the_others_ranks(start: Start, lost: int) -> None:
+    processes = [start(node, 1, "wait") for node in (0, 1)]
+    for process in processes:
+        assert process.stdout is not None
+        assert "at gloo" in process.stdout.readline()
+    processes[lost].send_signal(signal.SIGKILL)
+    text = outputs(processes[1 - lost])[0]
+    assert processes[1 - lost].returncode == 1
+    assert f"rank {lost} of 2 was lost with its host: the launcher of node {lost}" in text
+
+
+def test_nodes_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
+    monkeypatch.setattr(nodes, "_MEET", 0.3)
+    for node, absent in ((0, [1, 2]), (1, [0])):
+        with closing(Nodes(3, node, ("localhost", port))) as launcher:
+            with pytest.raises(
+                TimeoutError, match=rf"nodes \{absent} of 3 did not come".replace("]", r"\]")
+            ):
+                launcher.join(1, 1)
+
+
+def test_another_secret_is_another_job(
+    start: Start, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_MEET", 2)
+    monkeypatch.setenv("TAGI_DDP_SECRET", "theirs")
+    first = start(0, 1)
+    with closing(Nodes(2, 1, ("localhost", port))) as stranger, pytest.raises(TimeoutError):
+        stranger.join(5, 1)
+    assert first.poll() is None
+    assert outputs(first, start(1, 1))[0].count("at gloo 0 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--nnodes", "2", "--node-rank", "0"], "--nnodes 2 needs --rendezvous"),
+        (["--nnodes", "2", "--rendezvous", "a:1"], "--nnodes 2 needs --node-rank"),
+        (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "from 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"], "must be HOST:PORT, got 'a'"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a:70000"], "must be HOST:PORT"),
+        (["--node-rank", "1"], "--node-rank needs --nnodes"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "[::1]:9"], "TAGI_DDP_SECRET"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], text: str) -> None:
+    (tmp_path / "script.py").write_text("")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TAGI_DDP_SECRET")}
+    done = subprocess.run(
+        [COMMAND, "run", *arguments, "script.py"],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_a_port_that_is_taken_is_named(start: Start, port: int) -> None:
+    with socket.create_server(("", port)):
+        process = start(0, 1)
+        assert f"node 0 cannot listen at port {port}" in outputs(process)[0]
+        assert process.returncode == 2
