@@ -115,6 +115,34 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> 
     assert len({digest for *_, digest in results}) == 1
 
 
+def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [Path(sys.executable).with_name("tagi-ddp"), "run", "-n", "2", "--nnodes", "2"]
+    with ExitStack() as stack:
+        launchers = []
+        for node, host in enumerate(hosts):
+            where = ["--node-rank", str(node), "--rendezvous", "10.99.0.1:29514"]
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", host, *command, *where, tmp_path / "script.py"],
+                env=worker_environment({"TAGI_DDP_SECRET": "ours"}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            launchers.append(process)
+        outputs = [process.communicate(timeout=60)[0] for process in launchers]
+    assert [process.returncode for process in launchers] == [0, 0], outputs
+    results = [
+        sorted(line.split() for line in text.splitlines() if "result" in line) for text in outputs
+    ]
+    assert [[line[:4] for line in node] for node in results] == [
+        [[f"[{rank}]", "result", str(rank), "gloo"] for rank in ranks] for ranks in ((0, 1), (2, 3))
+    ], outputs
+    assert len({line[4] for node in results for line in node}) == 1
+
+
 SILENCE = """
 import time
 import numpy as np
