@@ -321,6 +321,8 @@ void bind_shm(nb::module_& module) {
         .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })
         .def_prop_ro("device", [](const PyShmCommunicator&) { return "cpu"; })
         .def_prop_ro("timeout", &PyShmCommunicator::timeout)
+        .def_prop_ro("seconds_waited", &PyShmCommunicator::seconds_waited,
+                     "How long operations have waited for other ranks so far.")
         .def("all_reduce", &PyShmCommunicator::all_reduce, "buffer"_a, "op"_a = "sum",
              nb::kw_only(), "out"_a = nb::none(), "async_op"_a = false, "timeout"_a = nb::none())
         .def("broadcast", &PyShmCommunicator::broadcast, "buffer"_a, "root"_a = 0, nb::kw_only(),

@@ -23,6 +23,7 @@ class PyShmCommunicator {
     int rank() const { return communicator_->rank(); }
     int size() const { return communicator_->size(); }
     double timeout() const { return timeout_; }
+    double seconds_waited() const { return communicator_->seconds_waited(); }
     ShmCommunicator& get() { return *communicator_; }
 
     nanobind::object all_reduce(nanobind::handle buffer, const std::string& op,

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 
 namespace tagi_ddp {
 
@@ -17,5 +19,18 @@ inline Clock::time_point after(double seconds) {
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(
                               std::chrono::duration<double>(std::min(seconds, forever)));
 }
+
+// Adds the time for which it lives to `total`, in nanoseconds.
+class Stopwatch {
+ public:
+    explicit Stopwatch(std::atomic<int64_t>& total) : total_(total) {}
+    Stopwatch(const Stopwatch&) = delete;
+    Stopwatch& operator=(const Stopwatch&) = delete;
+    ~Stopwatch() { total_ += std::chrono::nanoseconds(Clock::now() - begin_).count(); }
+
+ private:
+    std::atomic<int64_t>& total_;
+    Clock::time_point begin_ = Clock::now();
+};
 
 }  // namespace tagi_ddp

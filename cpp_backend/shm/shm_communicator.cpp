@@ -180,6 +180,8 @@ void ShmCommunicator::time_out(const Operation& operation, int peer) const {
 
 void ShmCommunicator::wait(const Operation& operation, Counter& counter, uint32_t target,
                            int peer) {
+    if (counter.reached(target)) return;
+    const Stopwatch stopwatch(waited_);
     for (int i = 0; i < spins_; ++i) {
         if (counter.reached(target)) return;
         if (has_cores_) {

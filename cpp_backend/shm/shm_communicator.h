@@ -6,6 +6,8 @@
 // (`Pipeline`). Buffers from `allocate` are reduced in place: each rank its share, for all.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -46,6 +48,8 @@ class ShmCommunicator {
 
     int rank() const { return rank_; }
     int size() const { return size_; }
+    // How long operations have waited for other ranks so far.
+    double seconds_waited() const { return 1e-9 * static_cast<double>(waited_); }
 
     void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op, double timeout);
     void broadcast(const Buffer& buffer, int root, double timeout);
@@ -110,6 +114,7 @@ class ShmCommunicator {
     int process_;                       // a forked child must not speak for its parent
     bool has_cores_;                    // one for each rank
     int spins_;                         // looks at a counter before sleeping on it
+    std::atomic<int64_t> waited_{0};    // for other ranks, in nanoseconds
     uint32_t number_ = 0;               // of the last collective, for errors
     uint32_t entries_ = 0;              // how often `enter` was called
     uint32_t round_ = 0;  // rounds of chunks so far, equal on all ranks between operations

@@ -54,17 +54,11 @@ def _run(options: argparse.Namespace) -> int:
         print(f"tagi-ddp: there is no script {options.target!r}", file=sys.stderr)
         return 2
     try:
-        outer, nodes = detect(), _nodes(options)
+        nodes = _nodes(options)
+        if nodes is None:
+            _refuse_tasks(options.target)
     except ValueError as error:
         print(f"tagi-ddp: {error}", file=sys.stderr)
-        return 2
-    if nodes is None and outer.world_size > 1 and outer.launcher != "tagi_ddp":
-        print(
-            f"tagi-ddp: this is task {outer.rank} of {outer.world_size} that {outer.launcher} has "
-            "started, and each would start a job of its own. Start one task, or let "
-            f"{outer.launcher} start the ranks: python {options.target}",
-            file=sys.stderr,
-        )
         return 2
     kind = "module" if options.module else "script"
     try:
@@ -88,6 +82,17 @@ def _run(options: argparse.Namespace) -> int:
         print(f"tagi-ddp: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _refuse_tasks(target: str) -> None:
+    """Raise ValueError in one of several tasks of another launcher."""
+    outer = detect()
+    if outer.world_size > 1 and outer.launcher != "tagi_ddp":
+        raise ValueError(
+            f"this is task {outer.rank} of {outer.world_size} that {outer.launcher} has started, "
+            "and each would start a job of its own. Start one task, or let "
+            f"{outer.launcher} start the ranks: python {target}"
+        )
 
 
 def _endpoint(text: str) -> tuple[str, int]:

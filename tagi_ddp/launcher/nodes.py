@@ -89,7 +89,7 @@ class Nodes:
             if 0 in counts:
                 raise self._absent([node for node in others if not counts[node]])
             self._firsts = [sum(counts[:node]) for node in range(self._count)]
-            place = Place(0, sum(counts), new_job(), "", self._address, port)
+            place = Place(0, sum(counts), new_job(), "", "", port)
             for node in others:
                 self._send(node, {"place": asdict(replace(place, first=self._firsts[node]))})
             self._running = set(others)
@@ -101,9 +101,9 @@ class Nodes:
                 raise TimeoutError("node 0 has given up: its tagi-ddp run says why")
             place = Place(**answer["place"])
             self._running = {self._node_rank}
-        # The secret itself does not travel.
+        # The secret itself does not travel; hosts may know node 0 by different names.
         secret = hmac.digest(self._secret, place.job.encode(), "sha256").hex()
-        return replace(place, secret=secret)
+        return replace(place, secret=secret, address=self._address)
 
     def _absent(self, nodes: list[int]) -> TimeoutError:
         return TimeoutError(

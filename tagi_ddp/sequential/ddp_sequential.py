@@ -26,11 +26,7 @@ from tagi_ddp.replica.parameter_file import (
 )
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.sequential.equality import (
-    ReplicaMismatch,
-    check_state,
-    check_structure,
-)
+from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.sequential.placement import (
     bring_together,
@@ -38,6 +34,7 @@ from tagi_ddp.sequential.placement import (
     require_sequential,
     threads_for,
 )
+from tagi_ddp.trace.timeline import traced
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
 from tagi_ddp.update.exchange import Exchange, Setting
@@ -184,6 +181,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         """Call `forward`."""
         return self.forward(mu_x, var_x)
 
+    @traced("forward")
     def forward(
         self, mu_x: ArrayLike, var_x: ArrayLike | None = None
     ) -> tuple[FloatArray, FloatArray]:
@@ -221,6 +219,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
             self._accumulation.forwarded = self.compute.samples
             return outputs
 
+    @traced("backward")
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
 
@@ -236,6 +235,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
                 exchange.start_nothing()
             accumulation.after_backward()
 
+    @traced("step")
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
 

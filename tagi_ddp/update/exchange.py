@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from tagi_ddp.communicators import Communicator, Work, all_gather_object
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import QueuedAgreement, Replica
 from tagi_ddp.replica.staging import host_bucket
+from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 # Between hosts, two or more parts of this size are reduced while backward goes on: 6 to 22 % less
@@ -109,6 +112,7 @@ class HostExchange(Exchange):
     def _exchange(self, own: Contribution) -> Agreement:
         """Return what the ranks agree on; the update is applied if that allows it."""
 
+    @traced("applying")
     def _apply(self, bucket: FloatArray, agreement: Agreement) -> None:
         self._replica.parameters.apply(
             bucket, agreement.divisor(self._average), agreement.cap(self._average)
@@ -144,7 +148,9 @@ class Fused(InMemory):
         self._memory = communicator
 
     def _exchange(self, own: Contribution) -> Agreement:
-        return update(self._memory, self._parameters, own, self._average)
+        return shown_in_memory(
+            self._memory, partial(update, self._memory, self._parameters, own, self._average)
+        )
 
 
 class Bucket(HostExchange):
@@ -166,9 +172,13 @@ class Bucket(HostExchange):
             self._bucket.fill(0)
         elif not self._in_place:
             self._replica.parameters.pack(self._bucket)
-        self._communicator.all_reduce(self._bucket)
+        self._reduce(self._bucket)
         self._apply(self._bucket, agreement)
         return agreement
+
+    @traced("reducing")
+    def _reduce(self, bucket: FloatArray) -> None:
+        self._communicator.all_reduce(bucket)
 
 
 class Overlapped(InMemory):
@@ -185,6 +195,7 @@ class Overlapped(InMemory):
         self._works: list[Work] = []
         self._culprit = ""
 
+    @traced("reducing")
     def discard(self) -> None:
         """Wait for the reductions of deltas that backward is about to replace."""
         for work in self._works:
@@ -257,6 +268,19 @@ def parts_of(parameters: Parameters, size: int) -> list[tuple[int, int]]:
     return parts
 
 
+def shown_in_memory(memory: ShmCommunicator, exchange: Callable[[], Agreement]) -> Agreement:
+    """Return what ``exchange`` does; a timeline shows its waits for other ranks first, as one."""
+    if timeline is None:
+        return exchange()
+    begin, waited = time.monotonic(), memory.seconds_waited
+    agreement = exchange()
+    end, middle = time.monotonic(), begin + memory.seconds_waited - waited
+    timeline.add("waiting", begin, middle)
+    timeline.add("reducing and applying", middle, end)
+    return agreement
+
+
+@traced("waiting")
 def vote(communicator: Communicator, own: Contribution) -> Agreement:
     """Return what follows from the contributions of all ranks; a collective call."""
     words = [own.batch, int(own.finite), int(own.finished)]

@@ -19,6 +19,7 @@ from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.engine.layers import walk
 from tagi_ddp.optim.schedule import SyncSchedule
+from tagi_ddp.trace.timeline import traced
 from tagi_ddp.update.compressed_sum import BITS, Compress, Pending
 from tagi_ddp.update.consensus import Consensus
 from tagi_ddp.update.exchange import Exchange, Setting, vote
@@ -204,6 +205,7 @@ class Merging(Exchange):
         self.steps = self._shares = self._samples = 0
         self._culprit = ""
 
+    @traced("applying")
     def _step(self, samples: int, finished: bool) -> None:
         """Apply this rank's own deltas, capped; not if they are not finite."""
         self.steps += not finished
@@ -216,6 +218,7 @@ class Merging(Exchange):
         refused = bool(self._culprit or self._replica.take_refused(everything=True))
         return vote(self._communicator, Contribution(self._samples, not refused, finished))
 
+    @traced("merging")
     def _merge_node(self) -> None:
         self._replica.pull()
         self._replica.parameters.read_posterior(self._now)
@@ -230,6 +233,7 @@ class Merging(Exchange):
             common.change[:] = self._sent
             self._sum = common.start()
 
+    @traced("merging nodes")
     def _receive(self) -> None:
         """Wait for the changes of all nodes, and take them into both posteriors."""
         if self._sum is not None:

@@ -6,11 +6,14 @@ and 1 / ranks of the work on parameters is left to each. The same bits as withou
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from tagi_ddp._backend import Agreement, Contribution, ShmCommunicator, shards, update_sharded
 from tagi_ddp.replica.staging import host_bucket
-from tagi_ddp.update.exchange import HostExchange, InMemory, Setting, vote
+from tagi_ddp.trace.timeline import traced
+from tagi_ddp.update.exchange import HostExchange, InMemory, Setting, shown_in_memory, vote
 
 
 class InSharedMemory(InMemory):
@@ -30,7 +33,12 @@ class InSharedMemory(InMemory):
     def _exchange(self, own: Contribution) -> Agreement:
         if own.batch and not self._in_place:
             self._parameters.pack(self._bucket)
-        return update_sharded(self._memory, self._parameters, self._bucket, own, self._average)
+        return shown_in_memory(
+            self._memory,
+            partial(
+                update_sharded, self._memory, self._parameters, self._bucket, own, self._average
+            ),
+        )
 
 
 class Scattered(HostExchange):
@@ -60,11 +68,19 @@ class Scattered(HostExchange):
                 parameters.pack_shard(part, begin)
         begin, part = self._parts[communicator.rank]
         mine = np.empty_like(part)
-        communicator.reduce_scatter(self._bucket, mine, self._counts)
+        self._reduce(mine)
         divisor, cap = agreement.divisor(self._average), agreement.cap(self._average)
         parameters.apply_shard(mine, begin, divisor, cap)
-        communicator.all_gather(mine, self._bucket, self._counts)
+        self._gather(mine)
         for rank, (begin, part) in enumerate(self._parts):
             if rank != communicator.rank:
                 parameters.take_shard(part, begin)
         return agreement
+
+    @traced("reducing")
+    def _reduce(self, mine: np.ndarray) -> None:
+        self._communicator.reduce_scatter(self._bucket, mine, self._counts)
+
+    @traced("gathering")
+    def _gather(self, mine: np.ndarray) -> None:
+        self._communicator.all_gather(mine, self._bucket, self._counts)

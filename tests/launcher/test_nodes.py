@@ -110,11 +110,13 @@ def test_nodes_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
     monkeypatch.setattr(nodes, "_MEET", 0.3)
     for node, absent in ((0, [1, 2]), (1, [0])):
-        with closing(Nodes(3, node, ("localhost", port))) as launcher:
-            with pytest.raises(
+        with (
+            closing(Nodes(3, node, ("localhost", port))) as launcher,
+            pytest.raises(
                 TimeoutError, match=rf"nodes \{absent} of 3 did not come".replace("]", r"\]")
-            ):
-                launcher.join(1, 1)
+            ),
+        ):
+            launcher.join(1, 1)
 
 
 def test_another_secret_is_another_job(

@@ -1,0 +1,1 @@
+"""A timeline of what each rank does, for Perfetto."""

@@ -1,0 +1,150 @@
+"""TAGI_DDP_TRACE=folder: what each rank does when, as Chrome trace events, which Perfetto shows.
+
+All ranks of a job write into one file, which is a whole one whenever nobody writes: they take turns
+by a lock on it. Hosts need the folder in common, and clocks that agree.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from tagi_ddp.environment import detect
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PERIOD = 10.0  # seconds between two writes
+_END = b"\n]\n"
+_TAIL = 1 << 16  # bytes at a file's end among which an event ends
+
+
+class Timeline:
+    """The events of this process that are not yet written into ``folder``."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._process = os.getpid()
+        self._epoch = time.time() - time.monotonic()
+        self._events: list[tuple[str, threading.Thread, float, float]] = []
+        self._named: set[int] = set()  # threads whose names have been written
+        self._written = time.monotonic()
+        self._lock = threading.Lock()
+        atexit.register(self.write)
+        # Launchers end ranks by it when another one has failed.
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def add(self, name: str, begin: float, end: float) -> None:
+        """Add what this thread did from ``begin`` to ``end``, by time.monotonic()."""
+        self._events.append((name, threading.current_thread(), begin, end))
+        if end - self._written > _PERIOD:
+            self.write()
+
+    def write(self) -> None:
+        """Write what is new into the job's file; warn once and give up if that fails."""
+        if os.getpid() != self._process:
+            return  # a fork: these are its parent's
+        with self._lock:
+            events, self._events = self._events, []
+            self._written = time.monotonic()
+            if not events:
+                return
+            try:
+                place = detect()
+                job = place.job or f"{socket.gethostname()}-{self._process}"
+                self._folder.mkdir(parents=True, exist_ok=True)
+                path = self._folder / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', job)}.json"
+                append(path, self._lines(place.rank, events))
+            except (OSError, ValueError) as error:
+                self._written = float("inf")
+                warnings.warn(
+                    f"TAGI_DDP_TRACE={self._folder}: no timeline is written: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _terminate(self, number: int, frame: object) -> None:
+        if not self._lock.locked():  # else this has interrupted it
+            self.write()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _lines(
+        self, rank: int, events: list[tuple[str, threading.Thread, float, float]]
+    ) -> list[bytes]:
+        found: list[dict[str, object]] = []
+        if not self._named:
+            found.append(_name("process", rank, 0, f"rank {rank} on {socket.gethostname()}"))
+        for name, thread, begin, end in events:
+            number = thread.native_id or 0
+            if number not in self._named:
+                self._named.add(number)
+                found.append(_name("thread", rank, number, thread.name))
+            start, seconds = self._epoch + begin, end - begin
+            found.append(
+                {"name": name, "ph": "X", "pid": rank, "tid": number}
+                | {"ts": round(1e6 * start, 3), "dur": round(1e6 * seconds, 3)}
+            )
+        return [json.dumps(event).encode() for event in found]
+
+
+def _name(kind: str, rank: int, thread: int, name: str) -> dict[str, object]:
+    event = {"name": f"{kind}_name", "ph": "M", "pid": rank, "tid": thread}
+    return event | {"args": {"name": name}}
+
+
+def append(path: Path, events: list[bytes]) -> None:
+    """Append events to the array in a file, after what a killed process has left whole."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with open(descriptor, "r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        tail = file.read()
+        last = tail.rfind(b"}\n") if tail.endswith(_END) else tail.rfind(b"},\n")
+        place = size - len(tail) + last + 1 if last >= 0 else 0
+        content = (b",\n" if place else b"[\n") + b",\n".join(events) + _END
+        file.truncate(place)
+        file.seek(place)
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) :]
+
+
+timeline = Timeline(folder) if (folder := os.environ.get("TAGI_DDP_TRACE")) else None
+"""That of this process; None without TAGI_DDP_TRACE."""
+
+
+def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let calls of a function appear as ``name``; without TAGI_DDP_TRACE it stays as it is."""
+
+    def wrap(function: Callable[P, T]) -> Callable[P, T]:
+        events = timeline
+        if events is None:
+            return function
+
+        @functools.wraps(function)
+        def measured(*args: P.args, **kwargs: P.kwargs) -> T:
+            begin = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                events.add(name, begin, time.monotonic())
+
+        return measured
+
+    return wrap
