@@ -143,6 +143,37 @@ def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     assert len({line[4] for node in results for line in node}) == 1
 
 
+AGENT = """#!/bin/sh
+case $1 in 10.99.0.1) host={};; *) host={};; esac
+shift
+exec ip netns exec $host unshare --uts sh -c "hostname $host; $*"
+"""
+
+
+def test_mpirun_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("there is no mpirun")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    agent = tmp_path / "agent"
+    agent.write_text(AGENT.format(*hosts))
+    agent.chmod(0o700)
+    options = ["--allow-run-as-root", "--host", "10.99.0.1:2,10.99.0.2:2", "-n", "4"]
+    options += ["--map-by", "ppr:2:node:OVERSUBSCRIBE", "--prtemca", "plm_ssh_agent", str(agent)]
+    done = subprocess.run(
+        [agent, "10.99.0.1", mpirun, *options, sys.executable, str(tmp_path / "script.py")],
+        env=worker_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = sorted(line.split() for line in done.stdout.splitlines() if "result" in line)
+    assert [result[:3] for result in results] == [["result", str(r), "mpi"] for r in range(4)]
+    assert len({digest for *_, digest in results}) == 1
+
+
 SILENCE = """
 import time
 import numpy as np
