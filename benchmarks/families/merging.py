@@ -39,11 +39,12 @@ class Case:
     every: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     local: int = 0  # samples of a local batch; 0: a share is one step
+    order: int = 0  # of the data: the sampler's seed
 
     def __str__(self) -> str:
         """Return the row's name."""
         words = [f"{self.network}, batch {self.batch}, {self.ranks} ranks, {self.every} steps"]
-        words += [f"local batches of {self.local}"] * bool(self.local)
+        words += [f"local batches of {self.local}, order {self.order}"] * bool(self.local)
         return ", ".join([*words, *map(str, self.options.values())])
 
 
@@ -92,7 +93,8 @@ def _cases(quick: bool) -> Iterator[Case]:
     yield Case("MLP", 256, 4, 8, {"merge": "bayes"})
     for compress in ("bf16", "int8"):
         yield Case("MLP", 256, 4, 32, {"compress": compress})
-    yield Case("MLP", LARGE, 16, 1, {}, LOCAL)
+    for order in range(3):
+        yield Case("MLP", LARGE, 16, 1, {}, LOCAL, order)
 
 
 def _compared_with(case: Case) -> int:
@@ -126,7 +128,7 @@ def _train(case: Case, group: Communicator, data: ImageData, epochs: tuple[int, 
     if case.ranks > 1:
         options = {"reduction": "precision", "sync_every": case.every, **case.options}
     network = _network(case.network, data.side, task.metric.hrc_softmax.len)
-    sampler = DistributedSampler(data.x_train, group.size, group.rank)
+    sampler = DistributedSampler(data.x_train, group.size, group.rank, seed=case.order)
     found = {}
     with DDPSequential(network, communicator=group, compute="torch", **options) as model:
         model.set_threads(1)

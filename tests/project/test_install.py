@@ -72,7 +72,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if found.returncode:
         pytest.skip(f"pip reaches no package registry: {found.stderr[-300:]}")
     # Beside no build of a developer's: one's own build folder.
-    run(sys.executable, "-m", "build", "--outdir", out, f"-Cbuild-dir={out}/build", ROOT, cwd=out)
+    # Not optimized, which would take a minute more.
+    options = [f"-Cbuild-dir={out}/build", "-Ccmake.build-type=Debug"]
+    run(sys.executable, "-m", "build", "--outdir", out, *options, ROOT, cwd=out)
     return next(out.glob("tagi_ddp-*.whl"))
 
 
