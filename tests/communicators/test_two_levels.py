@@ -10,7 +10,8 @@ import pytest
 from support.rank_pool import RankPool
 
 # Of each rank a letter, its host's.
-PLACES = [("gloo", place) for place in ("ab", "aabb", "abab", "aabab", "abcc")] + [("mpi", "aba")]
+PLACES = [("gloo", place) for place in ("ab", "abc", "aabb", "abab", "aabab", "abcc")]
+PLACES += [("mpi", "aba"), ("mpi", "abc")]
 
 EXPECTED = {
     "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),

@@ -27,8 +27,9 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
         with handshake.explaining():
             self._engine = make("all", list(range(self.size)), call)
-            flat = self._way = Flat(self._engine, self.rank, self.size)
             hosts = ranks_by_host(self._channel.hosts)
+            apart = len(hosts) == self.size > 1
+            flat = self._way = Flat(self._engine, self.rank, self.size, apart)
             if 1 < len(hosts) < self.size:
                 self._levels = open_two_levels(flat, hosts, handshake, call, make)
                 self._way = self._levels or flat

@@ -8,56 +8,48 @@ from tagi_ddp.communicators.buffers import HostElements, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host.engine import Engine
-from tagi_ddp.communicators.host.pipeline import chunks_of, pipeline
-from tagi_ddp.communicators.host.reduce import reduce_rows
+from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 
+_PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memory
 _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
 
 
 class Flat:
-    """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake has brought them together."""
+    """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake has brought them together.
 
-    def __init__(self, engine: Engine, rank: int, size: int) -> None:
+    ``apart``: each is on a host of its own, where the engine's own sums are faster. Else numbers are
+    added in the order of the ranks. All ranks receive the same bits.
+    """
+
+    def __init__(self, engine: Engine, rank: int, size: int, apart: bool = False) -> None:
         self.engine = engine
         self.rank = rank
         self.size = size
+        self._apart = apart
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        if self.size == 1:
-            target.array[...] = source.array
+        if self._apart:
+            total = widen(source.array, source.dtype)
+            if total is source.array:
+                total = target.array
+                if target.array.ctypes.data != source.array.ctypes.data:
+                    total[...] = source.array
+            handshake.carry(self.engine.all_reduce(total, op, handshake.left()))
+            result = finish(total, target.dtype, op, self.size)
+            if result is not target.array:
+                target.array[...] = result
             return
-        chunks = chunks_of(source)
-        rows: list[list[np.ndarray]] = [[] for _ in chunks]  # of a chunk: what has come
-
-        def slices(chunk: int) -> list[np.ndarray]:
-            array = source.array[chunks[chunk]]
-            return np.split(array, np.cumsum(equal_counts(array.size, self.size))[:-1])
-
-        def scatter(chunk: int) -> Ready:
-            ready, rows[chunk] = self.exchange(slices(chunk), handshake)
-            return ready
-
-        def gather(chunk: int) -> Ready:
-            mine = np.empty(rows[chunk][0].size, source.array.dtype)
-            reduce_rows(rows[chunk], source.dtype, op, mine, self.size)
-            rows[chunk] = []
-            out = target.array[chunks[chunk]]
-            counts = equal_counts(out.size, self.size)
-            return self.engine.all_gather(mine, out, counts, handshake.left())
-
-        def swap(chunk: int) -> Ready:
-            part = source.array[chunks[chunk]]
-            ready, rows[chunk] = self.exchange([part, part], handshake)
-            return ready
-
-        def finish(chunk: int) -> None:
-            reduce_rows(rows[chunk], source.dtype, op, target.array[chunks[chunk]], self.size)
-            rows[chunk] = []
-
-        # Two ranks send as little if each adds up everything, and at once.
-        pipeline(handshake, len(chunks), [swap, finish] if self.size == 2 else [scatter, gather])
+        step = _PART // source.array.itemsize
+        for start in range(0, source.count, step):
+            part = slice(start, min(start + step, source.count))
+            counts = equal_counts(part.stop - start, self.size)
+            mine = np.empty(counts[self.rank], source.array.dtype)
+            self._scatter(handshake, source.dtype, source.array[part], mine, counts, op)
+            handshake.carry(
+                self.engine.all_gather(mine, target.array[part], counts, handshake.left())
+            )
 
     def reduce_scatter(
         self,

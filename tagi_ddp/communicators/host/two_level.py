@@ -25,15 +25,18 @@ from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout
 from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.flat import Flat
-from tagi_ddp.communicators.host.pipeline import chunks_of, pipeline
 from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 from tagi_ddp.communicators.shm import create
 from tagi_ddp.communicators.single import SingleCommunicator
 
+_SMALL, _LARGE, _SOME = 1 << 20, 1 << 23, 4  # bytes of chunks, and a number that is enough
 _MORE = 60.0  # seconds by which memory waits longer than a call: the handshake finds the reason
 
 Make = Callable[[str, list[int], Call], Engine]
 """Makes an engine ``(name, ranks, call)``, on all of ``ranks``; ``call`` is what errors name."""
+
+Stage = Callable[[int], Ready | None]
+"""Begins a part of the work on a chunk; returns what waits for its end, if there is anything."""
 
 
 class TwoLevel:
@@ -70,7 +73,7 @@ class TwoLevel:
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        chunks = chunks_of(source)
+        chunks = _chunks(source)
         partial: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
 
         def within(chunk: int) -> Ready:
@@ -89,10 +92,10 @@ class TwoLevel:
             mine = finish(partial[chunk], target.dtype, op, self._flat.size)
             return self._gather_within(handshake, mine, out, self._slices(out.size))
 
-        pipeline(handshake, len(chunks), [within, between, share])
+        _pipeline(handshake, len(chunks), [within, between, share])
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
-        chunks = chunks_of(data)
+        chunks = _chunks(data)
         host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         mine: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
 
@@ -121,7 +124,7 @@ class TwoLevel:
             part = data.array[chunks[chunk]]
             return self._gather_within(handshake, mine[chunk], part, self._slices(part.size))
 
-        pipeline(handshake, len(chunks), [within, between, share])
+        _pipeline(handshake, len(chunks), [within, between, share])
 
     def all_gather(
         self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
@@ -294,6 +297,14 @@ def open_two_levels(
     return TwoLevel(hosts, memory, lane, flat)
 
 
+def _chunks(elements: HostElements) -> list[slice]:
+    """Return chunks of about equal length; small ones only until there are some."""
+    size = elements.array.nbytes
+    number = max(1, min(size // _SMALL, _SOME), size // _LARGE)
+    ends = accumulate(equal_counts(elements.count, number), initial=0)
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
 def _cut(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     ends = accumulate(counts, initial=0)
     return [array[begin:end] for begin, end in pairwise(ends)]
@@ -316,3 +327,16 @@ def _ready(work: Work | None) -> Ready:
         return True
 
     return ready
+
+
+def _pipeline(handshake: Handshake, chunks: int, stages: list[Stage]) -> None:
+    """Bring all chunks through all stages, each at another one, in the same order on all ranks."""
+    pending: dict[int, Ready | None] = {}
+    for tick in range(chunks + len(stages)):
+        for stage in reversed(range(len(stages) + 1)):
+            chunk = tick - stage
+            if 0 <= chunk < chunks:
+                if stage > 0 and (ready := pending.pop(chunk)) is not None:
+                    handshake.carry(ready)
+                if stage < len(stages):
+                    pending[chunk] = stages[stage](chunk)
