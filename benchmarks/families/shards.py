@@ -18,6 +18,7 @@ from tagi_ddp import Communicator, DDPSequential
 from tagi_ddp._backend import AdaptiveSum
 from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.update.exchange import Exchange, Setting
 
 RANKS, LOCAL, EVERY, EPOCHS = 8, 32, 16, 2  # emulated; samples of a local step; steps; of all data
 SKEWS = (0.1, 0.5, 1.0)  # Dirichlet's parameter: the smaller, the fewer labels has a rank
@@ -81,6 +82,8 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
             for _ in range(EPOCHS * len(data.y_train) // (RANKS * LOCAL)):
                 task.step(model, samples(0, RANKS * LOCAL))
             return rate_labels(task, model, data)
+        if name == "agreement":
+            model._exchange = _OneOfMany(Setting(alone, replica, average=False))
         samples, merge = _forever(_shards(data.y_train, skew)), RULES[name](replica)
         for _ in range(max(1, EPOCHS * len(data.y_train) // (RANKS * LOCAL * EVERY))):
             posteriors = np.empty((RANKS, len(prior)), np.float32)
@@ -94,6 +97,14 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
         replica.parameters.write_posterior(prior)
         replica.updated()
         return rate_labels(task, model, data)
+
+
+class _OneOfMany(Exchange):
+    """Steps as a rank does that is to merge by agreement."""
+
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        self._replica.step_alone(samples, RANKS)
+        return False
 
 
 def _shards(labels: np.ndarray, skew: float) -> list[np.ndarray]:
