@@ -17,8 +17,8 @@ _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use agai
 class Flat:
     """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake has brought them together.
 
-    ``apart``: each is on a host of its own, where the engine's own sums are faster. Else numbers are
-    added in the order of the ranks. All ranks receive the same bits.
+    ``apart``: each is on a host of its own, where the engine's own sums are faster. Else numbers
+    are added in the order of the ranks. All ranks receive the same bits.
     """
 
     def __init__(self, engine: Engine, rank: int, size: int, apart: bool = False) -> None:
