@@ -137,12 +137,12 @@ def test_equal_changes_are_averaged_and_orthogonal_ones_summed(
 @given(st.integers(2, 16), seeds)
 def test_moves_that_precisions_account_for_are_summed(ranks: int, seed: int) -> None:
     """Bayes' rule, however much alike they are."""
-    rng, table = np.random.default_rng(seed), table_of([(300, 0)])
-    prior = gaussians(rng, 300)
+    rng, table = np.random.default_rng(seed), table_of([(256, 0)])  # one block
+    prior = gaussians(rng, 256)
     change = change_of(table, learned(rng, prior), prior)
-    change[:300] = np.abs(change[:300])
-    growth, squares = change[:300] @ prior[300:], change[300:] ** 2 @ prior[300:]
-    change[300:] *= np.sqrt(0.01 * growth / squares)
+    change[:256] = np.abs(change[:256])
+    growth, squares = change[:256] @ prior[256:], change[256:] ** 2 @ prior[256:]
+    change[256:] *= np.sqrt(0.01 * growth / squares)
     total, agreement = summed(_backend.AdaptiveSum(table, ranks), [change] * ranks, prior)
     np.testing.assert_allclose(total, ranks * change, rtol=1e-3)
     np.testing.assert_allclose(agreement, 1, atol=1e-5)
