@@ -33,6 +33,9 @@ with tagi_ddp.init() as comm:
     if "wait" in sys.argv:
         time.sleep(60)
     comm.barrier()
+if "later" in sys.argv and comm.rank:
+    time.sleep(1.5)
+    print("ends later", flush=True)
 """
 
 
@@ -83,6 +86,13 @@ def test_ranks_of_all_nodes_are_one_job(start: Start) -> None:
             ["[2]", "at", "gloo", "2", "3", "1", "2", job],
         ],
     ]
+
+
+def test_node_0_waits_for_the_others(start: Start) -> None:
+    first, second = start(0, 1, "later"), start(1, 1, "later")
+    texts = outputs(first, second)
+    assert (first.returncode, second.returncode) == (0, 0), texts
+    assert "ends later" in texts[1]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
