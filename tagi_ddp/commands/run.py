@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--timeout", type=positive, metavar="S", help="end all ranks after S seconds"
     )
     parser.add_argument(
-        "--nnodes", type=count, default=1, metavar="K", help="number of hosts; default: 1"
+        "--nnodes", type=count, metavar="K", help="number of hosts; default: this one"
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="of this host, from 0")
     parser.add_argument(
@@ -110,8 +110,8 @@ def _nodes(options: argparse.Namespace) -> Nodes | None:
     Raises ValueError that says which option is wrong or missing.
     """
     given = {"--node-rank": options.node_rank, "--rendezvous": options.rendezvous}
-    if options.nnodes == 1:
-        if named := [name for name, value in given.items() if value not in (None, 0)]:
+    if options.nnodes is None:
+        if named := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{named[0]} needs --nnodes, the number of hosts")
         return None
     if missing := [name for name, value in given.items() if value is None]:
@@ -120,4 +120,6 @@ def _nodes(options: argparse.Namespace) -> Nodes | None:
         raise ValueError(
             f"--node-rank is {options.node_rank}, but nodes go from 0 to {options.nnodes - 1}"
         )
+    if options.nnodes == 1:
+        return None
     return Nodes(options.nnodes, options.node_rank, options.rendezvous)

@@ -22,6 +22,7 @@ from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.failure import Failure
 
 _MEET = 300.0  # seconds in which all launchers must come
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = "tagi-ddp run"  # what they ask for at the port where they meet
 
 
@@ -85,16 +86,20 @@ class Nodes:
         if missing:
             raise self._absent(missing)
         if self.decides:
-            counts = [nprocs, *(self._receive(node).get("ranks", 0) for node in others)]
+            guests = [self._receive(node) for node in others]
+            counts = [nprocs, *(guest.get("ranks", 0) for guest in guests)]
             if 0 in counts:
                 raise self._absent([node for node in others if not counts[node]])
+            # Kubernetes may call this host localhost, where other hosts would not find rank 0.
+            names = [self._address, *(guest["address"] for guest in guests)]
+            self._address = next((name for name in names if name not in _LOOPBACK), names[0])
             self._firsts = [sum(counts[:node]) for node in range(self._count)]
             place = Place(0, sum(counts), new_job(), "", "", port)
             for node in others:
                 self._send(node, {"place": asdict(replace(place, first=self._firsts[node]))})
             self._running = set(others)
         else:
-            self._send(0, {"ranks": nprocs})
+            self._send(0, {"ranks": nprocs, "address": self._address})
             wait([self._others[0]], deadline - time.monotonic())
             answer = self._receive(0)
             if "place" not in answer:

@@ -39,6 +39,7 @@ class Timeline:
         self._process = os.getpid()
         self._epoch = time.time() - time.monotonic()
         self._events: list[tuple[str, threading.Thread, float, float]] = []
+        self._failed = False  # to write, which is not tried again
         self._named: set[int] = set()  # threads whose names have been written
         self._written = time.monotonic()
         self._lock = threading.Lock()
@@ -50,6 +51,8 @@ class Timeline:
 
     def add(self, name: str, begin: float, end: float) -> None:
         """Add what this thread did from ``begin`` to ``end``, by time.monotonic()."""
+        if self._failed:
+            return
         self._events.append((name, threading.current_thread(), begin, end))
         if end - self._written > _PERIOD:
             self.write()
@@ -70,7 +73,7 @@ class Timeline:
                 path = self._folder / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', job)}.json"
                 append(path, self._lines(place.rank, events))
             except (OSError, ValueError) as error:
-                self._written = float("inf")
+                self._failed = True
                 warnings.warn(
                     f"TAGI_DDP_TRACE={self._folder}: no timeline is written: {error}",
                     RuntimeWarning,

@@ -149,7 +149,8 @@ def test_another_secret_is_another_job(
         (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "from 0 to 1"),
         (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"], "must be HOST:PORT, got 'a'"),
         (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a:70000"], "must be HOST:PORT"),
-        (["--node-rank", "1"], "--node-rank needs --nnodes"),
+        (["--node-rank", "0"], "--node-rank needs --nnodes"),
+        (["--nnodes", "1", "--node-rank", "1", "--rendezvous", "a:1"], "from 0 to 0"),
         (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "[::1]:9"], "TAGI_DDP_SECRET"),
     ],
 )
@@ -167,6 +168,16 @@ def test_wrong_options_are_named(tmp_path: Path, arguments: list[str], text: str
     )
     assert done.returncode == 2
     assert text in done.stderr
+
+
+def test_one_node_needs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    where = ["--nnodes", "1", "--node-rank", "0", "--rendezvous", "nowhere:1"]
+    command = [COMMAND, "run", "-n", "1", *where, "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "[0] ran\n"
 
 
 def test_a_port_that_is_taken_is_named(start: Start, port: int) -> None:

@@ -69,29 +69,18 @@ def hosts() -> Iterator[list[str]]:
             ip("netns", "delete", name)
 
 
+Processes = list["subprocess.Popen[str]"]
+
+
 @contextmanager
-def ranks(
-    script: Path, hosts: list[str], on_each: int, port: int
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run a script on ranks of both hosts, alternately."""
+def running(commands: list[tuple[str, list[str], dict[str, str]]]) -> Iterator[Processes]:
+    """Run commands, each on a host, with variables; whatever of them still runs is killed."""
     with ExitStack() as stack:
         processes = []
-        for rank in range(2 * on_each):
-            local, host = divmod(rank, 2)
+        for host, command, variables in commands:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", hosts[host], sys.executable, str(script)],
-                env=worker_environment(
-                    {
-                        "RANK": str(rank),
-                        "WORLD_SIZE": str(2 * on_each),
-                        "LOCAL_RANK": str(local),
-                        "LOCAL_WORLD_SIZE": str(on_each),
-                        "MASTER_ADDR": "10.99.0.1",
-                        "MASTER_PORT": str(port),
-                        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts without names
-                        "TAGI_DDP_SECRET": "ours",
-                    }
-                ),
+                ["ip", "netns", "exec", host, *command],
+                env=worker_environment({"TAGI_DDP_SECRET": "ours", **variables}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -99,6 +88,26 @@ def ranks(
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
+        yield processes
+
+
+@contextmanager
+def ranks(script: Path, hosts: list[str], on_each: int, port: int) -> Iterator[Processes]:
+    """Run a script on ranks of both hosts, alternately."""
+    commands = []
+    for rank in range(2 * on_each):
+        local, host = divmod(rank, 2)
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(2 * on_each),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(on_each),
+            "MASTER_ADDR": "10.99.0.1",
+            "MASTER_PORT": str(port),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of hosts without names
+        }
+        commands.append((hosts[host], [sys.executable, str(script)], variables))
+    with running(commands) as processes:
         yield processes
 
 
@@ -115,23 +124,15 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> 
     assert len({digest for *_, digest in results}) == 1
 
 
-def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_name", ["10.99.0.1", "localhost"])
+def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path, own_name: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [Path(sys.executable).with_name("tagi-ddp"), "run", "-n", "2", "--nnodes", "2"]
-    with ExitStack() as stack:
-        launchers = []
-        for node, host in enumerate(hosts):
-            where = ["--node-rank", str(node), "--rendezvous", "10.99.0.1:29514"]
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", host, *command, *where, tmp_path / "script.py"],
-                env=worker_environment({"TAGI_DDP_SECRET": "ours"}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            launchers.append(process)
+    command = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", "2", "--nnodes", "2"]
+    commands = []
+    for node, name in enumerate([own_name, "10.99.0.1"]):
+        where = ["--node-rank", str(node), "--rendezvous", f"{name}:29514"]
+        commands.append((hosts[node], [*command, *where, str(tmp_path / "script.py")], {}))
+    with running(commands) as launchers:
         outputs = [process.communicate(timeout=60)[0] for process in launchers]
     assert [process.returncode for process in launchers] == [0, 0], outputs
     results = [

@@ -114,7 +114,8 @@ def test_nothing_is_wrapped_without_the_variable() -> None:
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code = "from tagi_ddp.trace.timeline import traced\ntraced('name')(print)('ran')\n"
+    code = "from tagi_ddp.trace.timeline import timeline, traced\nprint = traced('name')(print)\n"
+    code += "print('ran')\ntimeline.write()\nprint('again')\nassert not timeline._events\n"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "TAGI_DDP_TRACE": str(tmp_path / "file")},
@@ -123,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         timeout=30,
         check=True,
     )
-    assert done.stdout == "ran\n"
+    assert done.stdout == "ran\nagain\n"
     assert done.stderr.count("no timeline is written") == 1
 
 
