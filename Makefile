@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo check test lint format sanitize chaos bench
+.PHONY: demo check test slow lint format sanitize chaos bench
 
 # Two processes train on handwritten digits; compared with one process.
 demo: .venv/.installed-examples
@@ -17,15 +17,19 @@ SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.
     tests/chaos tests/clients tests/cluster tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
     tests/strategy/test_lightning.py tests/torch_backend
 check: lint
-	.venv/bin/python -m pytest $(PARALLEL) $(SLOW:%=--ignore=%)
+	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) $(SLOW:%=--ignore=%)
 
-# Everything: style, types, then all tests, those that take minutes first. Three files at a time on
-# two cores, as ranks often wait.
+# Style, types, then all tests but those that take minutes (marker slow), in ten minutes on two cores.
+# Three files at a time there, as ranks often wait.
 PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: lint
-	.venv/bin/python -m pytest $(PARALLEL) tests/project tests/communicators tests/commands \
+	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
+
+# What test leaves out: long examples, installations, benchmarks, SLURM, training for minutes.
+slow: .venv/.installed-dev
+	.venv/bin/python -m pytest -m slow $(PARALLEL)
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.
 lint: .venv/.installed-dev

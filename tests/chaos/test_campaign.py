@@ -14,6 +14,7 @@ CAMPAIGN = Path(__file__).with_name("campaign.py")
 FAULTS = 30
 
 
+@pytest.mark.slow
 def test_a_short_campaign() -> None:
     command = [sys.executable, str(CAMPAIGN), "--faults", str(FAULTS), "--first", "7000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from cluster.slurm import LIMIT, Slurm, cluster, missing
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there is all")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "there is all"),
+]
 
 TRAIN = """
 import os, signal, sys, time

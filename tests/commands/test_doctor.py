@@ -130,6 +130,7 @@ def test_this_machine_as_json(tmp_path: Path) -> None:
     wait_for(lambda: set(Path("/dev/shm").glob("sm_segment*")) <= before)
 
 
+@pytest.mark.slow
 def test_this_machine_as_text_with_gpus_required() -> None:
     done = run("--gpu", TAGI_DDP_LIBCUDA="/nowhere")
     assert (done.returncode, done.stderr) == (1, "")
@@ -145,6 +146,7 @@ def test_this_machine_as_text_with_gpus_required() -> None:
     assert verdict == "Ready: one process yes, one host yes, many hosts yes, gpus no\n"
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_there() -> None:
     status, checks, ready = report(TAGI_DDP_LIBNCCL="/nowhere")
     assert status == 1
@@ -158,7 +160,9 @@ def test_a_library_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("code", "detail"),
     [
-        ("import os; os.abort()", "ended by signal 6 (Aborted)"),
+        pytest.param(
+            "import os; os.abort()", "ended by signal 6 (Aborted)", marks=pytest.mark.slow
+        ),
         ("import time; time.sleep(60)", "did not end within 8 s"),
     ],
 )
@@ -193,7 +197,10 @@ def test_a_library_that_fails(
     assert (found.status, detail in found.detail) == ("broken", True), found
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 def test_a_signal_ends_all(tmp_path: Path, number: int, status: int) -> None:
     code = """
 import os, pathlib, subprocess, time
@@ -220,6 +227,7 @@ time.sleep(60)
     assert not list(tmp_path.glob("tagi_ddp-*"))
 
 
+@pytest.mark.slow
 def test_devices_that_nobody_can_compute_on(stand_in: dict[str, str]) -> None:
     status, checks, ready = report("--gpu", **stand_in)
     assert (status, ready) == (1, {**ALONE, "many hosts": True, "gpus": False})

@@ -109,8 +109,15 @@ with init("gloo", timeout=20) as comm:
 @pytest.mark.parametrize(
     ("end", "status", "text"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 0 of 3 was killed by SIGKILL"),
-        ("sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "rank 0 of 3 was killed by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5", marks=pytest.mark.slow
+        ),
         ("atexit.register(time.sleep, 6); sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5"),
         ("raise ValueError('a mistake')", 1, "rank 0 failed first"),
     ],
@@ -130,6 +137,7 @@ def test_what_a_rank_does_at_its_exit_is_done(tmp_path):
     assert "[1] saved" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_exit_for_the_loss_of_another_rank_is_not_the_cause(tmp_path):
     path = tmp_path / "script.py"
     call = "comm.all_reduce(np.ones(300_000))"

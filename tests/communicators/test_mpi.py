@@ -196,6 +196,7 @@ def test_a_communicator_of_mpi4py(tmp_path: Path) -> None:
     assert output.count("TypeError expected a communicator") == 3
 
 
+@pytest.mark.slow
 def test_an_object_with_a_handle_of_mpi4py(tmp_path: Path) -> None:
     """As heat's communicators are; all that takes a communicator takes them."""
     source = """

@@ -211,6 +211,7 @@ class TestFaults:
         assert answers == [([1.0, 2.0, 3.0], "cuda:0")] * size
 
     @pytest.mark.parametrize("missing", ["ncclCommAbort", "cuEventQuery", "ncclAlltoAll"])
+    @pytest.mark.slow
     def test_missing_function(self, start: Start, size: int, missing: str, tmp_path: Path) -> None:
         nccl, cuda = build(tmp_path, omit=[missing])
         pool = start(TAGI_DDP_LIBNCCL=str(nccl), TAGI_DDP_LIBCUDA=str(cuda))

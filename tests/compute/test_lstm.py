@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compute.oracle import Both, Results
+from compute.oracle import TOLERANCE, Both, Results
 from tagi_ddp.compute.lstm import LSTM
 
 
@@ -38,7 +38,7 @@ class Pair:
         theirs = both.engine(mean, variance, innovation)
         if not training:  # the engine then leaves an old jacobian there
             del ours.arrays["outputs' jacobians"], theirs.arrays["outputs' jacobians"]
-        ours.assert_close(theirs)
+        ours.assert_close(theirs, TOLERANCE * len(self.lstms))  # each one rounds
         self.compare_states()
         if training:
             both.model.step()
@@ -83,8 +83,10 @@ def test_lstm(
     exact: bool,
     seed: int,
 ) -> None:
+    import pytagi
     import pytagi.nn as nn
 
+    pytagi.manual_seed(seed % 2**31)
     layers = [nn.LSTM(inputs if i == 0 else hidden, hidden, steps, bias) for i in range(depth)]
     pair = Pair([*layers, nn.Linear(hidden * steps, outputs)], outputs, seed)
     for _ in range(3):

@@ -95,7 +95,7 @@ def test_node_0_waits_for_the_others(start: Start) -> None:
     assert "ends later" in texts[1]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> None:
     processes = [start(node, 2, "fails", str(rank), "wait") for node in (1, 0)]
     texts = outputs(*processes)
@@ -104,7 +104,7 @@ def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> N
     assert sum("ValueError: the cause" in text for text in texts) >= 1
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_lost_launcher_ends_the_others_ranks(start: Start, lost: int) -> None:
     processes = [start(node, 1, "wait") for node in (0, 1)]
     for process in processes:
@@ -129,6 +129,7 @@ def test_nodes_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyP
             launcher.join(1, 1)
 
 
+@pytest.mark.slow
 def test_another_secret_is_another_job(
     start: Start, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

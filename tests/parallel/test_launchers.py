@@ -47,6 +47,7 @@ def test_one_process(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["tagi-ddp", "torchrun", "mpirun"])
+@pytest.mark.slow
 def test_two_processes(launcher: str, alone: dict[str, Any], tmp_path: Path) -> None:
     command = {
         "tagi-ddp": [str(FOLDER / "tagi-ddp"), "run", "-n", "2"],

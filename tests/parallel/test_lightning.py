@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.rank_pool import mpirun, worker_environment
 
+pytestmark = pytest.mark.slow
+
 LAUNCHERS = {
     "shm": lambda: [sys.executable, "-m", "tagi_ddp", "run", "-n", "2"],
     "mpi": lambda: [*mpirun(2), sys.executable],

@@ -33,6 +33,7 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     output = tmp_path / "new" / "bench.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--output", str(output)]
@@ -141,6 +142,7 @@ def test_without_mpi_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.slow
 def test_rows_of_gpus(
     devices: int, stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,17 +87,20 @@ def classified(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [MLP, CNN], ids=["mlp", "cnn"])
+@pytest.mark.slow
 def test_two_processes_classify_as_well_as_one(classified, options):
     (one, _), (two, _) = classified(*options)
     assert max(one, two) < 15
     assert abs(one - two) < 2
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_resnet(tmp_path):
     error, _ = classify(ranks(2), tmp_path, "--model", "resnet", "--epochs", 4)
     assert error < 20
 
 
+@pytest.mark.slow
 def test_every_launcher_gives_the_same_network(tmp_path, classified):
     alone, expected = classified(*MLP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -106,6 +109,7 @@ def test_every_launcher_gives_the_same_network(tmp_path, classified):
     assert alone != expected
 
 
+@pytest.mark.slow
 def test_the_demo_compares(tmp_path):
     options = ("--model", "mlp", "--epochs", 2, "--limit", 400)
     output = run(sys.executable, EXAMPLES / "demo.py", *options, cwd=tmp_path).stdout
@@ -125,6 +129,7 @@ def test_the_demo_compares(tmp_path):
     assert float(re.search(r"differ by (\S+) of", output)[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_regression_is_calibrated_on_two_processes_as_on_one(tmp_path):
     def numbers(processes):
         plot = tmp_path / f"{processes}.png"
@@ -145,6 +150,7 @@ def test_the_regression_is_calibrated_on_two_processes_as_on_one(tmp_path):
     np.testing.assert_allclose(shares, one[2:], atol=0.5)
 
 
+@pytest.mark.slow
 def test_the_ensemble_has_a_member_for_each_group_of_processes(tmp_path):
     def numbers(processes, *options):
         """Return RMSE, log-likelihood and calibration error of one network, and of the ensemble."""
@@ -168,6 +174,7 @@ def test_the_ensemble_has_a_member_for_each_group_of_processes(tmp_path):
     assert np.all(abs(pair - one) < digits)
 
 
+@pytest.mark.slow
 def test_sharding_does_not_change_what_is_learnt(tmp_path):
     def columns(processes):
         output = run(*ranks(processes), EXAMPLES / "sharding.py", cwd=tmp_path).stdout
@@ -193,6 +200,7 @@ def test_every_way_of_merging_learns_and_keeps_replicas_equal(tmp_path):
     assert max(map(float, errors)) < 20
 
 
+@pytest.mark.slow
 def test_daso_trains_a_torch_network_on_two_nodes(tmp_path):
     options = ("--epochs", 4, "--node-size", 1)
     output = run(*ranks(2), EXAMPLES / "daso.py", *options, cwd=tmp_path).stdout
@@ -200,6 +208,7 @@ def test_daso_trains_a_torch_network_on_two_nodes(tmp_path):
     assert float(error) < 20
 
 
+@pytest.mark.slow
 def test_the_notebook_runs():
     path = EXAMPLES / "notebook.ipynb"
     cells = json.loads(path.read_text())["cells"]
@@ -232,6 +241,7 @@ def learn_task(arguments, cwd):
 
 
 @pytest.mark.parametrize("model", ["torch", "tagi"])
+@pytest.mark.slow
 def test_trainer_gives_the_results_of_one_process(model, tmp_path):
     runs = [(1, [f"model={model}"]), (2, [f"model={model}", "parallel.use_fsdp=true"])]
     one, two = at_once(functools.partial(learn_task, cwd=tmp_path), *runs)

@@ -111,7 +111,7 @@ def ranks(script: Path, hosts: list[str], on_each: int, port: int) -> Iterator[P
         yield processes
 
 
-@pytest.mark.parametrize("on_each", [1, 2])
+@pytest.mark.parametrize("on_each", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with ranks(tmp_path / "script.py", hosts, on_each, 29511) as processes:
@@ -124,7 +124,9 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> 
     assert len({digest for *_, digest in results}) == 1
 
 
-@pytest.mark.parametrize("own_name", ["10.99.0.1", "localhost"])
+@pytest.mark.parametrize(
+    "own_name", [pytest.param("10.99.0.1", marks=pytest.mark.slow), "localhost"]
+)
 def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path, own_name: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", "2", "--nnodes", "2"]

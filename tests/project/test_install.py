@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.rank_pool import OPEN_MPI_FILES
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 OURS = ("PYTHON", "VIRTUAL_ENV", "TAGI_DDP_", "MPI4PY_", "OMPI_", "PMIX_", "PMI_")
 

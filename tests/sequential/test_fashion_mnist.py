@@ -82,7 +82,7 @@ def step_with_local_cap(model: DDPSequential) -> None:
     parameters.apply(bucket, 1.0, _backend.cap_factor(BATCH // model.communicator.size))
 
 
-@pytest.mark.parametrize("compute", ["engine", "torch"])
+@pytest.mark.parametrize("compute", [pytest.param("engine", marks=pytest.mark.slow), "torch"])
 def test_two_ranks_learn_what_one_process_learns(shm: RankPool, compute: str) -> None:
     (alone,) = shm.run(error_after_training, "pytagi", compute, STEPS, size=1, limit=120)
     together = shm.run(error_after_training, "sum", compute, STEPS, size=2, limit=120)
@@ -93,6 +93,7 @@ def test_two_ranks_learn_what_one_process_learns(shm: RankPool, compute: str) ->
     assert abs(local - alone) > 0.5, "this test cannot tell the cap factors apart"
 
 
+@pytest.mark.slow
 def test_torch_learns_in_an_epoch_what_the_engine_learns(shm: RankPool) -> None:
     (engine,) = shm.run(error_after_training, "pytagi", "engine", EPOCH, size=1, limit=240)
     (ours,) = shm.run(error_after_training, "sum", "torch", EPOCH, size=1, limit=240)

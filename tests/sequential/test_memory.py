@@ -12,6 +12,8 @@ from support.rank_pool import RankPool
 
 from tagi_ddp import DDPSequential
 
+pytestmark = pytest.mark.slow
+
 
 def resident() -> int:
     """Return this process's memory in bytes."""

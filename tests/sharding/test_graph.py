@@ -124,11 +124,12 @@ def test_by_way_of_the_host(shm: RankPool) -> None:
     assert min(shm.run(check_staged, size=2)) > 50
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gloo(gloo: RankPool, size: int) -> None:
     assert min(gloo.run(check_all, size=size, limit=60)) > 50
 
 
+@pytest.mark.slow
 def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all, limit=60)) > 50
 

@@ -105,6 +105,7 @@ def test_gloo(gloo: RankPool) -> None:
     assert min(gloo.run(check_all)) > 30
 
 
+@pytest.mark.slow
 def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all)) > 30
 

@@ -14,6 +14,7 @@ from support.rank_pool import TESTS, worker_environment
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.slow
 def test_four_ranks(package: str) -> None:
     """Everything of `lightning_ranks`, which is one run as Lightning is slow to import."""
     process = subprocess.Popen(

@@ -69,9 +69,11 @@ def run(tmp_path: Path, *arguments: str, status: int = 0) -> dict[int, list[dict
 @pytest.mark.parametrize(
     ("backend", "options", "within"),
     [
-        ("shm", "{}", {"waiting", "reducing", "applying"}),
+        pytest.param("shm", "{}", {"waiting", "reducing", "applying"}, marks=pytest.mark.slow),
         ("shm", "{'compute': 'engine'}", {"waiting", "reducing and applying"}),
-        ("shm", "{'sharded': True}", {"waiting", "reducing and applying"}),
+        pytest.param(
+            "shm", "{'sharded': True}", {"waiting", "reducing and applying"}, marks=pytest.mark.slow
+        ),
         ("gloo", "{'sharded': True}", {"waiting", "reducing", "gathering"}),
         ("shm", "{'reduction': 'precision'}", {"waiting", "applying", "merging"}),
     ],
