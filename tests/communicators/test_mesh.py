@@ -18,8 +18,9 @@ import pytest
 from support.ipv6 import has_ipv6_loopback
 
 from tagi_ddp.communicators.control import mesh
-from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Kind, Series
+from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.mesh import Listener
+from tagi_ddp.communicators.control.notes import Failure, Notes, Series
 
 Connections = dict[int, Connection]
 
@@ -193,52 +194,91 @@ def channels(listeners: list[Listener]) -> Iterator[tuple[ControlChannel, Contro
 Channels = tuple[ControlChannel, ControlChannel]
 
 
+def enter(channel: ControlChannel, number: int, content: bytes = b"") -> None:
+    with channel.telling() as notes:
+        notes.enter([1], Series.COLLECTIVE, number, content)
+
+
 def test_messages(channels: Channels) -> None:
     one, two = channels
     soon = time.monotonic() + 10
-    large = threading.Thread(
-        target=one.send, args=([1], Kind.ENTER, Series.COLLECTIVE, 7, b"x" * 10_000_000)
-    )
+    large = threading.Thread(target=enter, args=(one, 7, b"x" * 10_000_000))
     large.start()  # what both have in their buffers is less
-    assert two.until(lambda: bool(two.entered), soon)
+    assert two.until(lambda: bool(two.notes.entered), soon)
     large.join()
-    one.send_value("key", b"value")
-    one.send_failure(Failure("Timeout", (1,), "tired"))
-    assert two.until(lambda: bool(two.failures), soon)
-    assert two.entered == {(0, Series.COLLECTIVE, 7): b"x" * 10_000_000}
-    assert two.values == {"key": b"value"}
-    assert two.failures == {0: Failure("Timeout", (1,), "tired")}
+    with one.telling() as notes:
+        notes.keep("key", b"value")
+    one.fail(Failure("Timeout", (1,), "tired"))
+    assert two.until(lambda: bool(two.notes.failures), soon)
+    assert two.notes.entered == {(0, Series.COLLECTIVE, 7): b"x" * 10_000_000}
+    assert two.notes.values == {"key": b"value"}
+    assert two.notes.failures == {0: Failure("Timeout", (1,), "tired")}
     assert not two.until(lambda: False, time.monotonic() + 0.05)
 
 
 def test_a_goodbye_is_no_death(listeners: list[Listener]) -> None:
     one, two = channels_of(listeners)
-    one.send([1], Kind.LEAVE, Series.COLLECTIVE, 1)  # which the other has not read
+    enter(one, 1)  # which the other may not have read
     two.close()
-    assert one.until(lambda: bool(one.closed), time.monotonic() + 10)
-    assert not one.until(lambda: bool(one.died), time.monotonic() + 0.1)
+    assert one.until(lambda: bool(one.notes.closed), time.monotonic() + 10)
+    assert not one.until(lambda: bool(one.notes.died), time.monotonic() + 0.1)
     one.close()
+
+
+def test_messages_are_passed_on_by_who_does_not_wait() -> None:
+    """Ranks 0 and 5 of ten are no neighbours, and nobody between them calls anything."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(contextlib.closing(Listener())) for _ in range(10)]
+        channels = [
+            ControlChannel(each, rank, ["a"] * 10)
+            for rank, each in enumerate(connect_all(listeners))
+        ]
+        for channel in channels:
+            stack.callback(channel.close)
+        assert 5 not in channels[0]._connections
+        with channels[0].telling() as notes:
+            notes.enter([5], Series.SEND, 1, b"here")
+        notes = channels[5].notes
+        assert channels[5].until(lambda: bool(notes.entered), time.monotonic() + 10)
+        assert notes.entered == {(0, Series.SEND, 1): b"here"}
+        with channels[5].telling() as notes:
+            notes.leave(Series.COLLECTIVE, 3)
+            notes.settle(3)
+        assert channels[5].until(lambda: notes.settled == -1, 0.0), "the others are not through"
+        for channel in channels:
+            with channel.telling() as each:
+                each.leave(Series.COLLECTIVE, 3)
+        assert channels[5].until(lambda: notes.settled == 3, time.monotonic() + 10)
 
 
 def test_all_that_has_come_is_read_at_first(channels: Channels) -> None:
     one, two = channels
     for number in range(100):
-        one.send([1], Kind.LEAVE, Series.COLLECTIVE, number)
+        enter(one, number)
     time.sleep(0.1)
     assert two.until(lambda: True, 0.0)
-    assert two.left == {(0, Series.COLLECTIVE): 99}
+    assert len(two.notes.entered) == 100
 
 
 def test_a_message_in_pieces(channels: Channels) -> None:
     one, two = channels
-    message = struct.pack("!iBBQ", 10, Kind.LEAVE, Series.COLLECTIVE, 5)
+    notes = Notes(0, 2)
+    notes.enter([1], Series.COLLECTIVE, 5, b"")
+    ((_, content),) = notes.outbox
+    message = struct.pack("!i", len(content)) + content
     for piece in (message[:2], message[2:9], message[9:]):
         os.write(one._connections[1].fileno(), piece)
-        assert not two.left
+        assert not two.notes.entered
         if piece is not message[9:]:
             time.sleep(0.1)
-    assert two.until(lambda: bool(two.left), time.monotonic() + 10)
-    assert not two.died
+    assert two.until(lambda: bool(two.notes.entered), time.monotonic() + 10)
+    assert not two.notes.died
+
+
+def test_nonsense_ends_a_connection(channels: Channels) -> None:
+    one, two = channels
+    one._connections[1].send_bytes(b"nonsense")
+    assert two.until(lambda: two.notes.died == {0}, time.monotonic() + 10)
 
 
 def test_a_partial_message_blocks_no_reader_for_ever(channels: Channels) -> None:
@@ -247,18 +287,20 @@ def test_a_partial_message_blocks_no_reader_for_ever(channels: Channels) -> None
     mesh.set_limit(two._connections[0], 0.5)
     os.write(one._connections[1].fileno(), struct.pack("!i", 1000) + b"\x01")
     started = time.monotonic()
-    reader = threading.Thread(target=two.until, args=(lambda: bool(two.died), started + 20))
+    reader = threading.Thread(target=two.until, args=(lambda: bool(two.notes.died), started + 20))
     reader.start()
     time.sleep(0.1)
     assert not two.until(lambda: False, time.monotonic() + 0.1), "another thread goes on"
     assert time.monotonic() - started < 0.5
     reader.join(20)
-    assert two.died == {0}
+    assert two.notes.died == {0}
     assert 0.4 < time.monotonic() - started < 5
 
 
 def test_a_rank_that_takes_nothing_blocks_no_sender_for_ever(channels: Channels) -> None:
-    one, _ = channels
+    one, two = channels
+    two._closing.set()  # its own thread reads no more
+    two._helper.join()
     mesh.set_limit(one._connections[1], 0.3)
-    one.send([1], Kind.ENTER, Series.COLLECTIVE, 1, b"x" * 50_000_000)
-    assert one.until(lambda: one.died == {1}, time.monotonic() + 10)
+    enter(one, 1, b"x" * 50_000_000)
+    assert one.until(lambda: one.notes.died == {1}, time.monotonic() + 10)

@@ -1,119 +1,74 @@
 """What the ranks of a group tell each other beside the data: where they are, and how they end.
 
-Every operation begins with a message to the ranks that take part, and its data moves only when
-their messages have come and fit. So a rank that does not come, differs, fails or dies is known by
-its number before it can do harm to the data.
+Every operation begins with messages by which each rank that takes part knows of all others, and
+its data moves only when they have come and fit. So a rank that does not come, differs, fails or
+dies is known by its number before it can do harm to the data.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import selectors
 import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from tagi_ddp.communicators.control import mesh
+from tagi_ddp.communicators.control.notes import Failure, Notes
 
-_HEADER = struct.Struct("!BBQ")  # kind, series, number; the content follows
-
-
-class Kind(IntEnum):
-    """What a message says."""
-
-    ENTER = 1  # I call this operation, with this signature
-    LEAVE = 2  # I am through with it
-    WAITING = 3  # I am still in it, though it takes long
-    FAIL = 4  # I failed, or give up
-    KEEP = 5  # keep this value under this key
-    BYE = 6  # I close my communicator
-
-
-class Series(IntEnum):
-    """Which operations a number counts."""
-
-    SETUP = 0
-    COLLECTIVE = 1
-    SEND = 2  # data that the sender of the message sends
-    RECV = 3  # data that it receives
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a rank said when it failed: the type of its error, the ranks it blames, and why."""
-
-    error: str
-    ranks: tuple[int, ...]
-    reason: str
+_TICK = 0.01  # seconds between two looks at messages that no operation waits for
+# What a broken or foreign message causes.
+_NONSENSE = (ValueError, KeyError, struct.error)
 
 
 class ControlChannel:
-    """The connections of one rank to all others, and what came over them.
+    """The connections of one rank to its neighbours, and what came over them.
 
-    Read its state in the condition of `until`, which holds the lock.
+    A thread passes messages on while no operation of this rank reads them. Read ``notes`` in the
+    condition of `until`, which holds the lock; write to them in `telling`.
     """
 
     def __init__(self, connections: dict[int, Connection], rank: int, hosts: Sequence[str]) -> None:
-        """Take over ``connections``, one by each other rank; ``hosts`` tells where each rank is."""
-        self._connections = connections
+        """Take over ``connections``, one by each neighbour; ``hosts`` tells where each rank is."""
         self.rank = rank
         self.hosts = list(hosts)
+        self.address = mesh.own_address(connections.values())
+        """How ranks on other hosts reach this one, as far as its neighbours know."""
+        self.notes = Notes(rank, len(hosts))
+        self._connections = connections
         self._selector = selectors.DefaultSelector()
-        for rank, connection in connections.items():
-            self._selector.register(connection, selectors.EVENT_READ, rank)
+        for neighbour, connection in connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, neighbour)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
         self._changed = threading.Condition(threading.Lock())
         self._send_lock = threading.Lock()
         self._reading = False
-        self.entered: dict[tuple[int, Series, int], bytes] = {}
-        """The messages of operations not yet begun, by rank, series and number."""
-        self.left: dict[tuple[int, Series], int] = {}
-        """The number of the last operation that a rank is through with."""
-        self.waiting: dict[tuple[int, Series], int] = {}
-        """The number of the last operation that a rank said to be still in."""
-        self.failures: dict[int, Failure] = {}
-        self.values: dict[str, bytes] = {}
-        """The values that ranks asked all others to keep."""
-        self.closed: set[int] = set()
-        self.died: set[int] = set()
+        self._closing = threading.Event()
+        self._helper = threading.Thread(
+            target=_pass_on, args=(weakref.ref(self), self._closing), daemon=True
+        )
+        self._helper.start()
 
-    def send(
-        self,
-        ranks: Iterable[int],
-        kind: Kind,
-        series: Series = Series.SETUP,
-        number: int = 0,
-        content: bytes = b"",
-    ) -> None:
-        """Send a message to ``ranks``; those that are gone do not get it."""
-        message = _HEADER.pack(kind, series, number) + content
-        with self._send_lock:
-            for rank in ranks:
-                try:
-                    self._connections[rank].send_bytes(message)
-                except OSError:  # half a message would spoil the rest
-                    mesh.cut(self._connections[rank])
+    @contextmanager
+    def telling(self) -> Iterator[Notes]:
+        """Let the block tell others something; it is sent at the block's end."""
+        with self._changed:
+            yield self.notes
+        self._flush()
 
-    def send_failure(self, failure: Failure) -> None:
+    def fail(self, failure: Failure) -> None:
         """Tell all ranks, and wake the threads that wait in `until`."""
-        content = json.dumps([failure.error, failure.ranks, failure.reason]).encode()
-        self.send(self._connections, Kind.FAIL, content=content)
+        with self.telling() as notes:
+            notes.fail(failure)
         os.eventfd_write(self._alarm, 1)
-
-    def send_value(self, key: str, value: bytes) -> None:
-        """Have all ranks keep ``value``."""
-        self.values[key] = value
-        content = json.dumps([key, value.hex()]).encode()
-        self.send(self._connections, Kind.KEEP, content=content)
 
     def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Read messages until ``condition`` holds, and return True; False after ``deadline``.
@@ -146,6 +101,12 @@ class ControlChannel:
             self._changed.notify_all()
         for rank, message in came:
             self._take(rank, message)
+        if self.notes.outbox:
+            self._changed.release()
+            try:
+                self._flush()
+            finally:
+                self._changed.acquire()
 
     def _receive(self, rank: int | None) -> list[tuple[int, bytes | None]]:
         """Return what has come from ``rank``, None for the end; None is the alarm's rank."""
@@ -162,18 +123,36 @@ class ControlChannel:
             came.append((rank, None))
         return came
 
+    def _take(self, rank: int, message: bytes | None) -> None:
+        if message is not None:
+            try:
+                self.notes.take(rank, message)
+            except _NONSENSE:
+                mesh.cut(self._connections[rank])  # its reader finds the end
+        else:
+            self.notes.lose(rank)
+
+    def _flush(self) -> None:
+        """Send what is to be sent; ranks that are gone do not get it."""
+        with self._send_lock:
+            while self.notes.outbox:
+                rank, message = self.notes.outbox.popleft()
+                try:
+                    self._connections[rank].send_bytes(message)
+                except OSError:  # half a message would spoil the rest
+                    mesh.cut(self._connections[rank])
+
     @property
     def one_host(self) -> bool:
         """Whether all ranks are on this host."""
         return len(set(self.hosts)) == 1
 
-    def own_address(self) -> str:
-        """Return the address by which ranks on other hosts, if there are any, reach this one."""
-        return mesh.own_address(self._connections.values())
-
     def close(self) -> None:
         """Say goodbye to all ranks and close; no thread waits any more."""
-        self.send(self._connections, Kind.BYE)
+        self._closing.set()
+        self._helper.join()
+        with self.telling() as notes:
+            notes.bye()
         self._selector.close()
         os.close(self._alarm)
         for connection in self._connections.values():
@@ -184,27 +163,18 @@ class ControlChannel:
                     pass
             connection.close()
 
-    def _take(self, rank: int, message: bytes | None) -> None:
-        if message is None:
-            if rank not in self.closed:
-                self.died.add(rank)
-            return
-        code, count, number = _HEADER.unpack_from(message)
-        kind, series, content = Kind(code), Series(count), message[_HEADER.size :]
-        if kind is Kind.ENTER:
-            self.entered[rank, series, number] = content
-        elif kind is Kind.LEAVE:
-            self.left[rank, series] = max(number, self.left.get((rank, series), -1))
-        elif kind is Kind.WAITING:
-            self.waiting[rank, series] = number
-        elif kind is Kind.FAIL:
-            error, ranks, reason = json.loads(content)
-            self.failures.setdefault(rank, Failure(error, tuple(ranks), reason))
-        elif kind is Kind.KEEP:
-            key, value = json.loads(content)
-            self.values[key] = bytes.fromhex(value)
-        else:
-            self.closed.add(rank)
+
+def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -> None:
+    """Read now and then, so that others hear from each other while this rank computes."""
+
+    def exists() -> bool:
+        channel = reference()
+        if channel is not None:
+            channel.until(lambda: True, 0.0)
+        return channel is not None
+
+    while not closing.wait(_TICK) and exists():
+        pass
 
 
 def _unread(connection: Connection) -> bool:

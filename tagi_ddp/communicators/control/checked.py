@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, E, R
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.control.channel import ControlChannel, Failure, Series
+from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
-from tagi_ddp.communicators.control.mesh import Listener, host_id
+from tagi_ddp.communicators.control.mesh import Listener, best_address, host_id
+from tagi_ddp.communicators.control.notes import Failure, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 from tagi_ddp.communicators.guard import last_words
 
@@ -67,13 +68,13 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     def _send(self, call: Call, data: E, dst: int) -> None:
         handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
-        handshake.gather(None)
+        handshake.meet()
         self._engine_send(handshake, data, dst, call.left())
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
         handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
-        handshake.gather(None)
+        handshake.meet()
         self._engine_recv(handshake, data, src, call.left())
         handshake.leave()
 
@@ -91,13 +92,13 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
                 ranks = [rank for _, rank in members]
                 records = [messages[rank][2].encode() for rank in ranks]
                 rank = ranks.index(self.rank)
-                connections, missing = listener.connect(rank, records, call.deadline)
+                hosts = [self._channel.hosts[rank] for rank in ranks]
+                channel, missing = _connect(listener, rank, records, hosts, call)
                 if missing:
                     absent = [ranks[r] for r in missing]
                     what = timeout_text(absent, call.limit)
                     raise Timeout(f"{self._where(call.title)}: {what}", absent)
-                hosts = [self._channel.hosts[rank] for rank in ranks]
-                channel = ControlChannel(connections, rank, hosts)
+                channel.address = self._channel.address
                 part = self._part(rank, len(ranks), channel)
         try:
             self._engine_split(call, color, key, part)
@@ -114,7 +115,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake of all ranks for ``call`` once they have come."""
         handshake = self._handshake(call)
-        handshake.gather(None)
+        handshake.meet()
         return handshake
 
     def _handshake(
@@ -134,25 +135,26 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         )
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
-        self._channel.send_failure(Failure(type(error).__name__, error.ranks, reason))
+        self._channel.fail(Failure(type(error).__name__, error.ranks, reason))
 
     def _leave(self) -> None:
         # The others may still be reading what this rank's engine sent.
+        with self._channel.telling() as notes:
+            notes.settle(self._copied)
         self._channel.until(self._all_through, time.monotonic() + self.timeout)
-        clean = self._failure is None and not self._channel.failures
+        clean = self._failure is None and not notes.failures
         self._engine_close(clean)
         self._channel.close()
         _open.discard(self)
 
     def _all_through(self) -> bool:
-        channel = self._channel
-        if self._failure is not None or channel.failures:
+        notes = self._channel.notes
+        if self._failure is not None or notes.failures or notes.died:
             return True
-        return all(
-            channel.left.get((rank, Series.COLLECTIVE), 0) >= self._copied
-            and channel.left.get((rank, Series.RECV), 0) >= self._sent[rank]
-            for rank in self._others
-            if rank not in channel.died | channel.closed
+        return notes.settled >= self._copied and all(
+            notes.through.get((rank, Series.RECV), 0) >= sent
+            for rank, sent in self._sent.items()
+            if rank not in notes.closed
         )
 
     def end_with_process(self) -> None:
@@ -188,14 +190,36 @@ def open_channel(
     ``exchange(record)`` returns every rank's record; it raises what keeps it from that. ``secret``
     is the job's, where strangers may read records.
     """
+    where = f"init on rank {rank} of {size} ({backend})"
+    call = Call("init", "", timeout, deadline=deadline)
     hosts = [host.decode() for host in exchange(host_id().encode())]
     with closing(Listener(secret, one_host=len(set(hosts)) == 1)) as listener:
         records = exchange(listener.record)
-        connections, missing = listener.connect(rank, records, deadline)
+        channel, missing = _connect(listener, rank, records, hosts, call)
     if missing:
-        where = f"init on rank {rank} of {size} ({backend})"
         raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
-    return ControlChannel(connections, rank, hosts)
+    # Not every rank has neighbours on other hosts, which tell it by what address they reach it.
+    others = [r for r in range(size) if r != rank]
+    series = Series.SETUP, Series.SETUP
+    told = Handshake(channel, where, rank, call, others, series, lambda: None).gather(
+        channel.address
+    )
+    told[rank] = channel.address
+    channel.address = best_address(told[r] for r in range(size) if hosts[r] == hosts[rank])
+    return channel
+
+
+def _connect(
+    listener: Listener, rank: int, records: Sequence[bytes], hosts: Sequence[str], call: Call
+) -> tuple[ControlChannel, list[int]]:
+    """Return this rank's channel, and the neighbours that did not come; then it is closed."""
+    connections, missing = listener.connect(rank, records, call.deadline)
+    channel = ControlChannel(connections, rank, hosts)
+    if missing:
+        reason = timeout_text(missing, call.limit)
+        channel.fail(Failure(Timeout.__name__, tuple(missing), reason))
+        channel.close()
+    return channel, missing
 
 
 def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:

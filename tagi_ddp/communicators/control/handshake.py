@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.control.channel import ControlChannel, Kind, Series
+from tagi_ddp.communicators.control import overlay
+from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
 _SLICE = 0.02  # seconds in the engine between two looks at the messages
@@ -41,6 +43,7 @@ class Handshake:
     ) -> None:
         """Prepare; nothing is sent yet."""
         self._channel = channel
+        self._notes = channel.notes
         self._where = where
         self._rank = rank
         self._call = call
@@ -48,20 +51,51 @@ class Handshake:
         self._own, self._theirs = series
         self._failure = failure
         self._announced = False
+        # Two ranks tell each other; all come to know of all by way of neighbours.
+        pair = (overlay.Round(1, tuple(peers), tuple(peers)),)
+        self._rounds = pair if call.peer else self._notes.rounds
+        self._here = {rank}  # the ranks that have come
+        self._round = pair[0]
         self._said = b""
 
+    def meet(self) -> None:
+        """Tell this call to the peers; return once all have come."""
+        self._meet({})
+
     def gather(self, content: Any) -> dict[int, Any]:
-        """Tell this call and a small ``content`` to the peers; return theirs once all have come."""
-        call, channel = self._call, self._channel
-        self._said = json.dumps([call.name, call.arguments, content]).encode()
-        channel.send(self._peers, Kind.ENTER, self._own, call.number, self._said)
+        """Meet, and return the small ``content`` of each peer."""
+        contents = self._meet({self._rank: content})
+        return {rank: content for rank, content in contents.items() if rank != self._rank}
+
+    def _meet(self, contents: dict[int, Any]) -> dict[int, Any]:
+        call, notes = self._call, self._notes
         call.waits_for = self._absent
-        if not channel.until(self._all_here, call.deadline - call.limit / 2):
-            self._announce()
-            if not channel.until(self._all_here, call.deadline):
-                self._time_out(self._to_blame(self._absent()) or self._absent())
-        messages = {r: channel.entered.pop((r, self._theirs, call.number)) for r in self._peers}
-        return {r: content if m == self._said else json.loads(m)[2] for r, m in messages.items()}
+        for step in self._rounds:
+            self._round = step
+            self._said = json.dumps([call.name, call.arguments, contents]).encode()
+            with self._channel.telling():
+                notes.enter(step.receivers, self._own, call.number, self._said)
+            self._await_senders()
+            for rank in step.senders:
+                message = notes.entered.pop((rank, self._theirs, call.number))
+                self._here.update(self._known_to(rank))
+                if contents:
+                    told = json.loads(message)[2]
+                    contents |= {int(other): content for other, content in told.items()}
+        return contents
+
+    def _await_senders(self) -> None:
+        call, until = self._call, self._channel.until
+        until(lambda: self._senders_here() or self._is_asked(), call.deadline - call.limit / 2)
+        if self._senders_here():
+            return
+        self._announce()
+        if not until(self._senders_here, call.deadline):
+            self._time_out(self._to_blame(self._absent()) or self._absent())
+
+    def _known_to(self, rank: int) -> list[int]:
+        """Return the ranks that have come if a message of ``rank`` has."""
+        return overlay.span(rank, self._round.known, self._notes.size)
 
     def left(self) -> float:
         """Return the seconds before the deadline, at least a few."""
@@ -71,7 +105,7 @@ class Handshake:
         """Raise what has come that keeps the operation from being carried out."""
 
         def nothing_came() -> bool:
-            self._check(self._peers, self._channel.died | self._channel.closed)
+            self._check(self._peers, self._gone())
             return True
 
         self._channel.until(nothing_came, 0.0)
@@ -88,61 +122,84 @@ class Handshake:
             self._look()
 
     def leave(self) -> None:
-        """Tell the peers that this rank is through."""
-        self._channel.send(self._peers, Kind.LEAVE, self._own, self._call.number)
+        """Be through; a peer in a message is told."""
+        with self._channel.telling() as notes:
+            notes.leave(self._own, self._call.number, self._peer())
 
     def _look(self) -> None:
         """Between two waits for the engine: raise what has gone wrong, or that the time is up."""
         call = self._call
         self._channel.until(self._interrupted, 0.0)
         now = time.monotonic()
-        if now > call.deadline - call.limit / 2:
+        if now > call.deadline - call.limit / 2 or self._is_asked():
             self._announce()
         if now > call.deadline:
             self._time_out(call.waits_for())
 
     def _announce(self) -> None:
-        """Tell the peers, once, that this rank waits: the ranks that do not are to blame."""
-        if not self._announced:
-            self._announced = True
-            self._channel.send(self._peers, Kind.WAITING, self._own, self._call.number)
+        """Tell, once, that this rank waits: the ranks that do not are to blame."""
+        if self._announced:
+            return
+        self._announced = True
+        call, peer = self._call, self._peer()
+        with self._channel.telling() as notes:
+            notes.wait(self._own, call.number, peer)
+            if peer is not None and peer not in self._here:
+                notes.remind(peer, self._own, call.number, self._said)
+
+    def _is_asked(self) -> bool:
+        """Tell whether another rank has said that it waits, for this one or another."""
+        if self._announced or self._own is not Series.COLLECTIVE:
+            return False
+        number = self._call.number
+        waiting = self._notes.waiting
+        return any(s is self._own and waiting[r, s] >= number for r, s in list(waiting))
+
+    def _peer(self) -> int | None:
+        return self._peers[0] if self._call.peer else None
+
+    def _gone(self) -> set[int]:
+        return self._notes.gone(self._own, self._call.number)
 
     def _absent(self) -> list[int]:
-        entered = self._channel.entered
-        return [r for r in self._peers if (r, self._theirs, self._call.number) not in entered]
+        entered, here = self._notes.entered, set(self._here)
+        for rank in self._round.senders:
+            if (rank, self._theirs, self._call.number) in entered:
+                here.update(self._known_to(rank))
+        return [rank for rank in self._peers if rank not in here]
 
     def _unfinished(self) -> list[int]:
-        left = self._channel.left
-        return [r for r in self._peers if left.get((r, self._theirs), -1) < self._call.number]
+        through = self._notes.through
+        return [r for r in self._peers if through.get((r, self._theirs), -1) < self._call.number]
 
     def _to_blame(self, ranks: list[int]) -> list[int]:
         """Return those of ``ranks`` that did not say that they wait, in this call or before."""
-        left, waiting = self._channel.left, self._channel.waiting
+        through, waiting = self._notes.through, self._notes.waiting
         series = self._theirs
-        return [r for r in ranks if waiting.get((r, series), -1) <= left.get((r, series), -1)]
+        return [r for r in ranks if waiting.get((r, series), -1) <= through.get((r, series), -1)]
 
-    def _all_here(self) -> bool:
-        call, channel = self._call, self._channel
-        absent: list[int] = []
+    def _senders_here(self) -> bool:
+        call, notes = self._call, self._notes
+        here = True
         others: dict[int, str] = {}
-        for rank in self._peers:
-            message = channel.entered.get((rank, self._theirs, call.number))
+        for rank in self._round.senders:
+            message = notes.entered.get((rank, self._theirs, call.number))
             if message is None:
-                absent.append(rank)
+                here = False
             elif message != self._said:
                 name, arguments, _ = json.loads(message)
                 # The series of messages pair a send with a recv, whose names differ.
                 if arguments != call.arguments or (name != call.name and not call.peer):
-                    others[rank] = f"{name}({arguments})"
+                    others |= dict.fromkeys(self._known_to(rank), f"{name}({arguments})")
         if others:
             what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
             raise Mismatch(f"{self._where}: {what}", sorted(others))
-        self._check(absent, channel.died | channel.closed)
-        return not absent
+        self._check([] if here else self._absent(), self._gone())
+        return here
 
     def _interrupted(self) -> bool:
         # A rank that came and closed had done its part before.
-        self._check(self._unfinished(), self._channel.died)
+        self._check(self._unfinished(), self._notes.died)
         return False
 
     def _check(self, needed: list[int], gone: set[int]) -> None:
@@ -150,9 +207,9 @@ class Handshake:
         failure = self._failure()
         if failure is not None:
             raise type(failure)(f"{self._where}: stopped ({failure})", failure.ranks)
-        if self._channel.failures:
+        if self._notes.failures:
             self._check_failures()
-        if died := [rank for rank in needed if rank in gone & self._channel.died]:
+        if died := [rank for rank in needed if rank in gone & self._notes.died]:
             raise PeerLost(f"{self._where}: {errors.died_text(died)}", died)
         if closed := [rank for rank in needed if rank in gone]:
             raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
@@ -160,7 +217,7 @@ class Handshake:
     def _check_failures(self) -> None:
         # A peer that is through with this operation failed in a later one.
         through = set(self._peers).difference(self._unfinished())
-        failures = {r: f for r, f in self._channel.failures.items() if r not in through}
+        failures = {r: f for r, f in self._notes.failures.items() if r not in through}
         for rank, said in failures.items():
             kind, ranks = _SHARED.get(said.error, PeerLost), list(said.ranks) or [rank]
             if self._rank in ranks:  # they gave up on this rank, or differ from it

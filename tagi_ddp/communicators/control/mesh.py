@@ -1,4 +1,4 @@
-"""One TCP connection between every two ranks of a group, which no stranger can join.
+"""TCP connections between the neighbours of a group (`overlay`), which no stranger can join.
 
 Each rank listens, and tells the others where in a record. `multiprocessing.connection` frames the
 messages, and proves to each side that the other one has a key, which follows from the record and
@@ -24,6 +24,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import TypedDict
+
+from tagi_ddp.communicators.control.overlay import neighbours
 
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")
@@ -86,25 +88,23 @@ class Listener:
     def connect(
         self, rank: int, records: Sequence[bytes], deadline: float
     ) -> tuple[dict[int, Connection], list[int]]:
-        """Connect this rank to all others; return the connections by rank, or the ranks missing.
+        """Connect this rank to its neighbours; return the connections by rank, and those missing.
 
         ``records`` holds the record of every rank, in rank order. This rank calls those below it;
         those above call.
         """
-        above = set(range(rank + 1, len(records)))
+        others = neighbours(rank, len(records))
+        above = {r for r in others if r > rank}
         if above:
             self._door.start()
         called = {
-            r: call(rank, json.loads(records[r]), self._secret, deadline) for r in range(rank)
+            r: call(rank, json.loads(records[r]), self._secret, deadline)
+            for r in others
+            if r < rank
         }
         found = {peer: connection for peer, connection in called.items() if connection is not None}
         found |= self._await(above, deadline)
-        missing = [r for r in range(len(records)) if r != rank and r not in found]
-        if missing:
-            for connection in found.values():
-                connection.close()
-            return {}, missing
-        return found, []
+        return found, [r for r in others if r not in found]
 
     def admit(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
         """Return the connections of those of ``ranks`` that have called when time is up."""
@@ -213,15 +213,26 @@ def cut(connection: Connection) -> None:
 
 def own_address(connections: Iterable[Connection]) -> str:
     """Return the address by which ranks on other hosts, if there are any, reach this one."""
-    found = []
+    found = ["127.0.0.1"]
     for connection in connections:
         with _socket_of(connection) as same:
             address = ip_address(same.getsockname()[0])
         mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-        found.append(mapped or address)
-    # All ranks choose alike: an engine may not connect addresses of two families.
-    found.sort(key=lambda address: (address.is_loopback, address.version, str(address)))
-    return str(found[0]) if found else "127.0.0.1"
+        found.append(str(mapped or address))
+    return best_address(found[1:] or found)
+
+
+def best_address(addresses: Iterable[str]) -> str:
+    """Return the one of a host's addresses that its ranks use.
+
+    All ranks choose alike: an engine may not connect addresses of two families.
+    """
+
+    def preference(text: str) -> tuple[bool, int, str]:
+        address = ip_address(text)
+        return address.is_loopback, address.version, text
+
+    return min(addresses, key=preference)
 
 
 # This host.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
-from tagi_ddp.communicators.control.channel import Series
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch
@@ -24,7 +23,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
 
     def open_ways(self, call: Call, make: Make) -> None:
         """Connect this rank; ``call`` is what errors name."""
-        handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
+        handshake = self._handshake(call)
         with handshake.explaining():
             self._engine = make("all", list(range(self.size)), call)
             hosts = ranks_by_host(self._channel.hosts)
@@ -33,7 +32,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
             if 1 < len(hosts) < self.size:
                 self._levels = open_two_levels(flat, hosts, handshake, call, make)
                 self._way = self._levels or flat
-        handshake.gather(None)
+        handshake.meet()
         handshake.leave()
 
     def _engine_send(

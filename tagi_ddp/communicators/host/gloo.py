@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
+import json
 import os
 import socket
 import time
@@ -86,6 +87,9 @@ def _connect(
     def signature(name: str, record: str) -> str:
         return hmac.digest(secret, f"{name} {record}".encode(), "sha256").hex()
 
+    def write(name: str, text: str) -> None:
+        store.set(name, f"{signature(name, text)} {text}")
+
     def read(name: str) -> str | None:
         """Return what the rank wrote that has the secret, whatever others put there meanwhile."""
         if not store.check([name]):
@@ -97,17 +101,25 @@ def _connect(
         # Each rank counts its own exchanges, which come in the same order on all ranks.
         order = store.add(f"tagi_ddp/{rank}", 1)
         names = [f"tagi_ddp/{order}/{r}" for r in range(size)]
-        store.set(names[rank], f"{signature(names[rank], record.decode())} {record.decode()}")
-        records: dict[int, str] = {}
+        every = f"tagi_ddp/{order}/all"
+        write(names[rank], record.decode())
+        # Rank 0 alone reads those of all, or a thousand ranks would ask a million times.
+        wanted = names if rank == 0 else [every]
+        found: dict[str, str] = {}
         while True:
-            for r in set(range(size)) - records.keys():
-                if (found := read(names[r])) is not None:
-                    records[r] = found
-            if len(records) == size:
-                return [records[r].encode() for r in range(size)]
+            for name in wanted:
+                if name not in found and (text := read(name)) is not None:
+                    found[name] = text
+            if len(found) == len(wanted):
+                break
             if time.monotonic() > deadline:
-                raise missing(names, sorted(set(range(size)) - records.keys()))
+                raise missing(names, [r for r in range(size) if read(names[r]) is None] or [0])
             time.sleep(_STORE_SLICE)
+        if rank == 0:
+            found[every] = json.dumps([found[name] for name in names])
+            write(every, found[every])
+        records: list[str] = json.loads(found[every])
+        return [text.encode() for text in records]
 
     def missing(names: list[str], ranks: list[int]) -> Timeout:
         what = timeout_text(ranks, timeout)

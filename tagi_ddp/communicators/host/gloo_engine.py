@@ -39,7 +39,7 @@ class GlooEngine:
 
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
-        options._devices = _devices(channel.own_address())
+        options._devices = _devices(channel.address)
         options._threads = 2
         self._rank = ranks.index(channel.rank)
         self._groups: list[Any] = []
@@ -160,22 +160,23 @@ class _ChannelStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value
-        self._channel.send_value(self._name + key, content)
+        with self._channel.telling() as notes:
+            notes.keep(self._name + key, content)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._channel.values[self._name + key]
+        return self._channel.notes.values[self._name + key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        channel, keys = self._channel, [self._name + key for key in keys]
-        channel.until(
+        notes, keys = self._channel.notes, [self._name + key for key in keys]
+        self._channel.until(
             lambda: (
-                all(key in channel.values for key in keys)
-                or bool(channel.failures or channel.died or channel.closed)
+                all(key in notes.values for key in keys)
+                or bool(notes.failures or notes.died or notes.closed)
             ),
             self._deadline,
         )
-        if missing := [key for key in keys if key not in channel.values]:
+        if missing := [key for key in keys if key not in notes.values]:
             raise RuntimeError(f"no address came for {missing}")
 
 

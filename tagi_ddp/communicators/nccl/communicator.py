@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 from tagi_ddp._backend import Device, NcclRank
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
-from tagi_ddp.communicators.control.channel import ControlChannel, Kind, Series
+from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
 from tagi_ddp.communicators.control.handshake import Handshake
+from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
@@ -56,8 +57,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         self._engines: dict[str, NcclRank] = {}
         self._enqueueing = threading.RLock()  # operations in the order of the calls
         self._pending: deque[NcclWork] = deque()
-        self._completed = 0  # the last collective that is complete here, as all before it
-        self._told: dict[int, int] = {}  # what of that each waiting rank knows
+        self._completed = -1  # the last collective that is complete here, as all before it
         self._looking = threading.Lock()
         self._grouped: list[tuple[Call, Plan]] | None = None
         self._ending = threading.Event()
@@ -67,9 +67,9 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
 
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
-        handshake = self._handshake(call, series=(Series.SETUP, Series.SETUP))
+        handshake = self._handshake(call)
         self._connect(handshake, "all", self.rank, self.size)
-        handshake.gather(None)
+        handshake.meet()
         handshake.leave()
         self._helper.start()
 
@@ -237,15 +237,16 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         """Return the connection called ``name``, whose rank ``rank`` of ``size`` this one is."""
         if name in self._engines:
             return self._engines[name]
-        key, channel = f"nccl {name}", self._channel
+        key, channel, values = f"nccl {name}", self._channel, self._channel.notes.values
         with handshake.explaining():
             if rank == 0:
-                channel.send_value(key, self._nccl.unique_id())
+                with channel.telling() as notes:
+                    notes.keep(key, self._nccl.unique_id())
         handshake.carry(
-            lambda seconds: channel.until(lambda: key in channel.values, time.monotonic() + seconds)
+            lambda seconds: channel.until(lambda: key in values, time.monotonic() + seconds)
         )
         with handshake.explaining():
-            engine = NcclRank.connect(self._nccl, self._device, rank, size, channel.values[key])
+            engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key])
         self._engines[name] = engine
         handshake.carry(engine.ready)
         return engine
@@ -308,23 +309,15 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         )
 
     def look_after(self) -> None:
-        """Let go of what is complete, and let ranks that wait know how far this one is.
+        """Let go of what is complete, so that ranks that wait hear how far this one is.
 
         Raises the error of an operation that failed.
         """
         with self._looking:
             while self._pending and self._pending[0].poll():
                 self._completed = self._pending.popleft().number
-        channel = self._channel
-        channel.until(lambda: True, 0.0)
-        waiting = [
-            rank
-            for (rank, series), number in list(channel.waiting.items())
-            if series is Series.COLLECTIVE and self._told.get(rank, 0) < number <= self._completed
-        ]
-        for rank in waiting:
-            self._told[rank] = self._completed
-        channel.send(waiting, Kind.LEAVE, Series.COLLECTIVE, self._completed)
+        with self._channel.telling() as notes:
+            notes.leave(Series.COLLECTIVE, self._completed)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
@@ -336,8 +329,6 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
                 work.wait()
             self.look_after()
         self._copied = self._completed
-        for kind in (Kind.WAITING, Kind.LEAVE):  # the others answer how far they are
-            self._channel.send(self._others, kind, Series.COLLECTIVE, self._completed)
         # The helper must find no closed channel, nor the interpreter's end inside of NCCL.
         self._ending.set()
         if self._helper.is_alive():

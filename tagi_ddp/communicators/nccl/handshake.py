@@ -8,7 +8,6 @@ import time
 
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators import errors
-from tagi_ddp.communicators.control.channel import Kind
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.nccl.plan import Plan
@@ -33,9 +32,10 @@ class StreamHandshake(Handshake):
         before = self._peers if few else [(self._rank - 1) % size]
         messages = plan.messages or dict.fromkeys(after, "")
         self._expected = plan.expected or dict.fromkeys(before, "")
-        for rank, message in messages.items():
-            content = json.dumps([call.name, call.arguments, message]).encode()
-            self._channel.send([rank], Kind.ENTER, self._own, call.number, content)
+        with self._channel.telling() as notes:
+            for rank, message in messages.items():
+                content = json.dumps([call.name, call.arguments, message]).encode()
+                notes.enter([rank], self._own, call.number, content)
         self._channel.until(self._interrupted, 0.0)
 
     def follow(self, operation: NcclOperation, end: float) -> bool:
@@ -63,29 +63,29 @@ class StreamHandshake(Handshake):
                 return False
             self._time_out(call.waits_for())
         for rank in self._expected:
-            channel.entered.pop((rank, self._theirs, call.number), None)
+            self._notes.entered.pop((rank, self._theirs, call.number), None)
         return True
 
     def _interrupted(self) -> bool:
         # A rank closes when all are through with what it called: it does not come any more.
         self._fits()
-        self._check(self._unfinished(), self._channel.died | self._channel.closed)
+        self._check(self._unfinished(), self._gone())
         return False
 
     def _settled(self) -> bool:
         # What a root sends is complete where it came, though a rank died before it called.
         if self._fits():
             return True
-        came, number = self._channel.entered, self._call.number
+        came, number = self._notes.entered, self._call.number
         missing = [rank for rank in self._expected if (rank, self._theirs, number) not in came]
-        self._check(missing, self._channel.died | self._channel.closed)
+        self._check(missing, self._gone())
         return False
 
     def _fits(self) -> bool:
         """Tell whether all messages have come; raise Mismatch for one that does not fit."""
         call, came = self._call, 0
         for rank, expected in self._expected.items():
-            message = self._channel.entered.get((rank, self._theirs, call.number))
+            message = self._notes.entered.get((rank, self._theirs, call.number))
             if message is None:
                 continue
             came += 1

@@ -1,0 +1,86 @@
+"""Which ranks talk to which: few enough that a thousand ranks have 28 connections each.
+
+Rank r sends to r + j * 4^i, modulo the number of ranks, for j = 1, 2, 3 and every i (dissemination:
+Hensgen, Finkel and Manber 1988, with four for two). So all ranks know of all others after log4 of
+their number rounds, any rank reaches any other one in as many steps, and no few ranks that are gone
+cut the others off from each other. Up to eight ranks all are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+_RADIX = 4
+
+
+@dataclass(frozen=True)
+class Round:
+    """Whom a rank tells what it knows, and who tells it, when it knows of ``known`` ranks.
+
+    These are itself and those before it, as those of each one in ``senders`` are.
+    """
+
+    known: int
+    receivers: tuple[int, ...]
+    senders: tuple[int, ...]
+
+
+def rounds(rank: int, size: int) -> tuple[Round, ...]:
+    """Return the rounds after which every rank knows of all."""
+    return tuple(
+        Round(
+            step,
+            tuple((rank + many * step) % size for many in _multiples(step, size)),
+            tuple((rank - many * step) % size for many in _multiples(step, size)),
+        )
+        for step in _steps(size)
+    )
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the ranks with which ``rank`` has a connection, in their order."""
+    return sorted({other for r in rounds(rank, size) for other in r.receivers + r.senders})
+
+
+def span(rank: int, known: int, size: int) -> list[int]:
+    """Return the ``known`` ranks that end with ``rank``."""
+    return [(rank - back) % size for back in range(known)]
+
+
+def children(rank: int, origin: int, size: int) -> list[int]:
+    """Return to whom ``rank`` passes on what ``origin`` tells all, so that all get it once."""
+    distance = (rank - origin) % size
+    return [
+        (rank + many * step) % size
+        for step in _steps(size)
+        if distance % (_RADIX * step) == 0
+        for many in _multiples(step, size - distance)
+    ]
+
+
+def next_hop(
+    rank: int, target: int, size: int, gone: Collection[int], backwards: bool = False
+) -> int | None:
+    """Return the neighbour that is not ``gone`` and nearest to ``target`` on this way, if any."""
+    sign = -1 if backwards else 1
+    left = sign * (target - rank) % size
+    steps = [
+        (sign * (other - rank) % size, other)
+        for other in neighbours(rank, size)
+        if other not in gone
+    ]
+    return max((step for step in steps if step[0] <= left), default=(0, None))[1]
+
+
+def _steps(size: int) -> list[int]:
+    found = []
+    step = 1
+    while step < size:
+        found.append(step)
+        step *= _RADIX
+    return found
+
+
+def _multiples(step: int, size: int) -> range:
+    return range(1, min(_RADIX, -(-size // step)))
