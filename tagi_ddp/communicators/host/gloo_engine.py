@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
 
 from torch._C._distributed_c10d import Store
 
+_ADDRESS = 30.0  # seconds in which what all ranks said when they made the engine must come
 _COPIES = 1 << 23  # bytes up to which a rank sends each other one a copy of what all are to have
 
 
@@ -39,13 +41,14 @@ class GlooEngine:
 
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
-        options._devices = _devices(channel.address)
         options._threads = 2
         self._rank = ranks.index(channel.rank)
         self._groups: list[Any] = []
-        for way in ("up", "down"):
+        # They connect two ranks when these first have something to tell each other.
+        self._stores = [_ChannelStore(channel, f"{name} {way} ") for way in ("up", "down")]
+        for store in self._stores:
+            options._devices = _devices(channel.address)
             options._timeout = timedelta(seconds=call.left())
-            store = _ChannelStore(channel, f"{name} {way} ", call.deadline)
             group: Any = dist.ProcessGroupGloo(store, self._rank, len(ranks), options)
             self._groups.append(group)
         self._lock = threading.Lock()
@@ -144,19 +147,18 @@ class GlooEngine:
         if not clean:
             # Its destructor waits for operations that are stuck: leave it to the process's end. A
             # thread of it that lets go of an array's memory then, without Python, would abort.
-            for kept in (self._groups, self._held):
+            for kept in (self._groups, self._stores, self._held):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        self._groups, self._held = [], []
+        self._groups, self._stores, self._held = [], [], []
 
 
 class _ChannelStore(Store):
     """What gloo asks of a store while it connects, by messages."""
 
-    def __init__(self, channel: ControlChannel, name: str, deadline: float) -> None:
+    def __init__(self, channel: ControlChannel, name: str) -> None:
         super().__init__()
         self._channel = channel
         self._name = name
-        self._deadline = deadline
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value
@@ -174,7 +176,7 @@ class _ChannelStore(Store):
                 all(key in notes.values for key in keys)
                 or bool(notes.failures or notes.died or notes.closed)
             ),
-            self._deadline,
+            time.monotonic() + (_ADDRESS if timeout is None else timeout.total_seconds()),
         )
         if missing := [key for key in keys if key not in notes.values]:
             raise RuntimeError(f"no address came for {missing}")
@@ -244,8 +246,8 @@ def _devices(address: str) -> list[Any]:
     chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     create_device = dist.ProcessGroupGloo.create_device
     if chosen:
-        return [create_device(interface=name) for name in chosen]
-    return [create_device(hostname=address)]
+        return [create_device(interface=name, lazy_init=True) for name in chosen]
+    return [create_device(hostname=address, lazy_init=True)]
 
 
 def _bytes(array: np.ndarray) -> torch.Tensor:
