@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+_OWN_CALL = re.compile(r"rank \d+ called .*, this rank (\w+\(.*\))\. Make the same calls")
 _WHERE = re.compile(r"^\w+(?: #\d+)?(?: (?:to|from) rank \d+)? on rank \d+ of \d+ \(\w+\): ")
 
 
@@ -114,3 +115,9 @@ def mismatch_text(others: dict[int, str], own: str) -> str:
         f"{calls}, this rank {own}. "
         "Make the same calls in the same order with fitting arguments on all ranks."
     )
+
+
+def own_call(text: str) -> str | None:
+    """Return what the rank called that told a `mismatch_text` of its own."""
+    found = _OWN_CALL.match(text)
+    return found and found[1]

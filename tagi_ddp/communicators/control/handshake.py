@@ -218,8 +218,14 @@ class Handshake:
         # A peer that is through with this operation failed in a later one.
         through = set(self._peers).difference(self._unfinished())
         failures = {r: f for r, f in self._notes.failures.items() if r not in through}
+        own = f"{self._call.name}({self._call.arguments})"
         for rank, said in failures.items():
             kind, ranks = _SHARED.get(said.error, PeerLost), list(said.ranks) or [rank]
+            called = errors.own_call(said.reason)
+            if called not in (None, own) and self._rank not in ranks and not self._call.peer:
+                # It differs from this rank too, and blames those of whom it knows.
+                what = errors.mismatch_text({rank: str(called)}, own)
+                raise Mismatch(f"{self._where}: {what}", [rank])
             if self._rank in ranks:  # they gave up on this rank, or differ from it
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
