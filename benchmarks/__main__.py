@@ -30,6 +30,7 @@ TORCH_FAMILIES = (
     ("sharded", 2),
     ("nodes", 2),
     ("hosts", 8),
+    ("start", 1),
     ("calibration", 4),
     ("merging", 16),
     ("merging_cnn", 16),

@@ -84,7 +84,8 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     edges, sharding = [2, 2], [2, 2, 1.5, 1]
     ours = [60, 2.5, 1.2, 1.9, *compute, *scaling, *memory, *overlap, *edges, *sharding]
     merges: list[float | None] = [None] * (3 + 3 + 7 * 3)  # MLP, CNN, rules for shards
-    assert targets == ours + [1.5] * 3 + [1] + nodes + calibration + merges + GPU_TARGETS
+    start: list[float | None] = [None] * 5
+    assert targets == ours + [1.5] * 3 + [1] + nodes + start + calibration + merges + GPU_TARGETS
     assert not list(scratch.iterdir())
 
 

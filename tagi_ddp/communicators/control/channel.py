@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.communicators.control.notes import Failure, Notes
 
-_TICK = 0.01  # seconds between two looks at messages that no operation waits for
+_TICK = 0.02  # seconds between two looks at messages that no operation waits for
 # What a broken or foreign message causes.
 _NONSENSE = (ValueError, KeyError, struct.error)
 
