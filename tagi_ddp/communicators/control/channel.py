@@ -25,7 +25,7 @@ from tagi_ddp.communicators.control.notes import Failure, Notes
 
 _TICK = 0.02  # seconds between two looks at messages that no operation waits for
 # What a broken or foreign message causes.
-_NONSENSE = (ValueError, KeyError, struct.error)
+_NONSENSE = (ValueError, TypeError, KeyError, struct.error)
 
 
 class ControlChannel:
