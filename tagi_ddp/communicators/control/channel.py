@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.communicators.control.notes import Failure, Notes
 
-_TICK = 0.02  # seconds between two looks at messages that no operation waits for
+_IDLE = 0.02  # seconds without an operation after which a thread waits for messages
+_TURN = 1.0  # seconds after which it looks whether anybody needs it
 # What a broken or foreign message causes.
 _NONSENSE = (ValueError, TypeError, KeyError, struct.error)
 
@@ -51,6 +52,8 @@ class ControlChannel:
         self._changed = threading.Condition(threading.Lock())
         self._send_lock = threading.Lock()
         self._reading = False
+        self._used = False  # by an operation, since the helper looked
+        self._helping = False
         self._closing = threading.Event()
         self._helper = threading.Thread(
             target=_pass_on, args=(weakref.ref(self), self._closing), daemon=True
@@ -77,6 +80,10 @@ class ControlChannel:
         threads may wait: one of them reads for all.
         """
         with self._changed:
+            self._used = True
+            while self._helping:
+                os.eventfd_write(self._alarm, 1)  # an operation reads without a change of threads
+                self._changed.wait(_TURN)
             self._read_for(0.0)
             while not condition():
                 left = deadline - time.monotonic()
@@ -84,6 +91,19 @@ class ControlChannel:
                     return False
                 self._read_for(left)
             return True
+
+    def help(self) -> None:
+        """Read, so that others hear from each other while this rank computes."""
+        with self._changed:
+            busy, self._used = self._used or self._reading, False
+            if busy or self._closing.is_set():
+                return
+            self._helping = True
+            try:
+                self._read_for(_TURN)
+            finally:
+                self._helping = False
+                self._changed.notify_all()
 
     def _read_for(self, seconds: float) -> None:
         if self._reading:
@@ -150,6 +170,7 @@ class ControlChannel:
     def close(self) -> None:
         """Say goodbye to all ranks and close; no thread waits any more."""
         self._closing.set()
+        os.eventfd_write(self._alarm, 1)
         self._helper.join()
         with self.telling() as notes:
             notes.bye()
@@ -165,15 +186,15 @@ class ControlChannel:
 
 
 def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -> None:
-    """Read now and then, so that others hear from each other while this rank computes."""
+    """Help a channel until it closes or nothing refers to it any more."""
 
     def exists() -> bool:
         channel = reference()
         if channel is not None:
-            channel.until(lambda: True, 0.0)
+            channel.help()
         return channel is not None
 
-    while not closing.wait(_TICK) and exists():
+    while not closing.wait(_IDLE) and exists():
         pass
 
 
