@@ -174,7 +174,7 @@ def test_an_engine_that_crashes_or_hangs(tmp_path: Path, code: str, detail: str)
     engine = checks["engine"]
     assert (engine["status"], detail in engine["detail"]) == ("broken", True), engine
     assert engine["remedy"].startswith("pip install pytagi==0.2.1 --force-reinstall")
-    assert ("--timeout 16" in engine["remedy"]) == ("sleep" in code)
+    assert ("--timeout 40" in engine["remedy"]) == ("sleep" in code)
     assert checks["shared memory"]["status"] == "ok"
 
 
