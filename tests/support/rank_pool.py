@@ -202,9 +202,7 @@ class RankPool:
     def _drop(self) -> None:
         for connection in self._connections.values():
             connection.close()
-        left = dict(self.pids)
         self._connections.clear()
-        self.pids.clear()
         self._kept = None
         self._broken = False
         try:
@@ -212,7 +210,10 @@ class RankPool:
                 end(self._mpirun)
         finally:
             self._mpirun = None
-            await_end(left.values())
+            try:
+                await_end(self.pids.values(), self._stacks)
+            finally:
+                self.pids.clear()
 
 
 class Nursery:
@@ -345,17 +346,23 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def await_end(pids: Iterable[int]) -> None:
-    """Return once none of ``pids`` runs; kill those that still do after a while, and raise."""
+def await_end(pids: Iterable[int], stacks: Callable[[], str] = str) -> None:
+    """Return once none of ``pids`` runs; kill those that still do after a while, and raise.
+
+    The error has the text of ``stacks()``.
+    """
     deadline = time.monotonic() + END_LIMIT
     left = [pid for pid in pids if alive(pid)]
     while left and time.monotonic() < deadline:
         time.sleep(0.01)
         left = [pid for pid in left if alive(pid)]
-    for pid in left:
-        signal_process(pid, signal.SIGKILL)
     if left:
-        raise RankError(f"processes {left} were still there {END_LIMIT:g} s after their task")
+        where = stacks()
+        for pid in left:
+            signal_process(pid, signal.SIGKILL)
+        raise RankError(
+            f"processes {left} were still there {END_LIMIT:g} s after their task\n{where}"
+        )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -58,6 +58,11 @@ class ControlChannel:
         self._helper = threading.Thread(
             target=_pass_on, args=(weakref.ref(self), self._closing), daemon=True
         )
+        # A selector refers to itself, and would keep the connections of a channel that is forgotten.
+        self._release = weakref.finalize(
+            self, _release, self._selector, self._alarm, list(connections.values())
+        )
+        self._release.atexit = False
         self._helper.start()
 
     @contextmanager
@@ -174,15 +179,22 @@ class ControlChannel:
         self._helper.join()
         with self.telling() as notes:
             notes.bye()
-        self._selector.close()
-        os.close(self._alarm)
         for connection in self._connections.values():
             # What is left unread would make the kernel reset the connection, and the bye be lost.
             with contextlib.suppress(OSError):
                 os.set_blocking(connection.fileno(), False)
                 while os.read(connection.fileno(), 65536):
                     pass
-            connection.close()
+        self._release()
+
+
+def _release(
+    selector: selectors.BaseSelector, alarm: int, connections: Sequence[Connection]
+) -> None:
+    selector.close()
+    os.close(alarm)
+    for connection in connections:
+        connection.close()
 
 
 def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -> None:

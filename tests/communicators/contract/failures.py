@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,24 @@ def fail_later(comm: Any) -> Report | None:
     return first
 
 
+def forget(comm: Any) -> Report | None:
+    part = comm.split(0)
+    part.all_reduce(ones())
+    if comm.rank < comm.size - 1:
+        answer = report(part.barrier)
+        comm.barrier(timeout=10)
+        return answer
+    time.sleep(0.1)  # until a thread waits for messages to it
+    del part
+    gc.collect()
+    gc.disable()  # what is left then, stays
+    try:
+        comm.barrier(timeout=10)
+    finally:
+        gc.enable()
+    return None
+
+
 def init_without_last(comm: Any, settings: dict[str, Any]) -> Report | None:
     if comm.rank == comm.size - 1:
         comm.barrier(timeout=10)
@@ -318,6 +337,11 @@ class FailuresContract:
         for kind, ranks, text, seconds in others:
             assert (kind, ranks) == (PeerLost, (size - 1,)), text
             assert "closed" in text
+            assert seconds < 5
+
+    def test_forgotten(self, pool: RankPool, size: int) -> None:
+        for kind, ranks, text, seconds in pool.run(forget, size=size, fresh=True)[:-1]:
+            assert (kind, ranks) == (PeerLost, (size - 1,)), text
             assert seconds < 5
 
     def test_error_of_an_asynchronous_operation(self, pool: RankPool, size: int) -> None:
