@@ -58,7 +58,7 @@ class ControlChannel:
         self._helper = threading.Thread(
             target=_pass_on, args=(weakref.ref(self), self._closing), daemon=True
         )
-        # A selector refers to itself, and would keep the connections of a channel that is forgotten.
+        # A selector refers to itself, and would keep a forgotten channel's connections.
         self._release = weakref.finalize(
             self, _release, self._selector, self._alarm, list(connections.values())
         )
