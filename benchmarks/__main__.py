@@ -31,6 +31,7 @@ TORCH_FAMILIES = (
     ("nodes", 2),
     ("hosts", 8),
     ("start", 1),
+    ("plan", 16),
     ("calibration", 4),
     ("merging", 16),
     ("merging_cnn", 16),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from tagi_ddp import Communicator, init
@@ -27,40 +29,21 @@ class NotPossible(RuntimeError):
 def two_nodes(
     communicator: Communicator, mbit: float = MBIT, delay_ms: float = 0.0
 ) -> Iterator[Communicator]:
-    """Move either rank of ``communicator`` to a node of its own; yield their network, by gloo.
-
-    A link with a delay is a process that carries the packets, as not every kernel can delay them.
-    Raises NotPossible, on both. Afterwards the ranks are back. The namespaces have no names, so
-    they and the link go with the last thread inside, however that ends.
-    """
-    with open("/proc/self/ns/net") as home, ExitStack() as stack:
-        try:
-            _all_or_none(communicator, _leave_home)
-            _, other = all_gather_object(communicator, os.getpid())
-            if delay_ms:
-                _all_or_none(
-                    communicator,
-                    lambda: _relay(stack, communicator.rank, other, mbit, delay_ms),
-                )
-            else:
-                _all_or_none(communicator, lambda: _link(communicator.rank, other))
-            _all_or_none(communicator, lambda: _configure(communicator.rank))
-            if not delay_ms:
-                _all_or_none(communicator, lambda: _limit(mbit))
-            stack.enter_context(_meeting_at_host_0())
-            with init("gloo", communicator.rank, 2) as network:
-                yield network
-            communicator.barrier(timeout=600)  # what is on its way goes with a namespace
-        finally:
-            _libc.setns(home.fileno(), _NETWORK)  # who has not left may not, and need not
+    """Move either rank of ``communicator`` to a node of its own; yield their network, by gloo."""
+    with emulated_hosts(communicator, 2, mbit, delay_ms), init("gloo", communicator.rank, 2) as net:
+        yield net
 
 
 @contextmanager
-def emulated_hosts(communicator: Communicator, count: int, mbit: float | None) -> Iterator[None]:
+def emulated_hosts(
+    communicator: Communicator, count: int, mbit: float | None, delay_ms: float = 0.0
+) -> Iterator[None]:
     """Move the ranks to ``count`` hosts, equally many consecutive ones to each.
 
-    A switch joins them, by links of ``mbit`` in each direction; None: of no limit. Raises
-    NotPossible, on all ranks. Afterwards they are back.
+    A switch joins them, by links of ``mbit`` in each direction; None: of no limit. With a delay a
+    process takes the switch's place, as not every kernel can delay packets. Raises NotPossible, on
+    all ranks. Afterwards they are back. The namespaces have no names, so they and the links go with
+    the last thread inside, however that ends.
     """
     size = communicator.size // count
     host, local = divmod(communicator.rank, size)
@@ -68,15 +51,21 @@ def emulated_hosts(communicator: Communicator, count: int, mbit: float | None) -
         try:
             _all_or_none(communicator, _leave_home if local == 0 else _stay)
             pids = all_gather_object(communicator, os.getpid())
-            _all_or_none(communicator, lambda: _enter(pids[host * size]) if local else None)
-            switch = stack.enter_context(_switch()) if communicator.rank == 0 else 0
-            switch = all_gather_object(communicator, switch)[0]
-            _all_or_none(communicator, lambda: _plug(host, switch, mbit) if not local else None)
+            first = pids[::size]
+            _all_or_none(communicator, lambda: _enter(first[host]) if local else None)
+            if delay_ms:
+                relay = partial(_relay, stack, first, mbit, delay_ms)
+                _all_or_none(communicator, relay if communicator.rank == 0 else _stay)
+                _all_or_none(communicator, lambda: None if local else _configure(host))
+            else:
+                switch = stack.enter_context(_switch()) if communicator.rank == 0 else 0
+                switch = all_gather_object(communicator, switch)[0]
+                _all_or_none(communicator, lambda: None if local else _plug(host, switch, mbit))
             stack.enter_context(_meeting_at_host_0())
             yield
             communicator.barrier(timeout=600)  # what is on its way goes with a namespace
         finally:
-            _libc.setns(home.fileno(), _NETWORK)
+            _libc.setns(home.fileno(), _NETWORK)  # who has not left may not, and need not
 
 
 @contextmanager
@@ -152,27 +141,26 @@ def _leave_home() -> None:
         raise NotPossible(f"unshare: {os.strerror(ctypes.get_errno())}")
 
 
-def _link(rank: int, other: int) -> None:
-    """Let this network and that of process ``other`` have one end of a link each."""
-    if rank == 0:
-        _call("ip", "link", "add", "veth", "type", "veth", "peer", "veth", "netns", str(other))
-
-
-def _relay(stack: ExitStack, rank: int, other: int, mbit: float, delay_ms: float) -> None:
-    """Let a process carry packets between this network and that of process ``other``."""
-    if rank != 0:
-        return
+def _relay(stack: ExitStack, processes: list[int], mbit: float | None, delay_ms: float) -> None:
+    """Let a process carry packets between the networks of ``processes``."""
     if not os.path.exists("/dev/net/tun"):
         raise NotPossible("no /dev/net/tun")
     script = str(Path(__file__).with_name("relay.py"))
-    command = [sys.executable, script, str(other), str(mbit), str(delay_ms)]
+    rate = math.inf if mbit is None else mbit
+    mtu = 1500 if rate <= 20 else 9000 if rate <= 1000 else 60000  # it has time for so many packets
+    numbers = map(str, (rate, delay_ms, mtu, *processes))
     process = stack.enter_context(
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, script, *numbers],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
     )
     stack.callback(process.kill)
     assert process.stdout is not None
     if process.stdout.readline() != "ready\n":
-        raise NotPossible("the relay between the nodes did not start")
+        raise NotPossible("the relay between the hosts did not start")
 
 
 def bytes_sent() -> int:
@@ -182,9 +170,9 @@ def bytes_sent() -> int:
     return int(counts[9])
 
 
-def _configure(rank: int) -> None:
-    """Give this end an address, and its bandwidth."""
-    _call("ip", "address", "add", f"{_address(rank)}/24", "dev", "veth")
+def _configure(host: int) -> None:
+    """Give this end an address."""
+    _call("ip", "address", "add", f"{_address(host)}/24", "dev", "veth")
     for device in ("lo", "veth"):
         _call("ip", "link", "set", device, "up")
 
@@ -194,8 +182,8 @@ def _limit(mbit: float, device: str = "veth", inside: tuple[str, ...] = ()) -> N
     _call(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
 
-def _address(node: int) -> str:
-    return f"10.213.0.{node + 1}"
+def _address(host: int) -> str:
+    return f"10.213.0.{host + 1}"  # the relay counts on it
 
 
 def _call(*command: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.control.mesh import host_id
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.environment import detect
 
@@ -20,9 +21,9 @@ from tagi_ddp.environment import detect
 class Location:
     """Where one rank runs.
 
-    host: the name of its host. cores: those that it may run on. bound: whether these are not all
-    that the host has. local_rank, local_size: its number among the ranks of its node and their
-    number, as the launcher of these ranks tells; 0 and 0 if none does.
+    host: what tells its host from others. cores: those that it may run on. bound: whether these are
+    not all that the host has. local_rank, local_size: its number among the ranks of its node and
+    their number, as the launcher of these ranks tells; 0 and 0 if none does. name: of its host.
     """
 
     host: str
@@ -30,6 +31,7 @@ class Location:
     bound: bool = False
     local_rank: int = 0
     local_size: int = 0
+    name: str = ""
 
     @classmethod
     def of(cls, told: Sequence[Any]) -> Location:
@@ -43,7 +45,8 @@ class Location:
         environment, cores = detect(), sorted(os.sched_getaffinity(0))
         told = environment.launcher != "none" and environment.world_size == size
         local = (environment.local_rank, environment.local_world_size) if told else (0, 0)
-        return cls(socket.gethostname(), tuple(cores), len(cores) != os.cpu_count(), *local)
+        bound = len(cores) != os.cpu_count()
+        return cls(host_id(), tuple(cores), bound, *local, socket.gethostname())
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,10 @@ class Topology:
             return [list(range(start, start + node_size)) for start in range(0, size, node_size)]
         hosts = [location.host for location in self.locations]
         if len(set(Counter(hosts).values())) > 1:
+            names = Counter(location.name or location.host for location in self.locations)
             raise ValueError(
-                f"hosts have unequal numbers of ranks, {dict(Counter(hosts))}: start equally many "
-                "on each, or give node_size"
+                f"hosts have unequal numbers of ranks, {dict(names)}: start equally many on each, "
+                "or give node_size"
             )
         return [
             [rank for rank, other in enumerate(hosts) if other == host]

@@ -12,6 +12,7 @@ import numpy as np
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.objects import all_gather_object
+from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.plan.model import Cluster, Link, all_reduce
 
 _SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
@@ -39,7 +40,8 @@ def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> L
         raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
     medians = all_gather_object(communicator, [_seconds(communicator, n) for n in counts])
     seconds = np.max(medians, axis=0)  # of the slowest rank
-    shares = [_shares(communicator.size, 4 * count) for count in counts]
+    one_host = topology_of(communicator).one_host
+    shares = [_shares(communicator.size, one_host, 4 * count) for count in counts]
     # Errors relative to the times: else the greatest size would decide on the latency, too.
     matrix = np.array(shares) / seconds[:, None]
     latency, per_byte = np.linalg.lstsq(matrix, np.ones(len(counts)), rcond=None)[0]
@@ -54,10 +56,11 @@ def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> L
     return Link(float(latency), 1 / float(per_byte))
 
 
-def _shares(ranks: int, size: int) -> list[float]:
+def _shares(ranks: int, one_host: bool, size: int) -> list[float]:
     """Return how many latencies, and how many bytes, an all_reduce takes by the model."""
     units = Link(1.0, math.inf), Link(0.0, 1.0)
-    return [all_reduce(Cluster(unit, unit, ranks), ranks, size) for unit in units]
+    in_node = ranks if one_host else 1
+    return [all_reduce(Cluster(unit, unit, in_node), ranks, size) for unit in units]
 
 
 def _seconds(communicator: Communicator, count: int) -> float:

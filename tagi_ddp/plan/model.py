@@ -6,19 +6,22 @@ Gropp do (2005, "Optimization of collective communication operations in MPICH", 
 Journal of High Performance Computing Applications 19); which messages there are is what the
 communicators of this package do:
 
-- Before any operation there is a handshake of all ranks: one latency.
-- all_reduce of n bytes over p ranks: after that, each rank sends every other its slice of n / p
-  bytes, reduces its own, and sends that to every other. Messages to all others are in flight at
-  once, so either phase costs one latency, and (p - 1) / p * n bytes out of a rank while as many
-  come in. In shared memory the ranks copy each other's slices, which are as many bytes.
-- Ranks of several nodes use two kinds of links at once. In each phase R * (p - R) / p * n bytes
-  leave a node of R ranks by the one link that they share; the slower kind decides.
+- Before any operation there is a handshake of all ranks: one latency in a node; between nodes one
+  for each of its rounds, log4 of the ranks.
+- all_reduce of n bytes over the p ranks of a node: each rank gets its slice of n / p bytes from
+  every other, reduces it, and gives that to every other: two phases, each one latency, and
+  (p - 1) / p * n bytes.
+- all_reduce over p nodes of one rank: a ring of 2 (p - 1) messages of n / p bytes.
+- all_reduce over nodes of several ranks: a phase in the node, a ring of each slice, with all of the
+  node's on the link that they share, and a phase in the node; large ones in chunks, of which one
+  is between nodes while others are in the nodes.
 - broadcast of n bytes in a node: one latency and n bytes after the handshake.
-- A vote, before replicas change, on whether all can: a handshake and a phase of almost no bytes.
+- A vote, before replicas change, on whether all can: a handshake and an all_gather of almost no
+  bytes, which is one latency, or in nodes of several ranks two of the node and one between.
 
 The schemes, each with n bytes, both deltas of all parameters:
 
-- "sum": after every step all vote, then a flat all_reduce over all ranks.
+- "sum": after every step all vote, then an all_reduce over all ranks.
 - "precision": that step is a merge, and there is one every ``sync_every`` steps. All vote, then
   posteriors are merged in each node (all_reduce), then between nodes: all_reduce over one rank of
   each node, which has the link for itself, and broadcast in the node. The arithmetic of a merge
@@ -31,9 +34,8 @@ The schemes, each with n bytes, both deltas of all parameters:
   taken to fall in every epoch, so that skips stay the longest.
 
 Not counted: computing that gets slower while data travels; what a rank's processor does for a
-message, which makes flat collectives over thousands of ranks dearer than this; gloo's all_gather,
-which with many ranks sends to a few at a time; sums that are reduced during backward, which hide a
-part of this; that merges are more frequent at first.
+message; sums that are reduced during backward, which hide a part of this; that merges are more
+frequent at first.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tagi_ddp.checks import integer, real
+from tagi_ddp.communicators.control.overlay import rounds
+from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
 SCHEMES = ("sum", "precision", "asynchronous")
@@ -156,10 +160,10 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
     """Return the seconds per step of each of `SCHEMES` on so many ranks, 1 or more."""
     integer("ranks", ranks, 1)
     costs = _costs(training, cluster, ranks)
-    flat = _vote(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
+    total = _vote(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
     waits = sum(count * _waits(training.step, costs, syncs) for count, syncs in _epochs(training))
     return {
-        "sum": training.step + flat,
+        "sum": training.step + total,
         "precision": training.step + costs.blocking / training.sync_every,
         "asynchronous": training.step + waits / (training.epochs * training.batches),
     }
@@ -168,28 +172,44 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
 # Operations, in seconds.
 
 
-def _phase(cluster: Cluster, ranks: int, size: float) -> float:
+def _phase(link: Link, ranks: int, size: float) -> float:
     """Return how long it takes until each of ``ranks`` has its slice of ``size`` from each other's.
 
-    The same for sending its own slice to each other.
+    The same for giving its own slice to each other.
     """
-    inside = min(ranks, cluster.ranks_per_node)
-    part = size / ranks
-    seconds = 0.0
-    if inside > 1:
-        seconds = cluster.node.seconds((inside - 1) * part)
-    if ranks > inside:
-        seconds = max(seconds, cluster.across.seconds(inside * (ranks - inside) * part))
-    return seconds
+    return link.seconds((ranks - 1) / ranks * size) if ranks > 1 else 0.0
+
+
+def _ring(link: Link, ranks: int, size: float) -> float:
+    return 2 * (ranks - 1) * link.seconds(size / ranks)
+
+
+def _handshake(cluster: Cluster, ranks: int) -> float:
+    if cluster.nodes(ranks) == 1:
+        return cluster.node.latency if ranks > 1 else 0.0
+    return len(rounds(0, ranks)) * cluster.across.latency
 
 
 def _vote(cluster: Cluster, ranks: int) -> float:
-    return 2 * _phase(cluster, ranks, 0)
+    inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
+    gather = _phase(cluster.node, inside, 0)
+    if nodes > 1:
+        gather = 2 * gather + cluster.across.latency
+    return _handshake(cluster, ranks) + gather
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     """Return how long an all_reduce of ``size`` bytes over all of ``ranks`` takes."""
-    return _phase(cluster, ranks, 0) + 2 * _phase(cluster, ranks, size)
+    inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
+    begin = _handshake(cluster, ranks)
+    if nodes == 1:
+        return begin + 2 * _phase(cluster.node, ranks, size)
+    if inside == 1:
+        return begin + _ring(cluster.across, nodes, size)
+    chunks = number_of_chunks(size)
+    memory = 2 * _phase(cluster.node, inside, size / chunks)
+    network = _ring(cluster.across, nodes, size / chunks)
+    return begin + memory + network + (chunks - 1) * max(memory, network)
 
 
 def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> float:
@@ -198,7 +218,8 @@ def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> flo
         return all_reduce(cluster, ranks, size)
     # A scale for 256 numbers of 8 bits, and, exact, a square for 512.
     few = size * bits / 32 + (size / 256 if bits == 8 else 0)
-    once = _phase(cluster, ranks, 0) + _phase(cluster, ranks, few)
+    link = cluster.node if cluster.nodes(ranks) == 1 else cluster.across
+    once = _handshake(cluster, ranks) + _phase(link, ranks, few)
     return 2 * once + all_reduce(cluster, ranks, size / 512)
 
 

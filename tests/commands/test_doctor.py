@@ -109,6 +109,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**names, "LD_PRELOAD": str(SHIM), "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow
 def test_this_machine_as_json(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("sm_segment*"))
     status, checks, ready = report("--timeout", "50", TMPDIR=str(tmp_path))
@@ -199,8 +200,9 @@ def test_a_library_that_fails(
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130)],
 )
+@pytest.mark.slow
 def test_a_signal_ends_all(tmp_path: Path, number: int, status: int) -> None:
     code = """
 import os, pathlib, subprocess, time
@@ -242,6 +244,7 @@ def test_devices_that_nobody_can_compute_on(stand_in: dict[str, str]) -> None:
     assert "install a torch for CUDA" in last["remedy"]
 
 
+@pytest.mark.slow
 def test_gpus_that_torch_can_use(tmp_path: Path, stand_in: dict[str, str]) -> None:
     path = module(tmp_path, "torch", TORCH)
     status, checks, ready = report("--gpu", PYTHONPATH=path, **stand_in)

@@ -118,7 +118,12 @@ with init("gloo", timeout=20) as comm:
         pytest.param(
             "sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5", marks=pytest.mark.slow
         ),
-        ("atexit.register(time.sleep, 6); sys.exit(5)", 5, "rank 0 of 3 ended with exit status 5"),
+        pytest.param(
+            "atexit.register(time.sleep, 6); sys.exit(5)",
+            5,
+            "rank 0 of 3 ended with exit status 5",
+            marks=pytest.mark.slow,
+        ),
         ("raise ValueError('a mistake')", 1, "rank 0 failed first"),
     ],
 )

@@ -81,6 +81,7 @@ def wait_for_port(port: int) -> None:
     raise AssertionError("nobody listens there")
 
 
+@pytest.mark.slow
 def test_without_a_secret_one_warning():
     port = free_port()
     with (

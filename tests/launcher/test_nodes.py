@@ -88,6 +88,7 @@ def test_ranks_of_all_nodes_are_one_job(start: Start) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_node_0_waits_for_the_others(start: Start) -> None:
     first, second = start(0, 1, "later"), start(1, 1, "later")
     texts = outputs(first, second)
@@ -104,7 +105,8 @@ def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> N
     assert sum("ValueError: the cause" in text for text in texts) >= 1
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.slow
 def test_a_lost_launcher_ends_the_others_ranks(start: Start, lost: int) -> None:
     processes = [start(node, 1, "wait") for node in (0, 1)]
     for process in processes:

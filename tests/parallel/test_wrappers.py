@@ -124,7 +124,10 @@ def train_all(comm: Any, path: str, sync: bool) -> int:
     return tried
 
 
-@pytest.mark.parametrize(("size", "sync"), [(1, True), (2, True), (2, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "sync"),
+    [(1, True), (2, True), (2, False), pytest.param(4, True, marks=pytest.mark.slow)],
+)
 def test_training_is_serial_training(shm: RankPool, size: int, sync: bool, tmp_path: Path) -> None:
     tried = shm.run(train_all, str(tmp_path / "f"), sync, size=size, limit=90)
     assert tried == [3 + 4 * (9 if size == 4 else 5)] * size

@@ -190,6 +190,7 @@ def test_sharding_does_not_change_what_is_learnt(tmp_path):
     assert np.all(kept_2 < 0.55 * kept)
 
 
+@pytest.mark.slow
 def test_every_way_of_merging_learns_and_keeps_replicas_equal(tmp_path):
     options = ("--epochs", 6, "--batch-size", 64, "--node-size", 1)
     output = run(*ranks(2), EXAMPLES / "merging.py", *options, cwd=tmp_path).stdout

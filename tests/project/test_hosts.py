@@ -124,9 +124,8 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> 
     assert len({digest for *_, digest in results}) == 1
 
 
-@pytest.mark.parametrize(
-    "own_name", [pytest.param("10.99.0.1", marks=pytest.mark.slow), "localhost"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("own_name", ["10.99.0.1", "localhost"])
 def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path, own_name: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", "2", "--nnodes", "2"]
@@ -208,6 +207,7 @@ def test_a_host_that_falls_silent_is_lost(hosts: list[str], tmp_path: Path) -> N
         assert second.communicate(timeout=60)[0] == "lost 0 True\n"
 
 
+@pytest.mark.slow
 def test_a_guest_of_another_host_does_not_become_a_rank(hosts: list[str]) -> None:
     """Another user of the second host, who knows all but the secret, where rank 1 is late."""
     address, port, secret = "10.99.0.1", 29512, {"TAGI_DDP_SECRET": "ours"}

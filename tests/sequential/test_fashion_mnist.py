@@ -83,6 +83,7 @@ def step_with_local_cap(model: DDPSequential) -> None:
 
 
 @pytest.mark.parametrize("compute", [pytest.param("engine", marks=pytest.mark.slow), "torch"])
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_process_learns(shm: RankPool, compute: str) -> None:
     (alone,) = shm.run(error_after_training, "pytagi", compute, STEPS, size=1, limit=120)
     together = shm.run(error_after_training, "sum", compute, STEPS, size=2, limit=120)

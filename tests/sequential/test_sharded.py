@@ -83,7 +83,7 @@ def test_same_bits_over(backend: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("pool", ["shm", "nccl"])
-@pytest.mark.parametrize("name", ["resnet", "batch_norm"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "batch_norm"])
 def test_replicas_on_devices(pool: str, name: str, request: pytest.FixtureRequest) -> None:
     """By way of the hosts, and over the stand-in for NCCL."""
     options = {"device": "cpu:0"}

@@ -124,7 +124,8 @@ def test_by_way_of_the_host(shm: RankPool) -> None:
     assert min(shm.run(check_staged, size=2)) > 50
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_gloo(gloo: RankPool, size: int) -> None:
     assert min(gloo.run(check_all, size=size, limit=60)) > 50
 

@@ -74,7 +74,12 @@ def run(tmp_path: Path, *arguments: str, status: int = 0) -> dict[int, list[dict
         pytest.param(
             "shm", "{'sharded': True}", {"waiting", "reducing and applying"}, marks=pytest.mark.slow
         ),
-        ("gloo", "{'sharded': True}", {"waiting", "reducing", "gathering"}),
+        pytest.param(
+            "gloo",
+            "{'sharded': True}",
+            {"waiting", "reducing", "gathering"},
+            marks=pytest.mark.slow,
+        ),
         ("shm", "{'reduction': 'precision'}", {"waiting", "applying", "merging"}),
     ],
 )
@@ -99,6 +104,7 @@ def test_every_rank_tells_what_it_does_in_a_step(
             assert rank == 1 or waited > 100_000
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_tells_what_it_did(tmp_path: Path) -> None:
     found = run(tmp_path, "shm", "{}", "fail", status=1)
     steps = [[event["name"] for event in found[rank]].count("step") for rank in range(2)]

@@ -67,14 +67,14 @@ def test_choice(shm: RankPool) -> None:
 
 
 def chosen_between_hosts(comm: Any) -> list[str]:
-    kinds, own_name, own_size = [], topology.socket.gethostname, exchange.PART_BYTES
+    kinds, own_name, own_size = [], topology.host_id, exchange.PART_BYTES
     for size in (1 << 10, own_size):
         exchange.PART_BYTES = size
         for name in ("one host", f"host {comm.rank}"):
-            topology.socket.gethostname = lambda name=name: name
+            topology.host_id = lambda name=name: name
             with comm.split(0) as part:  # one that has not asked where its ranks are
                 kinds.append(type(wrap(part)._exchange).__name__)
-    topology.socket.gethostname, exchange.PART_BYTES = own_name, own_size
+    topology.host_id, exchange.PART_BYTES = own_name, own_size
     return kinds
 
 

@@ -297,10 +297,14 @@ def open_two_levels(
     return TwoLevel(hosts, memory, lane, flat)
 
 
+def number_of_chunks(size: float) -> int:
+    """Return in how many chunks so many bytes travel; small ones only until there are some."""
+    return int(max(1, min(size // _SMALL, _SOME), size // _LARGE))
+
+
 def _chunks(elements: HostElements) -> list[slice]:
-    """Return chunks of about equal length; small ones only until there are some."""
-    size = elements.array.nbytes
-    number = max(1, min(size // _SMALL, _SOME), size // _LARGE)
+    """Return chunks of about equal length."""
+    number = number_of_chunks(elements.array.nbytes)
     ends = accumulate(equal_counts(elements.count, number), initial=0)
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
