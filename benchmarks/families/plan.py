@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from benchmarks.harness.emulated import NotPossible, emulated_hosts
 from benchmarks.harness.measure import Figure, Missing, Row
 from tagi_ddp import Communicator, DDPSequential, accelerate, init
 from tagi_ddp.communicators import all_gather_object
-from tagi_ddp.plan import Cluster, Link, Training, measure_link, predict
+from tagi_ddp.plan import Cluster, Link, Training, measure_link, memory, predict
 
 WIDTHS = {10: 64, 100: 300, 500: 690}  # thousands of parameters, and the hidden layers of so many
 INPUTS, BATCH = 16, 4
@@ -57,7 +59,7 @@ CASES: dict[tuple[float | None, float], list[tuple[int, tuple[int, int], str]]] 
         (500, (3, 2), "sum"),
         (500, (2, 2), "precision"),
     ],
-    (1000.0, 1.0): [
+    (1000.0, 0.0): [
         (500, (2, 1), "sum"),
         (500, (2, 2), "sum"),
         (500, (4, 2), "sum"),
@@ -87,79 +89,117 @@ class Measured:
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(t) steps on 1 to 4 emulated hosts of 1 to 4 ranks, predicted from two ranks' links.
 
-    The link between hosts is measured by two hosts of one rank; that within a host, and the time of
-    a step without communication, by as many ranks as the case has, as they share this machine.
+    The link between hosts is measured by one rank of each; that within a host by its ranks alone;
+    the time of a step without communication by all ranks of the case, as they share this machine.
     """
+    held = _memory(communicator, 64 if quick else 2000)
+    node = {1: Link(0.0, math.inf)}
+    for size in (2, 4):
+        node[size] = Link(*_on_hosts(communicator, (1, size), (None, 0.0), _link))
     links = list(CASES.items())
     try:
         found = [
             each
             for link, cases in (links[3:4] if quick else links)
-            for each in _of_a_link(communicator, link, cases[:1] if quick else cases)
+            for each in _of_a_link(communicator, node, link, cases[:1] if quick else cases)
         ]
     except NotPossible as error:
-        return [Row("predicted steps", Missing(str(error)), Missing(str(error)), "%", None)]
-    off = [100 * abs(each.predicted / each.seconds - 1) for each in found]
-    return [
-        *(
-            Row(
-                f"{each.name}, measured against predicted",
-                Figure.single(1e3 * each.seconds),
-                Figure.single(1e3 * each.predicted),
-                "ms",
-                None,
-            )
-            for each in found
-        ),
-        Row(
-            f"mean error of {len(off)} predictions, against {ERROR:g} %",
-            Figure.single(float(np.mean(off))),
-            Figure.single(ERROR),
-            "%",
-            1.0,
-        ),
+        return [*held, Row("predicted steps", Missing(str(error)), Missing(str(error)), "%", None)]
+    steps = [_compared(each.name, 1e3 * each.seconds, 1e3 * each.predicted, "ms") for each in found]
+    off = float(np.mean([100 * abs(each.predicted / each.seconds - 1) for each in found]))
+    mean = f"mean error of {len(found)} predictions, against {ERROR:g} %"
+    return [*held, *steps, Row(mean, Figure.single(off), Figure.single(ERROR), "%", 1.0)]
+
+
+def _compared(name: str, measured: float, predicted: float, unit: str) -> Row:
+    figures = (Figure.single(value) for value in (measured, predicted))
+    return Row(f"{name}, measured against predicted", *figures, unit, None)
+
+
+def _memory(communicator: Communicator, width: int) -> list[Row]:
+    """Return what ranks of one host hold, which are taken for nodes of ``node_size``."""
+    found = []
+    cases: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 2, {}),
+        (2, 2, {"reduction": "precision"}),
+        (2, 1, {"reduction": "precision"}),
+        (4, 2, {"reduction": "precision"}),
+        (2, 1, {"reduction": "precision", "compress": "int8"}),
     ]
+    for ranks, node_size, options in cases:
+        scheme = options.get("reduction", "sum")
+        if options:
+            options |= {"sync_every": EVERY, "node_size": node_size}
+        parameters, held = _on_hosts(
+            communicator, (1, ranks), (None, 0.0), lambda net, o=options: _held(net, width, o)
+        )
+        training = Training(1.0, parameters, bits=8 if "compress" in options else 32)
+        cluster = Cluster(Link(0.0, math.inf), Link(0.0, math.inf), node_size)
+        predicted = memory(training, cluster, ranks, scheme)
+        what = f"{scheme}, {ranks // node_size} nodes of {node_size}, {training.bits} bits"
+        found.append(_compared(f"memory of a rank, {what}", held / 1e6, predicted / 1e6, "MB"))
+    return found
+
+
+def _held(network: Communicator, width: int, options: dict[str, Any]) -> tuple[int, int]:
+    """Return the parameters, and the bytes that a model of them holds after some steps."""
+    for size in (32, width):  # libraries load what they need at the first steps
+        before = _resident()
+        with DDPSequential(_mlp(size), communicator=network, compute="torch", **options) as model:
+            _seconds(network, model, 2 * EVERY)
+            gc.collect()
+            held = _resident() - before
+            network.barrier()
+    return _parameters(model), held
+
+
+def _resident() -> int:
+    """Return this process's proportional share of memory, in bytes."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    [share] = [line.split()[1] for line in lines if line.startswith("Pss:")]
+    return 1024 * int(share)
 
 
 def _of_a_link(
     communicator: Communicator,
+    node: dict[int, Link],
     link: tuple[float | None, float],
     cases: list[tuple[int, tuple[int, int], str]],
 ) -> Iterator[Measured]:
     mbit, delay = link
     where = f"{'no limit' if mbit is None else f'{mbit:g} Mbit/s'}, {delay:g} ms"
     sizes = sorted({8000 * thousand for thousand, *_ in cases} | {1 << 10})
-    across = _on_hosts(communicator, (2, 1), link, lambda net, _: measure_link(net, sizes))
+    across = {
+        hosts: Link(*_on_hosts(communicator, (hosts, 1), link, lambda net: _link(net, sizes)))
+        for hosts in sorted({shape[0] for _, shape, _ in cases} - {1})
+    }
     for thousand, shape, scheme in cases:
-        training, node, seconds = _on_hosts(
+        step, parameters, seconds = _on_hosts(
             communicator,
             shape,
             link,
-            lambda net, host, t=thousand, s=scheme: _case(net, host, t, s),
+            lambda net, t=thousand, n=shape[1], s=scheme: _case(net, t, n, s),
         )
-        cluster = Cluster(node, across, shape[1])
+        training = Training(step, parameters, sync_every=EVERY)
+        cluster = Cluster(node[shape[1]], across.get(shape[0], node[1]), shape[1])
         predicted = predict(training, cluster, shape[0] * shape[1])[scheme]
         hosts = f"{shape[0]} x {shape[1]} ranks"
-        yield Measured(
-            f"{scheme}, {thousand},000 parameters, {hosts}, {where}", predicted, seconds
-        )
+        yield Measured(f"{scheme}, {thousand},000 parameters, {hosts}, {where}", predicted, seconds)
 
 
 def _on_hosts(
     communicator: Communicator, shape: tuple[int, int], link: tuple[float | None, float], run: Any
 ) -> Any:
-    """Return what ``run(network, host)`` returns on rank 0 of so many hosts and ranks of each."""
+    """Return what ``run(network)`` returns on rank 0 of so many hosts and ranks of each."""
     hosts, size = shape
     used = hosts * size
     part = communicator.split(0 if communicator.rank < used else None)
     result = None
     if part is not None:
-        with part:
-            host = part.split(part.rank // size)
-            assert host is not None
-            with host, _network(part, hosts, link) as network:
-                result = run(network, host)
-    return all_gather_object(communicator, result, timeout=1200)[0]
+        with part, _network(part, hosts, link) as network:
+            result = run(network)
+    communicator.barrier(timeout=1200)
+    return all_gather_object(communicator, result)[0]
 
 
 @contextmanager
@@ -169,41 +209,44 @@ def _network(
     if hosts == 1:
         yield part
         return
-    with emulated_hosts(part, hosts, *link):
-        with init("gloo", part.rank, part.size, timeout=120) as network:
-            yield network
+    with (
+        emulated_hosts(part, hosts, *link),
+        init("gloo", part.rank, part.size, timeout=120) as network,
+    ):
+        yield network
 
 
 def _case(
-    network: Communicator, host: Communicator, thousand: int, scheme: str
-) -> tuple[Training, Link, float]:
-    """Return what the plan asks for, and the seconds of a step; the same on all ranks."""
+    network: Communicator, thousand: int, node_size: int, scheme: str
+) -> tuple[float, int, float]:
+    """Return a step's seconds on one rank, the parameters, and a step's seconds."""
     width = WIDTHS[thousand]
     alone = accelerate(_mlp(width), compute="torch")
-    alone.set_threads(1)
-    options = {"average": False}
+    options: dict[str, Any] = {"average": False}
     if scheme == "precision":
-        options = {"reduction": "precision", "sync_every": EVERY, "node_size": host.size}
+        options = {"reduction": "precision", "sync_every": EVERY, "node_size": node_size}
     model = DDPSequential(_mlp(width), communicator=network, compute="torch", **options)
-    model.set_threads(1)
     with model:
+        for each in (alone, model):
+            each.set_threads(1)
+        _seconds(network, alone, 10)
         step = _seconds(network, alone, 40)
-        _seconds(network, model, 2)
         once = _seconds(network, model, EVERY)
-        steps = EVERY * max(1, min(10, round(4.0 / (EVERY * once))))
         if scheme == "precision":
-            model.merge()
             model._exchange._all_shares = 8 * EVERY  # as later, when merges are seldom
-        seconds = _seconds(network, model, steps)
-        parameters = model.num_parameters if hasattr(model, "num_parameters") else None
-    size = sum(len(layer.mu_w) + len(layer.mu_b) for layer in model.model.layers[::2])
-    del parameters
-    node = Link(0.0, float("inf"))
-    if host.size > 1:
-        node = measure_link(host, [1 << 10, 8 * size // 4, 8 * size])
-    merge = 0.0
-    training = Training(step, size, sync_every=EVERY, merge=merge)
-    return all_gather_object(network, (training, node, seconds))[0]
+        seconds = _seconds(network, model, EVERY * max(1, min(10, round(1 / once))))
+    return step, _parameters(model), seconds
+
+
+def _parameters(model: DDPSequential) -> int:
+    return sum(len(layer.mu_w) + len(layer.mu_b) for layer in model.model.layers)
+
+
+def _link(
+    communicator: Communicator, sizes: Sequence[int] = (1 << 10, 1 << 20, 1 << 24)
+) -> tuple[float, float]:
+    link = measure_link(communicator, sizes)
+    return link.latency, link.bandwidth
 
 
 def _seconds(network: Communicator, model: Any, steps: int) -> float:

@@ -4,7 +4,7 @@
 """
 
 from tagi_ddp.plan.measure import measure_link
-from tagi_ddp.plan.model import SCHEMES, Cluster, Link, Training, predict
+from tagi_ddp.plan.model import SCHEMES, Cluster, Link, Training, memory, predict
 from tagi_ddp.plan.report import default_ranks, plot, table
 from tagi_ddp.plan.search import Choice, search
 
@@ -16,6 +16,7 @@ __all__ = [
     "Training",
     "default_ranks",
     "measure_link",
+    "memory",
     "plot",
     "predict",
     "search",

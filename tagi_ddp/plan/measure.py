@@ -42,12 +42,14 @@ def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> L
     seconds = np.max(medians, axis=0)  # of the slowest rank
     one_host = topology_of(communicator).one_host
     shares = [_shares(communicator.size, one_host, 4 * count) for count in counts]
-    # Errors relative to the times: else the greatest size would decide on the latency, too.
-    matrix = np.array(shares) / seconds[:, None]
-    latency, per_byte = np.linalg.lstsq(matrix, np.ones(len(counts)), rcond=None)[0]
-    if latency < 0:
-        latency, column = 0.0, matrix[:, 1]
-        per_byte = column.sum() / (column @ column)
+    latencies, sent = np.array(shares).T
+    # The smallest tells the latency. TCP's beginning, which is slow, is a part of the bandwidth.
+    least, most = np.argmin(counts), np.argmax(counts)
+    per_byte = (seconds[most] - seconds[least]) / (sent[most] - sent[least])
+    latency = max(0.0, (seconds[least] - sent[least] * per_byte) / latencies[least])
+    # Errors relative to the times: else the greatest size would decide alone.
+    column = sent / seconds
+    per_byte = column @ (1 - latency * latencies / seconds) / (column @ column)
     if not per_byte > 0:
         raise ValueError(
             f"all_reduces of {list(sizes)} bytes took {[f'{time:.3g}' for time in seconds]} s: "

@@ -11,13 +11,14 @@ communicators of this package do:
 - all_reduce of n bytes over the p ranks of a node: each rank gets its slice of n / p bytes from
   every other, reduces it, and gives that to every other: two phases, each one latency, and
   (p - 1) / p * n bytes.
+- Between nodes a message of data comes after one that gives leave to send it: two latencies.
 - all_reduce over p nodes of one rank: a ring of 2 (p - 1) messages of n / p bytes.
 - all_reduce over nodes of several ranks: a phase in the node, a ring of each slice, with all of the
   node's on the link that they share, and a phase in the node; large ones in chunks, of which one
   is between nodes while others are in the nodes.
 - broadcast of n bytes in a node: one latency and n bytes after the handshake.
 - A vote, before replicas change, on whether all can: a handshake and an all_gather of almost no
-  bytes, which is one latency, or in nodes of several ranks two of the node and one between.
+  bytes, which is one phase; with nodes of several ranks, two in the node and one between.
 
 The schemes, each with n bytes, both deltas of all parameters:
 
@@ -169,6 +170,20 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
     }
 
 
+def memory(training: Training, cluster: Cluster, ranks: int, scheme: str) -> float:
+    """Return the bytes that a rank holds for the network and its exchange by one of `SCHEMES`.
+
+    Means, variances and their deltas are 8 bytes for each parameter; ``python -m benchmarks plan``
+    measured how many times as much there is. Activations come on top.
+    """
+    nodes, inside = cluster.nodes(ranks), min(ranks, cluster.ranks_per_node)
+    times = 4.0
+    if scheme != "sum" and ranks > 1:
+        times = 6.0 if nodes == 1 else 9.0 if inside == 1 else 11.0
+        times += 5.0 * (training.bits < 32)
+    return times * training.bytes
+
+
 # Operations, in seconds.
 
 
@@ -180,8 +195,12 @@ def _phase(link: Link, ranks: int, size: float) -> float:
     return link.seconds((ranks - 1) / ranks * size) if ranks > 1 else 0.0
 
 
-def _ring(link: Link, ranks: int, size: float) -> float:
-    return 2 * (ranks - 1) * link.seconds(size / ranks)
+def _phase_between(link: Link, nodes: int, size: float) -> float:
+    return link.latency + _phase(link, nodes, size)
+
+
+def _ring(link: Link, nodes: int, size: float) -> float:
+    return 2 * (nodes - 1) * (link.latency + link.seconds(size / nodes))
 
 
 def _handshake(cluster: Cluster, ranks: int) -> float:
@@ -194,7 +213,7 @@ def _vote(cluster: Cluster, ranks: int) -> float:
     inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
     gather = _phase(cluster.node, inside, 0)
     if nodes > 1:
-        gather = 2 * gather + cluster.across.latency
+        gather = 2 * gather + _phase_between(cluster.across, nodes, 0)
     return _handshake(cluster, ranks) + gather
 
 
@@ -218,9 +237,11 @@ def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> flo
         return all_reduce(cluster, ranks, size)
     # A scale for 256 numbers of 8 bits, and, exact, a square for 512.
     few = size * bits / 32 + (size / 256 if bits == 8 else 0)
-    link = cluster.node if cluster.nodes(ranks) == 1 else cluster.across
-    once = _handshake(cluster, ranks) + _phase(link, ranks, few)
-    return 2 * once + all_reduce(cluster, ranks, size / 512)
+    if cluster.nodes(ranks) == 1:
+        phase = _phase(cluster.node, ranks, few)
+    else:
+        phase = _phase_between(cluster.across, ranks, few)
+    return 2 * (_handshake(cluster, ranks) + phase) + all_reduce(cluster, ranks, size / 512)
 
 
 @dataclass(frozen=True)

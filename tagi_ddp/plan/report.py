@@ -31,6 +31,8 @@ def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
         columns.append(["efficiency", *(f"{training.step / time:.1%}" for time in seconds)])
     best = [search(training, cluster, number) for number in ranks]
     columns.append(["best ms", *(f"{1e3 * choice.seconds:.{decimals}f}" for choice in best)])
+    held = (choice.memory(training, cluster, n) for choice, n in zip(best, ranks, strict=True))
+    columns.append(["MB", *(f"{size / 1e6:,.{0 if size > 1e8 else 3}f}" for size in held)])
     columns.append(["by", *map(str, best)])
     widths = [max(map(len, column)) for column in columns]
     lines = [
@@ -38,10 +40,11 @@ def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
         for row in zip(*columns, strict=True)
     ]
     note = (
-        "Milliseconds per step; efficiency: of these, what one rank alone takes. Each rank's share "
-        "of a\nbatch is the same at any number of ranks. Best: the most cautious of what takes at "
-        "most 5 % more\nthan the least time. It assumes that all need equally many steps, as an "
-        "MLP did on up to 16 ranks;\ndocs/merging.md says where that does not hold."
+        "ms: milliseconds per step. efficiency: of these, what one rank alone takes. Each rank's "
+        "share of a\nbatch is the same at any number of ranks. best: the most cautious of what "
+        "takes at most 5 % more\nthan the least time. MB: what a rank then holds for the network, "
+        "10^6 bytes; activations come on\ntop. It assumes that all need equally many steps, as an "
+        "MLP did on up to 16 ranks; docs/merging.md\nsays where that does not hold."
     )
     return "\n".join([*lines, "", note])
 

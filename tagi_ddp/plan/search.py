@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tagi_ddp.plan.model import Cluster, Training, predict
+from tagi_ddp.plan.model import Cluster, Training, memory, predict
 
 STEPS = (1, 2, 4, 8, 16, 32)  # between two merges
 BITS = (32, 16, 8)
@@ -31,6 +31,10 @@ class Choice:
     sync_every: int
     bits: int
     seconds: float
+
+    def memory(self, training: Training, cluster: Cluster, ranks: int) -> float:
+        """Return the bytes that a rank holds, but for activations."""
+        return memory(replace(training, bits=self.bits), cluster, ranks, self.scheme)
 
     def __str__(self) -> str:
         """Return for example "precision, every 8, int8"."""

@@ -48,6 +48,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     gpu = rows[-len(GPU_TARGETS) :]
     cars: list[float | None] = [1 / 1.05] * 4
     nodes: list[float | None] = [1 / 0.66, None, None, None, None, None, None, 100]
+    plan: list[float | None] = [*[None] * 6, 1.0]
     for row in rows:
         assert "cores" in row["machine"]
         assert "pytagi 0.2.1" in row["machine"]
@@ -60,6 +61,10 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
         if row["name"].startswith("2 emulated nodes ("):
             assert row["name"].removeprefix("2 emulated nodes (") != ")"
             nodes = [None]
+            continue
+        if row["name"].startswith("predicted steps ("):
+            assert row["name"].removeprefix("predicted steps (") != ")"
+            plan = [None] * 6
             continue
         if row["name"].startswith("calibration, Auto MPG"):
             assert "No module named 'vega_datasets'" in row["name"]
@@ -85,7 +90,10 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     ours = [60, 2.5, 1.2, 1.9, *compute, *scaling, *memory, *overlap, *edges, *sharding]
     merges: list[float | None] = [None] * (3 + 3 + 7 * 3)  # MLP, CNN, rules for shards
     start: list[float | None] = [None] * 5
-    assert targets == ours + [1.5] * 3 + [1] + nodes + start + calibration + merges + GPU_TARGETS
+    assert (
+        targets
+        == ours + [1.5] * 3 + [1] + nodes + start + plan + calibration + merges + GPU_TARGETS
+    )
     assert not list(scratch.iterdir())
 
 
