@@ -48,7 +48,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     gpu = rows[-len(GPU_TARGETS) :]
     cars: list[float | None] = [1 / 1.05] * 4
     nodes: list[float | None] = [1 / 0.66, None, None, None, None, None, None, 100]
-    plan: list[float | None] = [*[None] * 6, 1.0]
+    plan: list[float | None] = [*[None] * 6, 1.0, 1.0]
     for row in rows:
         assert "cores" in row["machine"]
         assert "pytagi 0.2.1" in row["machine"]
