@@ -32,6 +32,7 @@ class TestMpi(
     sizes = (2, 3)
 
 
+@pytest.mark.slow  # that of gloo is not
 class TestTwoLevels(OperationsContract, FailuresContract):
     """On emulated hosts, one with the first and the last rank."""
 

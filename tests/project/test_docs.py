@@ -98,7 +98,9 @@ def test_a_page_runs(script: Script, nursery: ScriptNursery, tmp_path: Path) -> 
         assert line in lines, f"{line!r} was not printed, or not in this order: {printed}"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", ["python", "tagi-ddp", "mpirun", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_the_script_of_the_readme(launcher: str, tmp_path: Path) -> None:
     (script,) = scripts(README)
     assert len(script.code.splitlines()) <= 22

@@ -49,7 +49,9 @@ def train_until(
         return type(error), ranks, str(error), time.monotonic() - end
 
 
-@pytest.mark.parametrize("repetition", range(4))
+@pytest.mark.parametrize(
+    "repetition", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3))]
+)
 @pytest.mark.parametrize("way", ["SIGKILL", "exit", "error"])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_death(backend: str, way: str, repetition: int) -> None:

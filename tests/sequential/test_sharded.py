@@ -75,7 +75,7 @@ def test_same_bits_of_many_ranks() -> None:
         assert plain[0] == sharded[0]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_same_bits_over(backend: str, request: pytest.FixtureRequest) -> None:
     pool = request.getfixturevalue(backend)
     for plain, sharded in pool.run(both, "resnet", False, {}, size=2, limit=60):

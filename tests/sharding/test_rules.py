@@ -25,7 +25,9 @@ from tagi_ddp.sharding import (
 
 Tensor = torch.Tensor
 
-EVERYWHERE = pytest.mark.parametrize("backend", ["shm", "gloo", "mpi"])
+EVERYWHERE = pytest.mark.parametrize(
+    "backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow), "mpi"]
+)
 
 
 @pytest.fixture

@@ -80,7 +80,12 @@ def run(tmp_path: Path, *arguments: str, status: int = 0) -> dict[int, list[dict
             {"waiting", "reducing", "gathering"},
             marks=pytest.mark.slow,
         ),
-        ("shm", "{'reduction': 'precision'}", {"waiting", "applying", "merging"}),
+        pytest.param(
+            "shm",
+            "{'reduction': 'precision'}",
+            {"waiting", "applying", "merging"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_rank_tells_what_it_does_in_a_step(
