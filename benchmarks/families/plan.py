@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +20,7 @@ import pytagi
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
 from benchmarks.harness.emulated import NotPossible, emulated_hosts
+from benchmarks.harness.launch import ROOT
 from benchmarks.harness.measure import Figure, Missing, Row
 from tagi_ddp import Communicator, DDPSequential, accelerate, init
 from tagi_ddp.communicators import all_gather_object
@@ -140,9 +145,9 @@ def _memory(communicator: Communicator, width: int) -> list[Row]:
         scheme = options.get("reduction", "sum")
         if options:
             options |= {"sync_every": EVERY, "node_size": node_size}
-        parameters, held = _on_hosts(
-            communicator, (1, ranks), (None, 0.0), lambda net, o=options: _held(net, width, o)
-        )
+        told = _held(ranks, width, options) if communicator.rank == 0 else None
+        communicator.barrier(timeout=600)
+        parameters, held = all_gather_object(communicator, told)[0]
         training = Training(1.0, parameters, bits=8 if "compress" in options else 32)
         cluster = Cluster(Link(0.0, math.inf), Link(0.0, math.inf), node_size)
         predicted = memory(training, cluster, ranks, scheme)
@@ -151,16 +156,35 @@ def _memory(communicator: Communicator, width: int) -> list[Row]:
     return found
 
 
-def _held(network: Communicator, width: int, options: dict[str, Any]) -> tuple[int, int]:
-    """Return the parameters, and the bytes that a model of them holds after some steps."""
-    for size in (32, width):  # libraries load what they need at the first steps
-        before = _resident()
-        with DDPSequential(_mlp(size), communicator=network, compute="torch", **options) as model:
-            _seconds(network, model, 2 * EVERY)
-            gc.collect()
-            held = _resident() - before
-            network.barrier()
-    return _parameters(model), held
+def _held(ranks: int, width: int, options: dict[str, Any]) -> list[int]:
+    """Return the parameters, and the bytes that new processes hold after some steps."""
+    launchers = ("OMPI_", "PMI", "TAGI_DDP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    module = ["-m", "benchmarks.families.plan", str(width), json.dumps(options)]
+    output = subprocess.check_output(
+        [sys.executable, "-m", "tagi_ddp", "run", "-n", str(ranks), *module],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        timeout=200,
+    )
+    [told] = [line for line in output.splitlines() if line.startswith("[0] ")]
+    return list(json.loads(told.removeprefix("[0] ")))
+
+
+def main() -> None:
+    """Print what `_held` returns, on rank 0."""
+    width, options = int(sys.argv[1]), json.loads(sys.argv[2])
+    with init(timeout=120) as comm:
+        for size in (32, width):  # libraries load what they need at the first steps
+            before = _resident()
+            with DDPSequential(_mlp(size), communicator=comm, compute="torch", **options) as model:
+                _seconds(comm, model, 2 * EVERY)
+                gc.collect()
+                held = _resident() - before
+                comm.barrier()
+        if comm.rank == 0:
+            print(json.dumps([_parameters(model), held]))
 
 
 def _resident() -> int:
@@ -280,3 +304,7 @@ def _seconds(network: Communicator, model: Any, steps: int) -> float:
 def _mlp(width: int) -> Sequential:
     pytagi.manual_seed(1)
     return Sequential(Linear(INPUTS, width), ReLU(), Linear(width, width), ReLU(), Linear(width, 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -177,9 +177,9 @@ def memory(training: Training, cluster: Cluster, ranks: int, scheme: str) -> flo
     measured how many times as much there is. Activations come on top.
     """
     nodes, inside = cluster.nodes(ranks), min(ranks, cluster.ranks_per_node)
-    times = 4.0
+    times = 5.0
     if scheme != "sum" and ranks > 1:
-        times = 6.0 if nodes == 1 else 9.0 if inside == 1 else 11.0
+        times = 9.0 if nodes == 1 else 12.0 if inside == 1 else 13.0
         times += 5.0 * (training.bits < 32)
     return times * training.bytes
 
