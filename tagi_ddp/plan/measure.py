@@ -48,8 +48,8 @@ def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> L
     per_byte = (seconds[most] - seconds[least]) / (sent[most] - sent[least])
     latency = max(0.0, (seconds[least] - sent[least] * per_byte) / latencies[least])
     # Errors relative to the times: else the greatest size would decide alone.
-    column = sent / seconds
-    per_byte = column @ (1 - latency * latencies / seconds) / (column @ column)
+    column, rest = sent / seconds, np.maximum(0.0, seconds - latency * latencies)
+    per_byte = column @ (rest / seconds) / (column @ column)
     if not per_byte > 0:
         raise ValueError(
             f"all_reduces of {list(sizes)} bytes took {[f'{time:.3g}' for time in seconds]} s: "
