@@ -19,7 +19,7 @@ SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.
 check: lint
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) $(SLOW:%=--ignore=%)
 
-# Style, types, then all tests but those that take minutes (marker slow), in ten minutes on two cores.
+# Style, types, then all tests but those that take longest (marker slow).
 # Three files at a time there, as ranks often wait.
 PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: lint

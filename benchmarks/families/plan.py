@@ -29,56 +29,29 @@ from tagi_ddp.plan import Cluster, Link, Training, measure_link, memory, predict
 WIDTHS = {10: 64, 100: 300, 500: 690}  # thousands of parameters, and the hidden layers of so many
 INPUTS, BATCH = 16, 4
 EVERY = 4  # steps from one merge to the next
-SHAPES = ((1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (4, 2), (4, 4))
 ERROR = 10.0  # percent, at most, on the mean
-# Mbit/s and milliseconds of delay, and what runs there: size, shape, scheme.
-CASES: dict[tuple[float | None, float], list[tuple[int, tuple[int, int], str]]] = {
-    (20.0, 0.0): [
-        (100, (2, 1), "sum"),
-        (500, (2, 2), "sum"),
-        (100, (4, 1), "sum"),
-        (10, (4, 4), "sum"),
-        (100, (3, 2), "sum"),
-        (100, (2, 2), "precision"),
-    ],
-    (20.0, 50.0): [
-        (10, (2, 1), "sum"),
-        (100, (2, 2), "sum"),
-        (500, (2, 4), "sum"),
-        (100, (4, 1), "sum"),
-        (10, (4, 2), "sum"),
-        (500, (3, 1), "precision"),
-    ],
-    (200.0, 5.0): [
-        (10, (2, 2), "sum"),
-        (500, (2, 1), "sum"),
-        (500, (2, 4), "sum"),
-        (100, (3, 1), "sum"),
-        (500, (4, 2), "sum"),
-        (100, (4, 1), "precision"),
-    ],
-    (200.0, 0.0): [
-        (100, (2, 1), "sum"),
-        (500, (2, 4), "sum"),
-        (500, (4, 1), "sum"),
-        (500, (3, 2), "sum"),
-        (500, (2, 2), "precision"),
-    ],
-    (1000.0, 0.0): [
-        (500, (2, 1), "sum"),
-        (500, (2, 2), "sum"),
-        (500, (4, 2), "sum"),
-        (500, (3, 1), "sum"),
-        (500, (2, 2), "precision"),
-    ],
-    (None, 0.0): [
-        (500, (1, 2), "sum"),
-        (500, (1, 4), "sum"),
-        (100, (2, 1), "sum"),
-        (500, (2, 2), "sum"),
-        (500, (4, 1), "sum"),
-        (500, (1, 2), "precision"),
-    ],
+Network = tuple[float | None, float]  # Mbit/s, None: no limit; milliseconds of delay
+Size = tuple[int, int, int]  # thousands of parameters, hosts, ranks of each
+# Of each link the steps that sum, and one that merges now and then.
+CASES: dict[Network, tuple[list[Size], Size]] = {
+    (20.0, 0.0): (
+        [(100, 2, 1), (500, 2, 2), (100, 4, 1), (10, 4, 4), (100, 3, 2)],
+        (100, 2, 2),
+    ),
+    (20.0, 50.0): (
+        [(10, 2, 1), (100, 2, 2), (500, 2, 4), (100, 4, 1), (10, 4, 2)],
+        (500, 3, 1),
+    ),
+    (200.0, 5.0): (
+        [(10, 2, 2), (500, 2, 1), (500, 2, 4), (100, 3, 1), (500, 4, 2)],
+        (100, 4, 1),
+    ),
+    (200.0, 0.0): ([(100, 2, 1), (500, 2, 4), (500, 4, 1), (500, 3, 2)], (500, 2, 2)),
+    (1000.0, 0.0): ([(500, 2, 1), (500, 2, 2), (500, 4, 2), (500, 3, 1)], (500, 2, 2)),
+    (None, 0.0): (
+        [(500, 1, 2), (500, 1, 4), (100, 2, 1), (500, 2, 2), (500, 4, 1)],
+        (500, 1, 2),
+    ),
 }
 
 
@@ -93,7 +66,7 @@ class Measured:
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
-    """(t) steps on 1 to 4 emulated hosts of 1 to 4 ranks, predicted from two ranks' links.
+    """(t) steps on 1 to 4 emulated hosts of 1 to 4 ranks, and the memory of a rank.
 
     The link between hosts is measured by one rank of each; that within a host by its ranks alone;
     the time of a step without communication by all ranks of the case, as they share this machine.
@@ -102,19 +75,23 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     node = {1: Link(0.0, math.inf)}
     for size in (2, 4):
         node[size] = Link(*_on_hosts(communicator, (1, size), (None, 0.0), _link))
-    links = list(CASES.items())
+    cases = {
+        link: [*((size, "sum") for size in sums), (merge, "precision")]
+        for link, (sums, merge) in CASES.items()
+    }
+    if quick:
+        cases = {(200.0, 0.0): cases[200.0, 0.0][:1]}
     try:
         found = [
             each
-            for link, cases in (links[3:4] if quick else links)
-            for each in _of_a_link(communicator, node, link, cases[:1] if quick else cases)
+            for link, steps in cases.items()
+            for each in _of_a_link(communicator, node, link, steps)
         ]
     except NotPossible as error:
         return [*held, Row("predicted steps", Missing(str(error)), Missing(str(error)), "%", None)]
-    steps = [_compared(each.name, 1e3 * each.seconds, 1e3 * each.predicted, "ms") for each in found]
     return [
         *held,
-        *steps,
+        *(_compared(each.name, 1e3 * each.seconds, 1e3 * each.predicted, "ms") for each in found),
         _error([each for each in found if each.slow], "where links have at most 200 Mbit/s"),
         _error(found, "of all"),
     ]
@@ -197,34 +174,31 @@ def _resident() -> int:
 def _of_a_link(
     communicator: Communicator,
     node: dict[int, Link],
-    link: tuple[float | None, float],
-    cases: list[tuple[int, tuple[int, int], str]],
+    link: Network,
+    cases: list[tuple[Size, str]],
 ) -> Iterator[Measured]:
     mbit, delay = link
     where = f"{'no limit' if mbit is None else f'{mbit:g} Mbit/s'}, {delay:g} ms"
-    sizes = sorted({8000 * thousand for thousand, *_ in cases} | {1 << 10})
+    sizes = sorted({8000 * thousand for (thousand, *_), _ in cases} | {1 << 10})
     across = {
         hosts: Link(*_on_hosts(communicator, (hosts, 1), link, lambda net: _link(net, sizes)))
-        for hosts in sorted({shape[0] for _, shape, _ in cases} - {1})
+        for hosts in sorted({hosts for (_, hosts, _), _ in cases} - {1})
     }
-    for thousand, shape, scheme in cases:
+    for (thousand, hosts, ranks), scheme in cases:
         step, parameters, seconds = _on_hosts(
             communicator,
-            shape,
+            (hosts, ranks),
             link,
-            lambda net, t=thousand, n=shape[1], s=scheme: _case(net, t, n, s),
+            lambda net, t=thousand, n=ranks, s=scheme: _case(net, t, n, s),
         )
         training = Training(step, parameters, sync_every=EVERY)
-        cluster = Cluster(node[shape[1]], across.get(shape[0], node[1]), shape[1])
-        predicted = predict(training, cluster, shape[0] * shape[1])[scheme]
-        hosts = f"{shape[0]} x {shape[1]} ranks"
-        name = f"{scheme}, {thousand},000 parameters, {hosts}, {where}"
+        cluster = Cluster(node[ranks], across.get(hosts, node[1]), ranks)
+        predicted = predict(training, cluster, hosts * ranks)[scheme]
+        name = f"{scheme}, {thousand},000 parameters, {hosts} x {ranks} ranks, {where}"
         yield Measured(name, mbit is not None and mbit <= 200, predicted, seconds)
 
 
-def _on_hosts(
-    communicator: Communicator, shape: tuple[int, int], link: tuple[float | None, float], run: Any
-) -> Any:
+def _on_hosts(communicator: Communicator, shape: tuple[int, int], link: Network, run: Any) -> Any:
     """Return what ``run(network)`` returns on rank 0 of so many hosts and ranks of each."""
     hosts, size = shape
     used = hosts * size
@@ -238,9 +212,7 @@ def _on_hosts(
 
 
 @contextmanager
-def _network(
-    part: Communicator, hosts: int, link: tuple[float | None, float]
-) -> Iterator[Communicator]:
+def _network(part: Communicator, hosts: int, link: Network) -> Iterator[Communicator]:
     if hosts == 1:
         yield part
         return

@@ -81,11 +81,13 @@ class Topology:
                 )
             return [list(range(start, start + node_size)) for start in range(0, size, node_size)]
         hosts = [location.host for location in self.locations]
-        if len(set(Counter(hosts).values())) > 1:
-            names = Counter(location.name or location.host for location in self.locations)
+        counts = Counter(hosts)
+        if len(set(counts.values())) > 1:
+            names = {location.host: location.name for location in self.locations}
+            found = ", ".join(f"{count} on {names[host]}" for host, count in counts.items())
             raise ValueError(
-                f"hosts have unequal numbers of ranks, {dict(names)}: start equally many on each, "
-                "or give node_size"
+                f"hosts have unequal numbers of ranks, {found}: start equally many on each, or "
+                "give node_size"
             )
         return [
             [rank for rank, other in enumerate(hosts) if other == host]

@@ -196,6 +196,7 @@ def _phase(link: Link, ranks: int, size: float) -> float:
 
 
 def _phase_between(link: Link, nodes: int, size: float) -> float:
+    """Return the same of ``nodes``, each of which waits for leave to send."""
     return link.latency + _phase(link, nodes, size)
 
 
@@ -226,9 +227,9 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     if inside == 1:
         return begin + _ring(cluster.across, nodes, size)
     chunks = number_of_chunks(size)
-    memory = 2 * _phase(cluster.node, inside, size / chunks)
-    network = _ring(cluster.across, nodes, size / chunks)
-    return begin + memory + network + (chunks - 1) * max(memory, network)
+    within = 2 * _phase(cluster.node, inside, size / chunks)
+    between = _ring(cluster.across, nodes, size / chunks)
+    return begin + within + between + (chunks - 1) * max(within, between)
 
 
 def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> float:

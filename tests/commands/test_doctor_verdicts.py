@@ -1,0 +1,72 @@
+"""What tagi-ddp doctor concludes from what it has found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tagi_ddp.commands.check import Finding
+from tagi_ddp.commands.checks import CHECKS, compute_on_gpus
+from tagi_ddp.commands.doctor import readiness
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "status"),
+    [
+        ("platform.machine", lambda: "aarch64", "broken"),
+        ("platform.system", lambda: "Darwin", "broken"),
+        ("platform.python_implementation", lambda: "PyPy", "broken"),
+        ("sys.version_info", (3, 9, 1), "broken"),
+        ("sys.version_info", (3, 12, 1), "ok"),
+    ],
+)
+def test_pythons(monkeypatch: pytest.MonkeyPatch, what: str, value: Any, status: str) -> None:
+    monkeypatch.setattr(what, value)
+    assert CHECKS["python"].run().status == status
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "torch", "engine", "status", "detail"),
+    [
+        ([], True, True, "missing", "there is no device"),
+        (["7.5"], False, True, "ok", 'compute="engine": yes'),
+        (["8.9"], False, True, "ok", 'compute="torch": no, compute="engine": yes'),
+        (["8.0"], False, False, "missing", 'compute="engine": no'),
+        (["9.0"], False, True, "missing", "none for 9.0"),
+        (["12.0", "7.0"], True, True, "ok", "none for 12.0, 7.0"),
+        (["9.0", "8.6"], False, True, "ok", "none for 9.0"),
+    ],
+)
+def test_who_computes_on_gpus(
+    capabilities: list[str], torch: bool, engine: bool, status: str, detail: str
+) -> None:
+    found = compute_on_gpus(
+        {
+            "CUDA": Finding("ok", "", facts={"capabilities": capabilities}),
+            "torch": Finding("ok", "", facts={"cuda": torch}),
+            "engine": Finding("ok", "", facts={"cuda": engine}),
+        }
+    )
+    assert (found.status, found.remedy == "") == (status, status == "ok")
+    assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("broken", "ready"),
+    [
+        ((), [True, True, True, True]),
+        (("engine",), [False, False, False, False]),
+        (("tagi_ddp",), [False, False, False, False]),
+        (("shared memory",), [True, False, True, True]),
+        (("MPI", "gloo"), [True, True, False, True]),
+        (("NCCL",), [True, True, True, False]),
+        (("compute on GPUs",), [True, True, True, False]),
+    ],
+)
+def test_readiness(broken: tuple[str, ...], ready: list[bool]) -> None:
+    found = {
+        name: Finding("broken" if name in broken else "ok", "")
+        for name in [*CHECKS, "compute on GPUs"]
+    }
+    assert list(readiness(found).values()) == ready
