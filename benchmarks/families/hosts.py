@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.emulated import NotPossible, bytes_sent, emulated_hosts
+from benchmarks.harness.emulated import NotPossible, bytes_out, emulated_hosts
 from benchmarks.harness.measure import Contender, Figure, Missing, Row, measure
+from benchmarks.harness.over_mpi import sums_over_mpi
 from tagi_ddp import Communicator, init
 
 COUNT = 540_000  # floats of a delta of 2.16 MB
@@ -24,7 +24,7 @@ FLOOR, DELTAS = 1.35, 1.05  # at most so many times the floor, and so many delta
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
-    """(q) all_reduce of 2.16 MB over emulated hosts: ours over gloo against torch's gloo.
+    """(q) all_reduce of 2.16 MB over emulated hosts: ours over gloo and MPI, and their own.
 
     The floor is what a host has to send at least, at the rate of its link.
     """
@@ -35,41 +35,57 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         part = communicator.split(0 if communicator.rank < used else None)
         if part is not None:
             with part:
-                found += _measure(part, hosts, mbit, quick)
+                found += _measure(part, hosts, mbit, quick, scratch)
         communicator.barrier(timeout=1200)
     return found
 
 
-def _measure(group: Communicator, hosts: int, mbit: float | None, quick: bool) -> list[Row]:
+def _measure(
+    group: Communicator, hosts: int, mbit: float | None, quick: bool, scratch: Path
+) -> list[Row]:
+    on_each = group.size // hosts
     link = "no limit" if mbit is None else f"{mbit:g} Mbit/s"
-    name = f"all_reduce, {hosts} emulated hosts x {group.size // hosts} ranks, {link}"
+    name = f"all_reduce, {hosts} emulated hosts x {on_each} ranks, {link}"
     size = COUNT // 10 if quick else COUNT
+    slow = mbit is not None and mbit < 100
+    rounds, calls = 2 if quick else 5 if slow else 11, 1 if slow else 3
     try:
-        with emulated_hosts(group, hosts, mbit), ExitStack() as stack:
-            ways = {
-                "ours": stack.enter_context(_ours(group, size)),
-                "gloo": stack.enter_context(_torch(group, size)),
-            }
-            sent = {way: _bytes_out(group, run) / (4 * size) for way, run in ways.items()}
-            slow = mbit is not None and mbit < 100
-            contenders = [Contender(way, run, calls=1 if slow else 3) for way, run in ways.items()]
-            times = measure(group, contenders, 2 if quick else 5 if slow else 11)
+        with emulated_hosts(group, hosts, mbit) as processes:
+            with _ours(group, size) as ours, _torch(group, size) as gloo:
+                ways = {"ours": ours, "its own": gloo}
+                sent = {way: bytes_out(group, run) for way, run in ways.items()}
+                contenders = [Contender(way, run, calls=calls) for way, run in ways.items()]
+                times = measure(group, contenders, rounds)
+            found = {"gloo": {way: (times[way], sent[way]) for way in ways}}
+            if group.rank == 0:
+                with suppress(NotPossible):
+                    found["MPI"] = sums_over_mpi(processes, on_each, size, rounds, calls, scratch)
+            group.barrier(timeout=1200)
     except NotPossible as error:
         return [Row(name, Missing(str(error)), Missing(str(error)), "ms", None)]
-    ours, gloo = (times[way].in_unit(1e3) for way in ("ours", "gloo"))
+    return [
+        row
+        for network, ways in found.items()
+        for row in _rows(f"{name}, over {network}", hosts, mbit, group.size, size, ways)
+    ]
+
+
+Found = dict[str, tuple[Figure, float]]  # seconds of a sum, and bytes out of a host, by way
+
+
+def _rows(
+    name: str, hosts: int, mbit: float | None, ranks: int, size: int, found: Found
+) -> Iterator[Row]:
     whole = 2 * (hosts - 1) / hosts  # deltas that a host has to send
-    found = [Row(f"{name}, against torch's gloo", ours, gloo, "ms", 1 / SLOWER)]
+    ours, other = (found[way][0].in_unit(1e3) for way in ("ours", "its own"))
+    yield Row(f"{name}, against its own", ours, other, "ms", 1 / SLOWER)
     if mbit is not None:
-        least = whole * 4 * size * 8 / (mbit * 1e6)
-        target = 1 / FLOOR if (mbit, hosts, group.size) == (200.0, 2, 8) else None
-        found.append(
-            Row(f"{name}, against the floor", ours, Figure.single(1e3 * least), "ms", target)
-        )
-    for way, title, target in (("ours", "", 1 / DELTAS), ("gloo", ", by torch's gloo", None)):
-        row = f"{name}, out of a host{title}"
-        figures = (Figure.single(deltas) for deltas in (sent[way], whole))
-        found.append(Row(row, *figures, "deltas", target))
-    return found
+        floor = Figure.single(1e3 * whole * 4 * size * 8 / (mbit * 1e6))
+        target = 1 / FLOOR if (mbit, hosts, ranks) == (200.0, 2, 8) else None
+        yield Row(f"{name}, against the floor", ours, floor, "ms", target)
+    for way, target in (("ours", 1 / DELTAS), ("its own", None)):
+        deltas = Figure.single(found[way][1] / (4 * size))
+        yield Row(f"{name}, out of a host, {way}", deltas, Figure.single(whole), "deltas", target)
 
 
 @contextmanager
@@ -99,15 +115,3 @@ def _checked(
         raise RuntimeError("the sum is wrong")
     array.fill(0)
     return lambda: run(array)
-
-
-def _bytes_out(group: Communicator, run: Callable[[], object]) -> float:
-    """Return how many bytes leave this host for a sum."""
-    calls = 5
-    group.barrier(timeout=600)
-    before = bytes_sent()
-    for _ in range(calls):
-        run()
-    group.barrier(timeout=600)
-    time.sleep(0.2)  # acknowledgements
-    return (bytes_sent() - before) / calls

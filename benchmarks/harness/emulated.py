@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -37,8 +38,8 @@ def two_nodes(
 @contextmanager
 def emulated_hosts(
     communicator: Communicator, count: int, mbit: float | None, delay_ms: float = 0.0
-) -> Iterator[None]:
-    """Move the ranks to ``count`` hosts, equally many consecutive ones to each.
+) -> Iterator[list[int]]:
+    """Move the ranks to ``count`` hosts, equally many consecutive ones; yield a process of each.
 
     A switch joins them, by links of ``mbit`` in each direction; None: of no limit. With a delay a
     process takes the switch's place, as not every kernel can delay packets. Raises NotPossible, on
@@ -62,7 +63,7 @@ def emulated_hosts(
                 switch = all_gather_object(communicator, switch)[0]
                 _all_or_none(communicator, lambda: None if local else _plug(host, switch, mbit))
             stack.enter_context(_meeting_at_host_0())
-            yield
+            yield first
             communicator.barrier(timeout=600)  # what is on its way goes with a namespace
         finally:
             _libc.setns(home.fileno(), _NETWORK)  # who has not left may not, and need not
@@ -72,7 +73,7 @@ def emulated_hosts(
 def _meeting_at_host_0() -> Iterator[None]:
     """Let ranks meet there; afterwards the variables are as they were."""
     before = dict(os.environ)
-    os.environ.update(MASTER_ADDR=_address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth")
+    os.environ.update(MASTER_ADDR=address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth")
     try:
         yield
     finally:
@@ -163,8 +164,19 @@ def _relay(stack: ExitStack, processes: list[int], mbit: float | None, delay_ms:
         raise NotPossible("the relay between the hosts did not start")
 
 
+def bytes_out(group: Communicator, run: Callable[[], object]) -> float:
+    """Return how many bytes leave this host for one call, by all of ``group``."""
+    calls = 5
+    group.barrier(timeout=600)
+    before = bytes_sent()
+    for _ in range(calls):
+        run()
+    group.barrier(timeout=600)
+    time.sleep(0.2)  # acknowledgements
+    return (bytes_sent() - before) / calls
+
+
 def bytes_sent() -> int:
-    """Return how many bytes have left this node."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     [counts] = [line.split() for line in lines if line.strip().startswith("veth:")]
     return int(counts[9])
@@ -172,7 +184,7 @@ def bytes_sent() -> int:
 
 def _configure(host: int) -> None:
     """Give this end an address."""
-    _call("ip", "address", "add", f"{_address(host)}/24", "dev", "veth")
+    _call("ip", "address", "add", f"{address(host)}/24", "dev", "veth")
     for device in ("lo", "veth"):
         _call("ip", "link", "set", device, "up")
 
@@ -182,7 +194,8 @@ def _limit(mbit: float, device: str = "veth", inside: tuple[str, ...] = ()) -> N
     _call(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
 
-def _address(host: int) -> str:
+def address(host: int) -> str:
+    """Return the address of an emulated host."""
     return f"10.213.0.{host + 1}"  # the relay counts on it
 
 

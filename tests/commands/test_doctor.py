@@ -157,12 +157,11 @@ def test_a_library_that_is_not_there() -> None:
     assert checks["MPI"]["status"] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "detail"),
     [
-        pytest.param(
-            "import os; os.abort()", "ended by signal 6 (Aborted)", marks=pytest.mark.slow
-        ),
+        ("import os; os.abort()", "ended by signal 6 (Aborted)"),
         ("import time; time.sleep(60)", "did not end within 20 s"),
     ],
 )
@@ -175,7 +174,7 @@ def test_an_engine_that_crashes_or_hangs(tmp_path: Path, code: str, detail: str)
     assert (engine["status"], detail in engine["detail"]) == ("broken", True), engine
     assert engine["remedy"].startswith("pip install pytagi==0.2.1 --force-reinstall")
     assert ("--timeout 40" in engine["remedy"]) == ("sleep" in code)
-    assert checks["shared memory"]["status"] == "ok"
+    assert checks["shared memory"]["status"] == "ok", checks["shared memory"]
 
 
 @pytest.mark.parametrize(
