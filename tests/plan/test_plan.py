@@ -69,10 +69,10 @@ def test_two_nodes() -> None:
 
 
 def test_chunks_are_on_both_levels_at_once() -> None:
-    # 4e6 bytes, in 3 chunks; in a node each takes 2 * 2/3 s, or 2 * 1/15 s; between nodes 0.4 s.
-    training = Training(1.0, 5e5)
-    for bandwidth, first, others in ((1e6, 4 / 3, 4 / 3), (1e7, 2 / 15, 0.4)):
-        cluster = Cluster(Link(0, bandwidth), Link(0, 1e7 / 3), 2)
+    # 16e6 bytes, in 3 chunks; in a node each takes 2 * 2/3 s, or 2 * 1/15 s; between nodes 0.4 s.
+    training = Training(1.0, 2e6)
+    for bandwidth, first, others in ((4e6, 4 / 3, 4 / 3), (4e7, 2 / 15, 0.4)):
+        cluster = Cluster(Link(0, bandwidth), Link(0, 4e7 / 3), 2)
         expected = 1 + first + 0.4 + 2 * others
         assert predict(training, cluster, 4)["sum"] == pytest.approx(expected)
 

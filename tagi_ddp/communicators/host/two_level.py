@@ -29,7 +29,7 @@ from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 from tagi_ddp.communicators.shm import create
 from tagi_ddp.communicators.single import SingleCommunicator
 
-_SMALL, _LARGE, _SOME = 1 << 20, 1 << 23, 4  # bytes of chunks, and a number that is enough
+_SMALL, _LARGE, _SOME = 1 << 22, 1 << 23, 4  # bytes of chunks, and a number that is enough
 _MORE = 60.0  # seconds by which memory waits longer than a call: the handshake finds the reason
 
 Make = Callable[[str, list[int], Call], Engine]
