@@ -12,14 +12,27 @@ class TagiDdpEngineFinder:
     """Loads the libraries that the engine's extension needs when it is first looked up."""
 
     @classmethod
-    def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
-        """Find nothing: leave the search to Python's own finders, with the libraries in place."""
-        if name == "cutagi":
-            try:
-                from .loader import preload
-            except ImportError:  # half uninstalled: not ours to report
-                return
-            preload()
+    def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        """Find the extension as Python's own finder does, with the libraries in place."""
+        if name != "cutagi":
+            return None
+        try:
+            from .loader import answer_without_driver, preload
+        except ImportError:  # half uninstalled: not ours to report
+            return None
+        preload()
+        from importlib.machinery import PathFinder
+
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):  # type: ignore[no-untyped-def]
+                execute(module)
+                answer_without_driver(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def install() -> None:

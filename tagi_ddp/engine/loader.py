@@ -10,6 +10,7 @@ the path of a library or with "stub"; what the process already holds stays.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -17,7 +18,7 @@ import os
 import platform
 import site
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 LIBMPI = "libmpi.so.40"
@@ -81,14 +82,37 @@ def cuda_available() -> bool:
     Like any first use of CUDA this binds the process: do not fork it afterwards.
     """
     try:
-        # The driver first: the engine logs and raises where there is none.
-        driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int(0)
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
-            return False
-        return bool(load_engine().cuda.is_available())
+        return _driver_sees_devices() and bool(load_engine().cuda.is_available())
     except Exception:
         return False
+
+
+def answer_without_driver(extension: ModuleType) -> None:
+    """Let the engine's extension say that there is no CUDA device where it would raise.
+
+    It asks the CUDA runtime, which fails where the driver is missing or too old.
+    """
+    for name, answer in (("is_cuda_available", False), ("get_cuda_device_count", 0)):
+        if (ask := getattr(extension, name, None)) is not None:
+            setattr(extension, name, _asking_driver(ask, answer))
+
+
+def _asking_driver(ask: Callable[[], int], answer: int) -> Callable[[], int]:
+    @functools.wraps(ask)
+    def asked() -> int:
+        return ask() if _driver_sees_devices() else answer
+
+    return asked
+
+
+def _driver_sees_devices() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return not failed and count.value > 0
 
 
 def _load(soname: str, candidates: Iterable[str]) -> str:

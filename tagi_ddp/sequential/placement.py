@@ -33,8 +33,10 @@ def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
 
     For NCCL the replica lives on this rank's GPU: ``device``, or that of the local rank. Where
     there are GPUs but no NCCL, deltas go over the host, by the communicator that "auto" chooses,
-    which costs speed and warns. Raises BackendUnavailable where there is no GPU.
+    which costs speed and warns. Raises BackendUnavailable where there is no GPU, ValueError where
+    a launcher has started other ranks than those that ``config`` names: each would train alone.
     """
+    _check_launcher(config)
     backend = config.backend
     if backend == "nccl" and device is None:
         device = f"cuda:{_local_device(config)}"
@@ -52,6 +54,19 @@ def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
     if backend == "nccl":
         backend = "auto"  # a world of one
     return init(backend, config.rank, config.world_size), device or "cpu"
+
+
+def _check_launcher(config: DDPConfig) -> None:
+    environment = detect()
+    told = environment.rank, environment.world_size
+    if environment.world_size > 1 and told != (config.rank, config.world_size):
+        raise ValueError(
+            f"config is rank {config.rank} of {config.world_size}, but the launcher "
+            f"({environment.launcher}) started this process as rank {environment.rank} of "
+            f"{environment.world_size}: use DDPConfig.from_env(), or give communicator= for other "
+            "groups of ranks, as init().split() makes them; init(rank=0, world_size=1) is one rank "
+            "alone"
+        )
 
 
 def _adopt(group: object, device: str | None) -> tuple[Communicator, str]:

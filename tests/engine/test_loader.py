@@ -9,8 +9,11 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from tagi_ddp.engine import loader
 
 SHIMS = Path(__file__).parents[2] / "cpp_backend" / "shims"
 LIBMPI, LIBMPI_CXX, LIBNCCL = "libmpi.so.40", "libmpi_cxx.so.40", "libnccl.so.2"
@@ -250,6 +253,23 @@ def test_cuda_is_not_available_without_the_engine(tmp_path: Path) -> None:
     code = "import sys; sys.modules['pytagi'] = None\n"
     code += "from tagi_ddp.engine.loader import cuda_available; print(cuda_available())"
     assert python(code, tmp_path) == "False\n"
+
+
+def test_the_engine_itself_tells_that_there_is_no_driver(tmp_path: Path) -> None:
+    code = "import pytagi; print(pytagi.cuda.is_available(), pytagi.cuda.get_device_count() > 0)"
+    assert python(code, tmp_path) in ("True True\n", "False False\n")
+
+
+@pytest.mark.parametrize("driver", [True, False])
+def test_the_engine_is_asked_where_there_is_a_driver(
+    monkeypatch: pytest.MonkeyPatch, driver: bool
+) -> None:
+    extension = ModuleType("extension")
+    extension.is_cuda_available = lambda: True  # type: ignore[attr-defined]
+    monkeypatch.setattr(loader, "_driver_sees_devices", lambda: driver)
+    loader.answer_without_driver(extension)
+    assert extension.is_cuda_available() is driver
+    assert not hasattr(extension, "get_cuda_device_count")
 
 
 def test_both_copies_of_the_hook_install_one_finder(tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ def test_choice(
     assert answers == [(*pair, []) for pair in expected]
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 3)])
+def test_ranks_that_the_launcher_did_not_start(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(f"TAGI_DDP_{name}", value)
+    monkeypatch.setenv("TAGI_DDP_LOCAL_WORLD_SIZE", "2")
+    told = rf"rank {rank} of {size}, but the launcher .* rank 1 of 2: use DDPConfig.from_env\(\)"
+    with pytest.raises(ValueError, match=told):
+        bring_together(DDPConfig([], "auto", rank, size), None, None)
+
+
 @pytest.mark.parametrize("backend", ["nccl", "auto"])
 def test_gpus_without_nccl(stand_in: dict[str, str], backend: str) -> None:
     pool = RankPool("shm", 2, environment={**stand_in, "TAGI_DDP_LIBNCCL": "/nowhere/libnccl.so"})
