@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "bindings/compute_binding.h"
 #include "bindings/engine_binding.h"
 #include "bindings/error_binding.h"
 #include "bindings/nccl_binding.h"
@@ -18,4 +19,5 @@ NB_MODULE(_backend, module) {
     tagi_ddp::bind_engine(module);
     tagi_ddp::bind_parameters(module);
     tagi_ddp::bind_update(module);
+    tagi_ddp::bind_compute(module);
 }

@@ -1,4 +1,4 @@
-"""The engine as the oracle: the same layers, parameters and inputs, computed by both."""
+"""The engine as the oracle: the same layers, parameters and inputs, computed by all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tagi_ddp.compute import native
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas
+from tagi_ddp.engine.layers import DELTAS
+from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.replica.host import attach
 
 BIAS_TOLERANCE = 1e-4  # the engine's order of summation costs it digits
@@ -41,7 +44,10 @@ class Results:
 
 
 class Both:
-    """One network of ``layers``, computed by the engine and by torch from the same state."""
+    """One network of ``layers``, computed by the engine, by torch and natively from one state.
+
+    ``native`` is None where the backend has no kernels for a layer, or none for its place.
+    """
 
     def __init__(self, *layers: Any, threads: int = 1) -> None:
         import pytagi.nn as nn
@@ -51,6 +57,10 @@ class Both:
         self.replica = attach(self.model)
         self.deltas = torch.zeros(2 * self.replica.parameters.size)
         self.network = Network(self.model, self.replica, self.deltas)
+        try:
+            self.native = native.build(self.model, self.replica)
+        except ValueError:
+            self.native = None
 
     def engine(
         self, mean: np.ndarray, variance: np.ndarray | None, innovation: np.ndarray | None
@@ -70,13 +80,51 @@ class Both:
         if innovation is not None:
             self.model.set_delta_z(innovation[0], innovation[1])
             self.model.backward()
-            for layer in self.replica.layers:
-                names = ["delta_mu_w", "delta_var_w"]
-                names += ["delta_mu_b", "delta_var_b"] if layer.handle.bias else []
-                for name in names:
-                    array = np.array(getattr(layer.handle, name), np.float32)
-                    arrays[f"{layer.name} {name}"] = array
+            arrays |= self._deltas()
         return Results(arrays)
+
+    def natively(
+        self, mean: np.ndarray, variance: np.ndarray | None, innovation: np.ndarray | None
+    ) -> Results:
+        """Do the same by the backend's kernels."""
+        network = self.native
+        assert network is not None
+        self.replica.pull()
+        engines = self._deltas()
+        network.forward(mean, variance, innovation is not None)
+        size = network.samples * network.output_size
+        import cutagi
+
+        states = cutagi.BaseHiddenStates(size, network.samples)
+        network.show_outputs(address_of(states, "BaseHiddenStates"))
+        outputs = [np.empty(size, np.float32) for _ in range(2)]
+        network.read_outputs(*outputs)
+        assert all(np.array_equal(a, b) for a, b in zip(outputs, (states.mu_a, states.var_a)))
+        arrays = {
+            "outputs' means": outputs[0],
+            "outputs' variances": outputs[1],
+            "outputs' jacobians": np.array(states.jcb, np.float32),
+        }
+        if innovation is not None:
+            network.set_innovation(innovation[0], innovation[1])
+            network.backward(False)
+            arrays |= self._deltas()
+            self._set_deltas(engines)
+        return Results(arrays)
+
+    def _deltas(self) -> dict[str, np.ndarray]:
+        """Return the deltas in the engine's layers by name."""
+        return {
+            f"{layer.name} {name}": np.array(getattr(layer.handle, name), np.float32)
+            for layer in self.replica.layers
+            for name in DELTAS[: 4 if layer.handle.bias else 2]
+        }
+
+    def _set_deltas(self, arrays: dict[str, np.ndarray]) -> None:
+        for layer in self.replica.layers:
+            for name in DELTAS:
+                if (array := arrays.get(f"{layer.name} {name}")) is not None:
+                    setattr(layer.handle, name, array.tolist())
 
     def torch(
         self, mean: np.ndarray, variance: np.ndarray | None, innovation: np.ndarray | None
@@ -144,11 +192,14 @@ def compare(
         np.float32
     )
     _restore(saved)
-    ours = both.torch(mean, variance, innovation)
+    ours = [both.torch(mean, variance, innovation)]
+    if both.native is not None:
+        ours.append(both.natively(mean, variance, innovation))
     state = copy.deepcopy([array for array, _ in saved])
     _restore(saved)
     theirs = both.engine(mean, variance, innovation)
-    ours.assert_close(theirs, tolerance)
+    for results in ours:
+        results.assert_close(theirs, tolerance)
     for (now, _), then in zip(saved, state, strict=True):
         np.testing.assert_allclose(then, now, rtol=1e-4, atol=1e-6, err_msg="state")
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compute.oracle import Both
+from tagi_ddp.compute import native
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas
 
@@ -19,8 +20,11 @@ def step(both: Both, indices: np.ndarray, outputs: int, rng: np.random.Generator
     innovation = np.stack([rng.standard_normal(size), -rng.uniform(0.01, 1, size)])
     innovation = innovation.astype(np.float32)
     ours = both.torch(indices, None, innovation)
+    natively = both.natively(indices, None, innovation)
     both.deltas.fill_(7)  # as an exchange with other replicas would
-    ours.assert_close(both.engine(indices, None, innovation))
+    theirs = both.engine(indices, None, innovation)
+    ours.assert_close(theirs)
+    natively.assert_close(theirs)
     both.model.step()
 
 
@@ -67,16 +71,19 @@ def test_goes_on_from_the_engines_deltas() -> None:
     innovation = np.stack([rng.standard_normal(8), -np.ones(8)]).astype(np.float32)
     both.engine(indices, None, innovation)
     both.network = Network(both.model, both.replica, both.deltas)
+    both.native = native.build(both.model, both.replica)
     step(both, indices, 2, rng)
 
 
 def test_index_outside_is_an_error() -> None:
     import pytagi.nn as nn
 
-    network = Both(nn.Embedding(5, 3, 2)).network
+    both = Both(nn.Embedding(5, 3, 2))
     for index in (5, -2):
         with pytest.raises(IndexError):
-            network.forward(torch.tensor([[0.0, index]]), None, training=False)
+            both.network.forward(torch.tensor([[0.0, index]]), None, training=False)
+        with pytest.raises(IndexError, match=f"index {index}, but the rows go from 0 to 4"):
+            both.native.forward(np.array([0, index], np.float32), None, False)
 
 
 def test_indices_have_no_innovation() -> None:

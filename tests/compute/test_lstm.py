@@ -35,10 +35,12 @@ class Pair:
             both_parts = [rng.standard_normal(size), -rng.uniform(0.01, 1, size)]
             innovation = np.stack(both_parts).astype(np.float32)
         ours = both.torch(mean, variance, innovation)
+        natively = both.natively(mean, variance, innovation)
         theirs = both.engine(mean, variance, innovation)
-        if not training:  # the engine then leaves an old jacobian there
-            del ours.arrays["outputs' jacobians"], theirs.arrays["outputs' jacobians"]
-        ours.assert_close(theirs, TOLERANCE * len(self.lstms))  # each one rounds
+        for results in (ours, natively):
+            if not training:  # the engine then leaves an old jacobian there
+                results.arrays["outputs' jacobians"] = theirs.arrays["outputs' jacobians"]
+            results.assert_close(theirs, TOLERANCE * len(self.lstms))  # each one rounds
         self.compare_states()
         if training:
             both.model.step()
@@ -47,8 +49,12 @@ class Pair:
     def compare_states(self) -> None:
         theirs = self.both.model.get_lstm_states()
         for layer, index in zip(self.lstms, sorted(theirs), strict=True):
-            for own, other in zip(layer.get_states(), theirs[index], strict=True):
+            natively = self.both.native.get_lstm_states(-1)[index]
+            for own, native, other in zip(
+                layer.get_states(), natively, theirs[index], strict=True
+            ):
                 np.testing.assert_allclose(own.reshape(-1), other, rtol=1e-4, atol=1e-6)
+                np.testing.assert_allclose(native, other, rtol=1e-4, atol=1e-6)
 
     def set_states(self, size: int) -> None:
         """Draw carried states for a single layer."""
@@ -56,7 +62,9 @@ class Pair:
         means = [self.rng.standard_normal(size).astype(np.float32) for _ in range(2)]
         variances = [self.rng.uniform(0.1, 1, size).astype(np.float32) for _ in range(2)]
         states = means[0], variances[0], means[1], variances[1]
-        self.both.model.set_lstm_states({0: tuple(array.tolist() for array in states)})
+        as_lists = {0: tuple(array.tolist() for array in states)}
+        self.both.model.set_lstm_states(as_lists)
+        self.both.native.set_lstm_states(as_lists)
         layer.set_states(*map(torch.from_numpy, states))
 
 
@@ -110,6 +118,7 @@ def test_states_of_single_samples(steps: int) -> None:
         pair.step(1, 3 * steps, training=False)
     pair.both.model.train()
     pair.both.model.reset_lstm_states()
+    pair.both.native.reset_lstm_states()
     for layer in pair.lstms:
         layer.reset_states()
     pair.compare_states()
@@ -144,6 +153,8 @@ def test_another_batch_size_forgets() -> None:
         pair.step(batch, 6)
     with pytest.raises(ValueError, match=r"mu_h has 7 elements; give 3 \* 10"):
         pair.lstms[0].set_states(*torch.zeros(4, 7))
+    with pytest.raises(ValueError, match=r"mu_h has 7 elements; give 3 \* 10"):
+        pair.both.native.set_lstm_states({0: np.zeros((4, 7)).tolist()})
 
 
 def test_activation_below_is_ignored() -> None:

@@ -1,0 +1,206 @@
+#include "bindings/compute_binding.h"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/parameters_binding.h"
+#include "compute/network.h"
+#include "update/agreement.h"
+#include "update/update.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace tagi_ddp {
+namespace {
+
+// Arrays of any shape.
+using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using AnyIntegers = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
+using MaybeFloats = std::optional<AnyFloats>;
+using MaybeIntegers = std::optional<AnyIntegers>;
+
+void require_size(const char* name, size_t size, size_t expected) {
+    if (size == expected) return;
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(size) +
+                                " elements, not " + std::to_string(expected));
+}
+
+size_t batch_of(const Network& network, const AnyFloats& mean, const MaybeFloats& variance) {
+    const size_t width = network.input_size();
+    if (mean.size() == 0 || mean.size() % width != 0) {
+        throw std::invalid_argument("mu_x has " + std::to_string(mean.size()) +
+                                    " elements, no multiple of the network's input size, " +
+                                    std::to_string(width));
+    }
+    if (variance) require_size("var_x", variance->size(), mean.size());
+    return mean.size() / width;
+}
+
+Observations observations_of(const AnyFloats& mean, const MaybeFloats& variance,
+                             const MaybeIntegers& selected) {
+    if (variance) require_size("var_obs", variance->size(), mean.size());
+    if (selected) {
+        if (!variance) throw std::invalid_argument("selected_idx needs var_obs");
+        require_size("selected_idx", selected->size(), mean.size());
+    }
+    return {mean.data(), variance ? variance->data() : nullptr,
+            selected ? selected->data() : nullptr, mean.size()};
+}
+
+const float* data_of(const MaybeFloats& array) { return array ? array->data() : nullptr; }
+
+size_t output_floats(const Network& network) {
+    return network.outputs().batch * network.outputs().width;
+}
+
+}  // namespace
+
+void bind_compute(nb::module_& module) {
+    nb::class_<Network>(module, "Network",
+                        "A small network's forward, output update and backward over a replica's "
+                        "parameters, in the caller's thread.")
+        .def(nb::init<Parameters&>(), "parameters"_a, nb::keep_alive<1, 2>())
+        .def("add_linear", &Network::add_linear, "index"_a, "outputs"_a, "inputs"_a, "smoothing"_a)
+        .def("add_lstm", &Network::add_lstm, "index"_a, "outputs"_a, "inputs"_a, "steps"_a,
+             "smoothing"_a)
+        .def("add_layer_norm", &Network::add_layer_norm, "index"_a, "inputs"_a, "epsilon"_a)
+        .def("add_embedding", &Network::add_embedding, "index"_a, "size"_a, "inputs"_a, "padding"_a,
+             "sums"_a)
+        .def("add_activation", &Network::add_activation, "kind"_a)
+        .def_prop_ro("input_size", &Network::input_size)
+        .def_prop_ro("samples", [](const Network& self) { return self.outputs().batch; })
+        .def_prop_ro("output_size", [](const Network& self) { return self.outputs().width; })
+        .def("set_samples", &Network::set_samples, "samples"_a,
+             "How many steps a series has, for layers that smooth.")
+        .def(
+            "forward",
+            [](Network& self, AnyFloats mean, MaybeFloats variance, bool training) {
+                const size_t batch = batch_of(self, mean, variance);
+                nb::gil_scoped_release unlocked;
+                self.forward(mean.data(), data_of(variance), batch, training);
+            },
+            "mean"_a, "variance"_a.none(), "training"_a,
+            "Compute the outputs of flat inputs; without a variance they are exact.")
+        .def(
+            "update",
+            [](Network& self, AnyFloats mean, MaybeFloats variance, MaybeIntegers selected) {
+                self.update(observations_of(mean, variance, selected));
+            },
+            "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
+            "Compute the outputs' innovation: from observations of all outputs, of those selected, "
+            "or, without var_obs, of unknown noise.")
+        .def(
+            "set_innovation",
+            [](Network& self, AnyFloats mean, AnyFloats variance) {
+                require_size("delta_mu", mean.size(), output_floats(self));
+                require_size("delta_var", variance.size(), output_floats(self));
+                self.set_innovation(mean.data(), variance.data());
+            },
+            "delta_mu"_a, "delta_var"_a)
+        .def("backward", &Network::backward, "to_input"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "Write the parameters' deltas.")
+        .def(
+            "learn",
+            [](Network& self, Parameters& parameters, AnyFloats mean, MaybeFloats variance,
+               AnyFloats mu_obs, MaybeFloats var_obs, MaybeIntegers selected, Floats out_mean,
+               Floats out_variance) {
+                const size_t batch = batch_of(self, mean, variance);
+                const Observations observations = observations_of(mu_obs, var_obs, selected);
+                nb::gil_scoped_release unlocked;
+                self.forward(mean.data(), data_of(variance), batch, true);
+                self.update(observations);
+                self.backward(false);
+                std::string culprit = parameters.first_not_finite(0, parameters.size());
+                if (culprit.empty()) apply_own(parameters, cap_factor(static_cast<int64_t>(batch)));
+                if (out_mean.size() == output_floats(self) &&
+                    out_variance.size() == output_floats(self)) {
+                    self.read_outputs(out_mean.data(), out_variance.data());
+                }
+                return culprit;
+            },
+            "parameters"_a, "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(),
+            "selected_idx"_a.none(), "out_mean"_a, "out_variance"_a)
+        .def(
+            "read_outputs",
+            [](const Network& self, Floats mean, Floats variance) {
+                require_size("mean", mean.size(), output_floats(self));
+                require_size("variance", variance.size(), output_floats(self));
+                self.read_outputs(mean.data(), variance.data());
+            },
+            "mean"_a, "variance"_a, "Copy means and variances of the outputs, flat.")
+        .def(
+            "read_input_innovation",
+            [](const Network& self, Floats mean, Floats variance) {
+                if (!self.has_input_innovation()) {
+                    throw std::runtime_error("set input_state_update to True before backward()");
+                }
+                const size_t count = self.outputs().batch * self.input_size();
+                require_size("mean", mean.size(), count);
+                require_size("variance", variance.size(), count);
+                self.read_input_innovation(mean.data(), variance.data());
+            },
+            "mean"_a, "variance"_a, "Copy the innovation of the inputs, flat.")
+        .def(
+            "show_outputs",
+            [](const Network& self, uintptr_t address) {
+                self.show_outputs(*reinterpret_cast<EngineHiddenStates*>(address));
+            },
+            "address"_a, "Write the outputs to verified hidden states of as many elements.")
+        .def(
+            "take_innovation",
+            [](Network& self, uintptr_t address) {
+                self.take_innovation(*reinterpret_cast<EngineDeltaStates*>(address));
+            },
+            "address"_a, "Take the outputs' innovation from verified delta states.")
+        .def("reset_lstm_states",
+             [](Network& self) {
+                 for (const auto& [index, layer] : self.lstms()) {
+                     if (dynamic_cast<SLSTM*>(layer) == nullptr) layer->reset_states();
+                 }
+             })
+        .def(
+            "get_lstm_states",
+            [](const Network& self, int64_t step) {
+                std::map<size_t, RecurrentStates> states;
+                for (const auto& [index, layer] : self.lstms()) {
+                    const auto* smoother = dynamic_cast<const SLSTM*>(layer);
+                    states[index] = step < 0 || smoother == nullptr
+                                        ? layer->get_states()
+                                        : smoother->smoothed_states(static_cast<size_t>(step));
+                }
+                return states;
+            },
+            "time_step"_a)
+        .def(
+            "set_lstm_states",
+            [](Network& self, const std::map<size_t, RecurrentStates>& states) {
+                for (const auto& [index, parts] : states) {
+                    const auto found = self.lstms().find(index);
+                    if (found != self.lstms().end()) found->second->set_states(parts);
+                }
+            },
+            "states"_a)
+        .def(
+            "smooth",
+            [](Network& self) -> std::optional<std::pair<std::vector<float>, std::vector<float>>> {
+                const Series* series = self.smooth();
+                if (series == nullptr) return std::nullopt;
+                return std::make_pair(series->mean, series->variance);
+            },
+            "Smooth the series so far; means and variances of the outputs.");
+}
+
+}  // namespace tagi_ddp

@@ -1,0 +1,187 @@
+// The loops of linear.cpp; see twice.h.
+
+// Products of rows of weights with one sample: out = W a, and (W^2 + var W) var a + var W a^2.
+static void forward_one(const GaussianMatrix& matrix, const float* mean, const float* squares,
+                        const float* variance, float* out_mean, float* out_variance) {
+    const float* mu = matrix.weights.mu;
+    const float* var = matrix.weights.var;
+    const size_t inputs = matrix.inputs;
+    for (size_t o = 0; o < matrix.outputs; ++o, mu += matrix.row, var += matrix.row) {
+        Vector means = broadcast(0.0f), variances = broadcast(0.0f);
+        size_t i = 0;
+        for (; i + lanes <= inputs; i += lanes) {
+            const Vector w = load(mu + i), v = load(var + i);
+            means += w * load(mean + i);
+            variances += v * load(squares + i);
+            if (variance != nullptr) variances += (w * w + v) * load(variance + i);
+        }
+        float total = sum(means), spread = sum(variances);
+        for (; i < inputs; ++i) {
+            total += mu[i] * mean[i];
+            spread += var[i] * squares[i];
+            if (variance != nullptr) spread += (mu[i] * mu[i] + var[i]) * variance[i];
+        }
+        out_mean[o] = total;
+        out_variance[o] = spread;
+    }
+}
+
+static void add_row(const float* row, size_t count, float* out) {
+    for (size_t i = 0; i < count; ++i) out[i] += row[i];
+}
+
+// out = W^T dm and (W^2)^T dv of one sample.
+static void below_one(const GaussianMatrix& matrix, const float* by_mean, const float* by_variance,
+                      float* __restrict out_mean, float* __restrict out_variance) {
+    const float* mu = matrix.weights.mu;
+    const size_t inputs = matrix.inputs;
+    std::fill_n(out_mean, inputs, 0.0f);
+    std::fill_n(out_variance, inputs, 0.0f);
+    for (size_t o = 0; o < matrix.outputs; ++o, mu += matrix.row) {
+        const float dm = by_mean[o], dv = by_variance[o];
+        for (size_t i = 0; i < inputs; ++i) {
+            out_mean[i] += mu[i] * dm;
+            out_variance[i] += mu[i] * mu[i] * dv;
+        }
+    }
+}
+
+// delta = var * sums, or var^2 * sums; sums are [outputs, inputs], `stride` floats apart.
+template <bool squared>
+TAGI_DDP_INLINE void scale_rows(const GaussianMatrix& matrix, const float* sums, size_t stride,
+                                float* __restrict delta) {
+    const float* var = matrix.weights.var;
+    for (size_t o = 0; o < matrix.outputs; ++o) {
+        for (size_t i = 0; i < matrix.inputs; ++i) {
+            delta[i] = sums[i] * var[i] * (squared ? var[i] : 1.0f);
+        }
+        sums += stride;
+        var += matrix.row;
+        delta += matrix.row;
+    }
+}
+
+// The same of sums that are [inputs, outputs].
+template <bool squared>
+TAGI_DDP_INLINE void scale_columns(const GaussianMatrix& matrix, const float* sums, size_t stride,
+                                   float* __restrict delta) {
+    const float* var = matrix.weights.var;
+    for (size_t o = 0; o < matrix.outputs; ++o) {
+        for (size_t i = 0; i < matrix.inputs; ++i) {
+            delta[i] = sums[i * stride + o] * var[i] * (squared ? var[i] : 1.0f);
+        }
+        var += matrix.row;
+        delta += matrix.row;
+    }
+}
+
+static void scale(const GaussianMatrix& matrix, const float* sums, size_t stride, bool by_rows,
+                  bool squared, float* delta) {
+    if (by_rows && squared) scale_rows<true>(matrix, sums, stride, delta);
+    if (by_rows && !squared) scale_rows<false>(matrix, sums, stride, delta);
+    if (!by_rows && squared) scale_columns<true>(matrix, sums, stride, delta);
+    if (!by_rows && !squared) scale_columns<false>(matrix, sums, stride, delta);
+}
+
+// The deltas of one sample.
+static void deltas_one(const GaussianMatrix& matrix, const float* mean, const float* squares,
+                       const float* by_mean, const float* by_variance) {
+    const float* var = matrix.weights.var;
+    float* __restrict delta_mu = matrix.weights.delta_mu;
+    float* __restrict delta_var = matrix.weights.delta_var;
+    for (size_t o = 0; o < matrix.outputs; ++o) {
+        const float dm = by_mean[o], dv = by_variance[o];
+        for (size_t i = 0; i < matrix.inputs; ++i) {
+            delta_mu[i] = var[i] * (dm * mean[i]);
+            delta_var[i] = var[i] * var[i] * (dv * squares[i]);
+        }
+        var += matrix.row;
+        delta_mu += matrix.row;
+        delta_var += matrix.row;
+    }
+}
+
+// The sums of columns, times var, and with `twice` once more.
+static void sum_columns(const float* rows, size_t count, size_t columns, size_t stride,
+                        const float* var, bool twice, float* __restrict out) {
+    std::fill_n(out, columns, 0.0f);
+    for (size_t r = 0; r < count; ++r, rows += stride) {
+        for (size_t c = 0; c < columns; ++c) out[c] += rows[c];
+    }
+    for (size_t c = 0; c < columns; ++c) out[c] *= var[c] * (twice ? var[c] : 1.0f);
+}
+
+// What a product with a batch needs of a weight.
+TAGI_DDP_INLINE float element(Of what, float mu, float var) {
+    switch (what) {
+        case Of::means:
+            return mu;
+        case Of::squares:
+            return mu * mu;
+        case Of::variances:
+            return var;
+        default:
+            return mu * mu + var;
+    }
+}
+
+// Writes it to rows of the inputs, padded.
+template <Of what>
+TAGI_DDP_INLINE void pack_rows(const GaussianMatrix& matrix, float* __restrict out) {
+    const float* mu = matrix.weights.mu;
+    const float* var = matrix.weights.var;
+    for (size_t o = 0; o < matrix.outputs; ++o) {
+        for (size_t i = 0; i < matrix.inputs; ++i) out[i] = element(what, mu[i], var[i]);
+        mu += matrix.row;
+        var += matrix.row;
+        out += padded(matrix.inputs);
+    }
+}
+
+// Writes it to rows of the outputs, padded.
+template <Of what>
+TAGI_DDP_INLINE void pack_columns(const GaussianMatrix& matrix, float* __restrict out) {
+    const size_t row = matrix.row, stride = padded(matrix.outputs);
+    const float* mu = matrix.weights.mu;
+    const float* var = matrix.weights.var;
+    size_t o = 0;
+    for (; o + lanes <= matrix.outputs; o += lanes) {
+        for (size_t i = 0; i < matrix.inputs; ++i) {
+            for (size_t k = 0; k < lanes; ++k) {
+                const size_t at = (o + k) * row + i;
+                out[i * stride + o + k] = element(what, mu[at], var[at]);
+            }
+        }
+    }
+    for (; o < matrix.outputs; ++o) {
+        for (size_t i = 0; i < matrix.inputs; ++i) {
+            out[i * stride + o] = element(what, mu[o * row + i], var[o * row + i]);
+        }
+    }
+}
+
+static void pack_for_forward(const GaussianMatrix& matrix, Of what, float* out) {
+    if (what == Of::means) pack_columns<Of::means>(matrix, out);
+    if (what == Of::variances) pack_columns<Of::variances>(matrix, out);
+    if (what == Of::moments) pack_columns<Of::moments>(matrix, out);
+}
+
+static void pack_for_backward(const GaussianMatrix& matrix, Of what, float* out) {
+    if (what == Of::means) pack_rows<Of::means>(matrix, out);
+    if (what == Of::squares) pack_rows<Of::squares>(matrix, out);
+}
+
+static void square_all(const float* data, size_t count, float* out) {
+    for (size_t i = 0; i < count; ++i) out[i] = data[i] * data[i];
+}
+
+static void carry(const States& states, Deltas deltas) {
+    const float* jacobian = states.jacobian;
+    if (jacobian == nullptr) return;
+    float* __restrict mean = deltas.mean;
+    float* __restrict variance = deltas.variance;
+    for (size_t i = 0; i < states.floats(); ++i) {
+        mean[i] *= jacobian[i];
+        variance[i] *= jacobian[i] * jacobian[i];
+    }
+}

@@ -1,0 +1,34 @@
+// Rows of floats that keep their memory from step to step.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace tagi_ddp {
+
+constexpr size_t lanes = 8;  // of a vector register with 32 bytes
+
+// The floats from one row to the next: each begins where a vector may.
+constexpr size_t padded(size_t width) { return (width + lanes - 1) / lanes * lanes; }
+
+// Zeros at first; later whatever is left of an earlier step. Never shrinks.
+class Memory {
+ public:
+    float* take(size_t floats) {
+        const size_t needed = (floats + line_floats - 1) / line_floats;
+        if (needed > lines_.size()) lines_.assign(needed, Line{});
+        return data();
+    }
+
+    float* data() { return lines_.empty() ? nullptr : lines_[0].values; }
+    const float* data() const { return lines_.empty() ? nullptr : lines_[0].values; }
+
+ private:
+    static constexpr size_t line_floats = 16;
+    struct alignas(64) Line {
+        float values[line_floats];
+    };
+    std::vector<Line> lines_;
+};
+
+}  // namespace tagi_ddp

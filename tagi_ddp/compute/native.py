@@ -1,0 +1,74 @@
+"""A pytagi network's forward and backward by the backend's own kernels, for small networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tagi_ddp._backend import Network
+from tagi_ddp.engine.normalization import layer_norm_epsilon
+from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.replica.protocol import Replica
+
+_ACTIVATIONS = (
+    *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
+    *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
+)
+SMOOTHING = ("SLSTM", "SLinear")
+
+
+def build(model: Any, replica: Replica) -> Network:
+    """Return the network that computes ``model`` on the replica's parameters.
+
+    Raises ValueError or LayoutError where it cannot.
+    """
+    parameters = replica.memory
+    if parameters is None or not replica.in_place:
+        raise LayoutError("the engine's memory cannot be used in place")
+    handles = model._cpp_backend.layers
+    unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *_ACTIVATIONS}
+    if unknown:
+        raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")
+    network = Network(parameters)
+    places = {id(layer.handle): index for index, layer in enumerate(replica.layers)}
+    for handle in handles:
+        kind = type(handle).__name__
+        if kind in _ACTIVATIONS:
+            network.add_activation(kind)
+        else:
+            _ADD[kind](network, places[id(handle)], handle)
+    return network
+
+
+def _linear(network: Network, index: int, handle: Any) -> None:
+    smoothing = type(handle).__name__ in SMOOTHING
+    network.add_linear(index, int(handle.output_size), int(handle.input_size), smoothing)
+
+
+def _lstm(network: Network, index: int, handle: Any) -> None:
+    inputs, outputs = int(handle.input_size), int(handle.output_size)
+    # The engine tells the number of steps in this product only.
+    steps = int(handle.get_max_num_states()) // max(inputs, outputs)
+    network.add_lstm(index, outputs, inputs, steps, type(handle).__name__ in SMOOTHING)
+
+
+def _layer_norm(network: Network, index: int, handle: Any) -> None:
+    network.add_layer_norm(index, len(handle.mu_w), layer_norm_epsilon(handle))
+
+
+def _embedding(network: Network, index: int, handle: Any) -> None:
+    sums = np.concatenate([handle.delta_mu_w, handle.delta_var_w]).tolist()
+    inputs = int(handle.input_size)
+    network.add_embedding(index, int(handle.embedding_dim), inputs, int(handle.padding_idx), sums)
+
+
+_ADD: dict[str, Callable[[Network, int, Any], None]] = {
+    "Linear": _linear,
+    "SLinear": _linear,
+    "LSTM": _lstm,
+    "SLSTM": _lstm,
+    "LayerNorm": _layer_norm,
+    "Embedding": _embedding,
+}
