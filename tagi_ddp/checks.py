@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+_FLOAT32 = np.dtype(np.float32)
+
 
 def integer(name: str, value: Any, low: int | None = None) -> int:
     """Return ``value`` as an int of at least ``low``; numpy's integers pass, bools do not.
@@ -56,6 +58,8 @@ def seconds(name: str, value: Any) -> float:
 
 def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
     """Return a flat array of float32, or, if they are kept, a flat tensor of a tensor."""
+    if type(value) is np.ndarray and value.dtype is _FLOAT32 and value.flags.c_contiguous:
+        return value if value.ndim == 1 else value.reshape(-1)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         flat = value.detach().reshape(-1)
@@ -69,6 +73,14 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
         if isinstance(value, np.ndarray):
             got = f"an array of dtype {value.dtype}"
         raise TypeError(f"{name} must be an array of numbers, got {got}") from error
+
+
+def require_whole_samples(size: int, width: int) -> None:
+    """Raise ValueError unless ``size`` elements of mu_x are whole samples of ``width``."""
+    if size % width:
+        raise ValueError(
+            f"mu_x has {size} elements, no multiple of the network's input size, {width}"
+        )
 
 
 # --- arguments of a command line, as types for argparse -------------------------------------------

@@ -81,18 +81,22 @@ void bind_compute(nb::module_& module) {
              "sums"_a)
         .def("add_activation", &Network::add_activation, "kind"_a)
         .def_prop_ro("input_size", &Network::input_size)
+        .def_prop_ro("output_size", &Network::output_size)
         .def_prop_ro("samples", [](const Network& self) { return self.outputs().batch; })
-        .def_prop_ro("output_size", [](const Network& self) { return self.outputs().width; })
         .def("set_samples", &Network::set_samples, "samples"_a,
              "How many steps a series has, for layers that smooth.")
         .def(
             "forward",
-            [](Network& self, AnyFloats mean, MaybeFloats variance, bool training) {
+            [](Network& self, AnyFloats mean, MaybeFloats variance, bool training, Floats out_mean,
+               Floats out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
+                require_size("out_mean", out_mean.size(), batch * self.output_size());
+                require_size("out_variance", out_variance.size(), batch * self.output_size());
                 nb::gil_scoped_release unlocked;
                 self.forward(mean.data(), data_of(variance), batch, training);
+                self.read_outputs(out_mean.data(), out_variance.data());
             },
-            "mean"_a, "variance"_a.none(), "training"_a,
+            "mean"_a, "variance"_a.none(), "training"_a, "out_mean"_a, "out_variance"_a,
             "Compute the outputs of flat inputs; without a variance they are exact.")
         .def(
             "update",
@@ -119,20 +123,20 @@ void bind_compute(nb::module_& module) {
                Floats out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
+                require_size("out_mean", out_mean.size(), batch * self.output_size());
+                require_size("out_variance", out_variance.size(), batch * self.output_size());
                 nb::gil_scoped_release unlocked;
                 self.forward(mean.data(), data_of(variance), batch, true);
                 self.update(observations);
                 self.backward(false);
-                std::string culprit = parameters.first_not_finite(0, parameters.size());
-                if (culprit.empty()) apply_own(parameters, cap_factor(static_cast<int64_t>(batch)));
-                if (out_mean.size() == output_floats(self) &&
-                    out_variance.size() == output_floats(self)) {
-                    self.read_outputs(out_mean.data(), out_variance.data());
-                }
-                return culprit;
+                self.read_outputs(out_mean.data(), out_variance.data());
+                return apply_own(parameters, cap_factor(static_cast<int64_t>(batch)));
             },
             "parameters"_a, "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(),
-            "selected_idx"_a.none(), "out_mean"_a, "out_variance"_a)
+            "selected_idx"_a.none(), "out_mean"_a, "out_variance"_a,
+            "A whole step of one process: forward, update, backward, and the deltas capped and "
+            "applied, unless one is NaN or infinite: then the name of its layer is returned, else "
+            "\"\".")
         .def(
             "read_outputs",
             [](const Network& self, Floats mean, Floats variance) {

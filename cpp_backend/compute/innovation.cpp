@@ -7,9 +7,9 @@ namespace tagi_ddp {
 namespace {
 
 void observe(const States& outputs, size_t i, float mu_obs, float variance, float jacobian,
-             Deltas deltas) {
+             Deltas deltas, bool observed) {
     const float gain = jacobian / variance;
-    const bool seen = std::isfinite(gain) && !std::isnan(mu_obs);
+    const bool seen = observed && std::isfinite(gain);
     deltas.mean[i] = seen ? gain * (mu_obs - outputs.mean[i]) : 0.0f;
     deltas.variance[i] = seen ? -gain * jacobian : 0.0f;
 }
@@ -25,7 +25,7 @@ void innovation(const States& outputs, const float* mu_obs, const float* var_obs
         for (size_t o = 0; o < outputs.width; ++o) {
             const size_t i = b * outputs.stride + o, k = b * outputs.width + o;
             observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k],
-                    jacobian_at(outputs, i), deltas);
+                    jacobian_at(outputs, i), deltas, !std::isnan(mu_obs[k]));
         }
     }
 }
@@ -38,7 +38,7 @@ void selected_innovation(const States& outputs, const float* mu_obs, const float
         for (size_t k = b * count; k < (b + 1) * count; ++k) {
             const size_t i = b * outputs.stride + static_cast<size_t>(selected[k] - 1);
             observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k],
-                    jacobian_at(outputs, i), deltas);
+                    jacobian_at(outputs, i), deltas, true);
         }
     }
 }
@@ -51,7 +51,8 @@ void heteroscedastic_innovation(const States& outputs, const float* mu_obs, Delt
             const float y = mu_obs[b * pairs + p];
             const float noise = outputs.mean[i + 1], noise_variance = outputs.variance[i + 1];
             const float total = outputs.variance[i] + noise;
-            observe(outputs, i, std::isfinite(y) ? y : NAN, total, jacobian_at(outputs, i), deltas);
+            const bool observed = std::isfinite(y);
+            observe(outputs, i, y, total, jacobian_at(outputs, i), deltas, observed);
 
             const float error = y - outputs.mean[i];
             const float mu_v = noise / total * error;  // V given y
@@ -62,7 +63,6 @@ void heteroscedastic_innovation(const States& outputs, const float* mu_obs, Delt
             const float smoothing = noise_variance / prior;
             float slope = jacobian_at(outputs, i + 1) / noise_variance;
             if (!std::isfinite(slope)) slope = 0.0f;
-            const bool observed = std::isfinite(y);
             deltas.mean[i + 1] = observed ? slope * (smoothing * (mu_square - noise)) : 0.0f;
             deltas.variance[i + 1] =
                 observed ? slope * slope * (smoothing * smoothing * (var_square - prior)) : 0.0f;

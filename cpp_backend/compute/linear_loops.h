@@ -6,6 +6,17 @@ static void forward_one(const GaussianMatrix& matrix, const float* mean, const f
     const float* mu = matrix.weights.mu;
     const float* var = matrix.weights.var;
     const size_t inputs = matrix.inputs;
+    // What is left after whole vectors is the end of a last one, whose other lanes are zero.
+    const size_t left = inputs % lanes, last = inputs - lanes;
+    const bool overlaps = left != 0 && inputs > lanes;
+    Vector last_mean{}, last_square{}, last_variance{};
+    if (overlaps) {
+        for (size_t k = lanes - left; k < lanes; ++k) {
+            last_mean[k] = mean[last + k];
+            last_square[k] = squares[last + k];
+            if (variance != nullptr) last_variance[k] = variance[last + k];
+        }
+    }
     for (size_t o = 0; o < matrix.outputs; ++o, mu += matrix.row, var += matrix.row) {
         Vector means = broadcast(0.0f), variances = broadcast(0.0f);
         size_t i = 0;
@@ -14,6 +25,12 @@ static void forward_one(const GaussianMatrix& matrix, const float* mean, const f
             means += w * load(mean + i);
             variances += v * load(squares + i);
             if (variance != nullptr) variances += (w * w + v) * load(variance + i);
+        }
+        if (overlaps) {
+            const Vector w = load(mu + last), v = load(var + last);
+            means += w * last_mean;
+            variances += v * last_square + (w * w + v) * last_variance;
+            i = inputs;
         }
         float total = sum(means), spread = sum(variances);
         for (; i < inputs; ++i) {

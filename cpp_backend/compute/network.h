@@ -41,6 +41,7 @@ class Network {
     void add_activation(const std::string& kind);
 
     size_t input_size() const { return input_size_; }
+    size_t output_size() const { return layers_.empty() ? 0 : layers_.back()->width(); }
     const States& outputs() const { return outputs_; }
     // By their place among the layers.
     const std::map<size_t, LSTM*>& lstms() const { return lstms_; }

@@ -25,12 +25,15 @@ void apply(const Parameters& parameters, const float* bucket, float divisor, flo
     apply_range(parameters, 0, parameters.size(), &bucket, 1, parameters.size(), divisor, cap);
 }
 
-void apply_own(const Parameters& parameters, float cap) {
+std::string apply_own(const Parameters& parameters, float cap) {
+    std::string culprit = parameters.first_not_finite(0, parameters.size());
+    if (!culprit.empty()) return culprit;
     for (const Block& block : parameters.blocks()) {
         const int32_t negative =
             apply_capped(block.mu, block.var, block.delta_mu, block.delta_var, block.count, cap);
         if (block.neg_var_counter != nullptr) *block.neg_var_counter = negative;
     }
+    return culprit;
 }
 
 Agreement update(ShmCommunicator& communicator, const Parameters& parameters,

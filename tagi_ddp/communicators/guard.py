@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from tagi_ddp.communicators.errors import CommunicatorError
 
@@ -22,6 +23,10 @@ def last_words() -> str | None:
 
 class AllRanksRaise(Exception):
     """An error that all ranks raise at the same place, so that none need tell the others."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CanAbort(Protocol):
@@ -74,14 +79,35 @@ def abort(groups: Iterable[CanAbort], error: BaseException, ranks: Sequence[int]
             group.abort(f"{type(error).__name__}: {error}", ranks)
 
 
-@contextmanager
-def or_abort(groups: Iterable[CanAbort]) -> Iterator[None]:
-    """Let the other ranks know when this one fails in the block, so that none waits for it.
+def report(groups: Iterable[CanAbort], error: BaseException) -> None:
+    """Let the other ranks know of this one's error, so that none waits for it.
 
     Errors of communicators name ranks as the first of ``groups`` numbers them.
     """
+    abort(groups, error, error.ranks if isinstance(error, CommunicatorError) else ())
+
+
+def giving_up(method: Callable[P, T]) -> Callable[P, T]:
+    """Let the other ranks know when a method of something open fails; costs no microsecond."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        owner: Any = args[0]
+        owner._require_open()
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            owner._give_up(error)
+            raise
+
+    return call
+
+
+@contextmanager
+def or_abort(groups: Iterable[CanAbort]) -> Iterator[None]:
+    """Let the other ranks know when this one fails in the block; see `report`."""
     try:
         yield
     except BaseException as error:
-        abort(groups, error, error.ranks if isinstance(error, CommunicatorError) else ())
+        report(groups, error)
         raise

@@ -1,12 +1,14 @@
-"""Who runs a replica's forward and backward: the engine's kernels, or torch's."""
+"""Who runs a replica's forward and backward: the engine's kernels, the backend's, or torch's."""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from tagi_ddp.compute import native
 from tagi_ddp.compute.interface import Choice, Compute, Precision
+from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.engine.buffers import FloatArray, verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.replica.protocol import Replica
@@ -14,34 +16,42 @@ from tagi_ddp.replica.protocol import Replica
 
 def choose(
     model: Any, replica: Replica, choice: Choice, device: str, precision: Precision
-) -> Literal["engine", "torch"]:
-    """Return who computes ``model``.
+) -> Choice:
+    """Return who computes ``model``; "auto": by the size of a batch, natively or by torch.
 
-    "auto" takes torch if it is installed and knows every layer; if not, the engine, with a warning
-    that says why. Raises ValueError when "torch" is asked for and cannot be had.
+    "auto" takes what can be had of these two, and the engine, with a warning that says why, where
+    neither knows every layer. Raises ValueError when what is asked for cannot be had.
     """
-    if choice not in ("auto", "engine", "torch"):
-        raise ValueError(f'compute is {choice!r}; use "auto", "engine" or "torch"')
+    if choice not in get_args(Choice):
+        raise ValueError(f'compute is {choice!r}; use "auto", "engine", "native" or "torch"')
     if precision not in ("float32", "tf32", "bfloat16"):
         raise ValueError(f'precision is {precision!r}; use "float32", "tf32" or "bfloat16"')
     if str(model.device) != "cpu":
         return _engine_on_device(replica.device, choice, device, precision)
-    if choice == "engine":
-        if (device, precision) != ("cpu", "float32"):
-            raise ValueError(
-                f'compute="engine" runs on "cpu" in "float32", not on {device!r} in {precision!r}'
-            )
-        return "engine"
-    reason = _why_not_torch(model, replica)
-    if reason is None:
-        _check_device(device)
-        return "torch"
-    if choice == "torch" or (device, precision) != ("cpu", "float32"):
+    default = (device, precision) == ("cpu", "float32")
+    if choice in ("engine", "native") and not default:
         raise ValueError(
-            f'torch cannot compute this network: {reason}; use compute="engine" on "cpu"'
+            f'compute="{choice}" runs on "cpu" in "float32", not on {device!r} in {precision!r}'
         )
+    if choice == "engine":
+        return "engine"
+    without_native = _why_not_native(model, replica) if default else "it runs on the CPU only"
+    if choice == "native":
+        if without_native is not None:
+            raise ValueError(f"this network cannot be computed natively: {without_native}")
+        return "native"
+    without_torch = _why_not_torch(model, replica)
+    if without_torch is None:
+        _check_device(device)
+        return "auto" if choice == "auto" and without_native is None else "torch"
+    if choice == "torch" or not default:
+        raise ValueError(
+            f'torch cannot compute this network: {without_torch}; use compute="auto" on "cpu"'
+        )
+    if without_native is None:
+        return "native"
     warnings.warn(
-        f"the engine computes this network on its own kernels, not torch: {reason}. "
+        f"the engine computes this network on its own kernels, not torch: {without_torch}. "
         'compute="engine" asks for it without this warning.',
         RuntimeWarning,
         stacklevel=2,
@@ -53,7 +63,7 @@ def _engine_on_device(
     where: str, choice: Choice, device: str, precision: Precision
 ) -> Literal["engine"]:
     """Return "engine", which alone computes a model that is on a GPU."""
-    if choice == "torch" or precision != "float32" or device not in ("cpu", where):
+    if choice in ("native", "torch") or precision != "float32" or device not in ("cpu", where):
         raise ValueError(
             f"model is on {where}, where the engine computes it in float32; for "
             f"compute={choice!r}, device={device!r}, precision={precision!r} wrap it while it is "
@@ -72,6 +82,15 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device is {device!r}, which torch cannot use: {text}") from error
 
 
+def _why_not_native(model: Any, replica: Replica) -> str | None:
+    try:
+        native.build(model, replica)
+        verify_buffers()
+    except (LayoutError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def _why_not_torch(model: Any, replica: Replica) -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed (pip install 'tagi-ddp[torch]')"
@@ -87,7 +106,7 @@ def _why_not_torch(model: Any, replica: Replica) -> str | None:
 
 
 def make_compute(
-    name: Literal["engine", "torch"],
+    name: Choice,
     model: Any,
     replica: Replica,
     bucket: FloatArray | None,
@@ -96,12 +115,17 @@ def make_compute(
 ) -> Compute:
     """Return who computes the replica ``model`` on ``device``, and writes its deltas to ``bucket``.
 
-    The engine keeps them in its layers, and a replica on a device there: then ``bucket`` is None.
+    For "auto", the backend; see `ComputeByBatch`. The engine keeps the deltas
+    in its layers, and a replica on a device there: then ``bucket`` is None.
     """
     if name == "engine":
         from tagi_ddp.compute.on_engine import EngineCompute
 
         return EngineCompute(model, replica)
-    from tagi_ddp.compute.on_torch import TorchCompute
 
-    return TorchCompute(model, replica, bucket, device, precision)
+    if name == "torch":
+        from tagi_ddp.compute.on_torch import TorchCompute
+
+        return TorchCompute(model, replica, bucket, device, precision)
+    assert bucket is not None
+    return NativeCompute(model, replica, bucket)

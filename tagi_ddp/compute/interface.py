@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from numpy.typing import ArrayLike
-
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import Replica
 
 # By the index of the layer: means and variances of outputs, then of cells.
 LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
-Choice = Literal["auto", "engine", "torch"]
+Choice = Literal["auto", "engine", "native", "torch"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 UpdateMethod = Literal["update", "update_using_indices", "update_heteros"]  # of OutputUpdater
 
@@ -21,9 +19,12 @@ class Compute(Protocol):
     """The part of Sequential's interface that depends on who computes."""
 
     @property
-    def name(self) -> Literal["engine", "torch"]:
-        """Who computes."""
+    def name(self) -> Literal["engine", "native", "torch"]:
+        """Who computes, or computed the last batch."""
         ...
+
+    #: whether forward takes tensors, and returns tensors for them
+    takes_tensors: bool
 
     #: the state, wherever it is kept
     replica: Replica
@@ -45,16 +46,17 @@ class Compute(Protocol):
         """
         ...
 
-    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Compute the innovation of the last outputs, as that method of pytagi's OutputUpdater.
 
-        ``observations`` are its arguments by their names; their sizes have been checked.
+        ``observations`` are its arguments by their names, flat, of float32, numbers of outputs of
+        int32; or tensors, if those are taken. Their sizes have been checked.
         """
         ...
 
     @property
     def samples(self) -> int:
-        """The number of samples of the last forward pass."""
+        """The number of samples of the last forward pass; 0 before it."""
         ...
 
     @property
@@ -82,10 +84,18 @@ class Compute(Protocol):
         """Forget what LSTM layers remember."""
         ...
 
-    def get_lstm_states(self) -> LSTMStates:
-        """Return what LSTM layers remember."""
+    def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
+        """Return what LSTM layers remember; from 0 on, a step of what they have smoothed."""
         ...
 
     def set_lstm_states(self, states: LSTMStates) -> None:
         """Let LSTM layers remember this."""
+        ...
+
+    def smoother(self) -> tuple[FloatArray, FloatArray]:
+        """Smooth the series so far; return means and variances of its outputs."""
+        ...
+
+    def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
+        """Return what the last smoother returned."""
         ...

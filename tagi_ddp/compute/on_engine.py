@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import ArrayLike
-
+from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import Replica
@@ -17,6 +15,7 @@ class EngineCompute:
     """The model's own forward and backward."""
 
     name: Literal["engine"] = "engine"
+    takes_tensors = False
 
     def __init__(self, model: Any, replica: Replica) -> None:
         """Compute ``model``, whose state is ``replica``."""
@@ -24,6 +23,7 @@ class EngineCompute:
         self._model = model
         self.updater_device = "cpu:0" if replica.device == "cpu" else replica.device
         self._updater: Any = None  # pytagi's OutputUpdater
+        self._trained = False  # whether the last forward pass was one for training
         self._room = 0  # input elements for which the engine has buffers
 
     @property
@@ -38,26 +38,39 @@ class EngineCompute:
         self, mean: FloatArray, variance: FloatArray | None
     ) -> tuple[FloatArray, FloatArray]:
         """Call the model's forward."""
+        first = self._model._cpp_backend.layers[0]
+        # A recurrent layer's input is a sequence whose length the engine checks itself.
+        width = int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
+        require_whole_samples(mean.size, width)
         self._make_room(mean.size)
-        outputs: tuple[FloatArray, FloatArray] = self._model.forward(mean, variance)
+        try:
+            outputs: tuple[FloatArray, FloatArray] = self._model.forward(mean, variance)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the network refused mu_x with {mean.size} elements: {error}"
+            ) from error
         self._room = max(self._room, mean.size)
+        self._trained = bool(first.training)
         return outputs
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Call the model's backward, which tells nothing before its end."""
+        if not self._trained:
+            raise RuntimeError("backward() needs a forward() in training mode; call train() first")
         self._model.backward()
         if done is not None:
             done(0)
 
-    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Call that method of pytagi's OutputUpdater."""
         if self._updater is None:
             from pytagi.nn import OutputUpdater
 
             self._updater = OutputUpdater(self.updater_device)
-        arrays = {name: np.asarray(value).reshape(-1) for name, value in observations.items()}
         getattr(self._updater, method)(
-            output_states=self.output_z_buffer, delta_states=self.input_delta_z_buffer, **arrays
+            output_states=self.output_z_buffer,
+            delta_states=self.input_delta_z_buffer,
+            **observations,
         )
 
     @property
@@ -99,12 +112,20 @@ class EngineCompute:
     def reset_lstm_states(self) -> None:
         self._model.reset_lstm_states()
 
-    def get_lstm_states(self) -> LSTMStates:
-        states: LSTMStates = self._model.get_lstm_states()
+    def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
+        states: LSTMStates = self._model.get_lstm_states(time_step)
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
         self._model.set_lstm_states(states)
+
+    def smoother(self) -> tuple[FloatArray, FloatArray]:
+        self._model._cpp_backend.smoother()
+        return self.get_outputs_smoother()
+
+    def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
+        outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs_smoother()
+        return outputs
 
     def _make_room(self, size: int) -> None:
         """Have the engine make new buffers for a batch greater than any before.

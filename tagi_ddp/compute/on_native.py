@@ -1,4 +1,4 @@
-"""Forward and backward by the backend's own kernels, between numpy arrays and the engine's buffers."""
+"""Forward and backward by the backend's own kernels, between numpy's arrays and the engine's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
-from tagi_ddp.checks import flat_floats
+from tagi_ddp._backend import engine_layer
 from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
 from tagi_ddp.compute.native import SMOOTHING, build
 from tagi_ddp.engine.buffers import FloatArray, OutputBuffers
+from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -19,29 +20,27 @@ class NativeCompute:
     """A network of the backend over the engine's memory, in one thread."""
 
     name: Literal["native"] = "native"
+    takes_tensors = False
     updater_device = "cpu:0"
 
     def __init__(self, model: Any, replica: Replica, bucket: FloatArray) -> None:
         """Compute ``model``, whose state is ``replica``; write deltas, [means | variances]."""
         self.replica = replica
         self._engine = model._cpp_backend
-        self._first = model._cpp_backend.layers[0]
+        self._first = engine_layer(address_of(replica.layers[0].handle))
         self.network = build(model, replica)
         assert replica.memory is not None
-        replica.memory.place_deltas(bucket)
+        self._memory = replica.memory
+        self._memory.place_deltas(bucket)
+        self.input_size = self.network.input_size
+        self.output_size = self.network.output_size
+        self.samples = 0
         self._smooths = any(type(layer).__name__ in SMOOTHING for layer in self._engine.layers)
         self._buffers: OutputBuffers | None = None
         self._shown = False  # whether the engine's buffers show the last outputs
         self._computed = False  # whether their innovation is in the network
         self._trained = False  # whether the last forward pass was one for training
-
-    @property
-    def samples(self) -> int:
-        return self.network.samples
-
-    @property
-    def output_size(self) -> int:
-        return self.network.output_size
+        self._smoothed: tuple[FloatArray, FloatArray] | None = None
 
     def forward(
         self, mean: FloatArray, variance: FloatArray | None
@@ -51,10 +50,45 @@ class NativeCompute:
         training = self._first.training
         if self._smooths:
             self.network.set_samples(self._engine.num_samples)
-        self.network.forward(mean, variance, training)
-        self._shown = self._computed = False
-        self._trained = training
-        return self.get_outputs()
+        self._shown = self._computed = self._trained = False
+        self.samples = 0
+        samples = mean.size // self.input_size
+        size = samples * self.output_size
+        mean_out, variance_out = np.empty(size, np.float32), np.empty(size, np.float32)
+        self.network.forward(mean, variance, training, mean_out, variance_out)
+        self.samples, self._trained = samples, training
+        return mean_out, variance_out
+
+    def learn(
+        self,
+        mean: FloatArray,
+        variance: FloatArray | None,
+        mu_obs: FloatArray,
+        var_obs: FloatArray | None,
+        selected: NDArray[np.int32] | None,
+    ) -> tuple[FloatArray, FloatArray, str] | None:
+        """Take a whole step of one process; return the outputs before it.
+
+        And the name of the layer with a delta that is NaN or infinite, if there is one: then
+        nothing was applied. Returns None if there are no samples, or not in training mode. The
+        innovation of the inputs is not computed.
+        """
+        if not (mean.size and self._first.training):
+            return None
+        self.replica.pull()
+        if self._smooths:
+            self.network.set_samples(self._engine.num_samples)
+        self._shown = self._trained = False
+        self.samples = 0
+        samples = mean.size // self.input_size
+        size = samples * self.output_size
+        mean_out, variance_out = np.empty(size, np.float32), np.empty(size, np.float32)
+        culprit = self.network.learn(
+            self._memory, mean, variance, mu_obs, var_obs, selected, mean_out, variance_out
+        )
+        self.samples = samples
+        self._computed = self._trained = True
+        return mean_out, variance_out, culprit
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the deltas; tells of all at once."""
@@ -67,19 +101,16 @@ class NativeCompute:
         if done is not None:
             done(0)
 
-    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Compute the innovation, and leave it in the network."""
-        arrays = dict(observations)
-        selected = arrays.pop("selected_idx", None)
-        if selected is not None:
-            selected = np.ascontiguousarray(selected, np.int32)
-        mu, *var = (flat_floats(name, value, False) for name, value in arrays.items())
-        self.network.update(mu, var[0] if var else None, selected)
+        self.network.update(
+            observations["mu_obs"], observations.get("var_obs"), observations.get("selected_idx")
+        )
         self._computed = True
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last outputs, flat."""
-        size = self.network.samples * self.network.output_size
+        size = self.samples * self.output_size
         if not size:
             raise RuntimeError("there are no outputs before a forward()")
         mean, variance = np.empty(size, np.float32), np.empty(size, np.float32)
@@ -87,7 +118,7 @@ class NativeCompute:
         return mean, variance
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
-        size = self.network.samples * self.network.input_size
+        size = self.samples * self.input_size
         mean, variance = np.empty(size, np.float32), np.empty(size, np.float32)
         self.network.read_input_innovation(mean, variance)
         return mean, variance
@@ -139,13 +170,25 @@ class NativeCompute:
             {index: [np.ravel(part).tolist() for part in parts] for index, parts in states.items()}
         )
 
+    def smoother(self) -> tuple[FloatArray, FloatArray]:
+        outputs = self.network.smooth()
+        if outputs is None:
+            raise RuntimeError("smoother() needs SLSTM and SLinear layers")
+        mean, variance = outputs
+        self._smoothed = np.array(mean, np.float32), np.array(variance, np.float32)
+        return self.get_outputs_smoother()
+
+    def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
+        if self._smoothed is None:
+            raise RuntimeError("there are no smoothed outputs before a smoother()")
+        return self._smoothed[0].copy(), self._smoothed[1].copy()
+
     def _show(self) -> OutputBuffers:
         """Write the last outputs to the engine's buffers, once; return the buffers."""
-        batch, width = self.network.samples, self.network.output_size
-        if not batch:
+        if not self.samples:
             raise RuntimeError("there are no outputs before a forward()")
-        if self._buffers is None or (self._buffers.batch, self._buffers.width) != (batch, width):
-            self._buffers = OutputBuffers(batch, width)
+        if self._buffers is None or self._buffers.batch != self.samples:
+            self._buffers = OutputBuffers(self.samples, self.output_size)
         if not self._shown:
             self.network.show_outputs(self._buffers.states_address)
             self._shown = True

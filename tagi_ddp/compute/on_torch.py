@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.innovation import (
     heteroscedastic_innovation,
     innovation,
@@ -38,6 +39,7 @@ class TorchCompute:
     """A `Network` over the engine's memory; output updaters go on working on the buffers."""
 
     name: Literal["torch"] = "torch"
+    takes_tensors = True
     updater_device = "cpu:0"
 
     def __init__(
@@ -90,6 +92,7 @@ class TorchCompute:
 
         In training the inputs are copied: the caller may use its memory again before backward.
         """
+        require_whole_samples(len(mean), self.network.input_size)
         self._find_parameters()
         training = bool(self._first.training)
         inputs = self._place(mean, training)
@@ -174,7 +177,7 @@ class TorchCompute:
         if to_input:
             self._input_innovation = below
 
-    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, ArrayLike]) -> None:
+    def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Compute the innovation on the device, and leave it there."""
         if self.states is None:
             raise RuntimeError("there are no outputs before a forward()")
@@ -225,8 +228,8 @@ class TorchCompute:
         for layer in self.network.lstms.values():
             layer.reset_states()
 
-    def get_lstm_states(self) -> LSTMStates:
-        states: LSTMStates = {}
+    def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
+        states: LSTMStates = {}  # at any time step, as nothing is smoothed here
         for index, layer in self.network.lstms.items():
             mu_h, var_h, mu_c, var_c = map(_flat, layer.get_states())
             states[index] = (mu_h, var_h, mu_c, var_c)
@@ -235,6 +238,11 @@ class TorchCompute:
     def set_lstm_states(self, states: LSTMStates) -> None:
         for index, parts in states.items():
             self.network.lstms[index].set_states(*map(torch.as_tensor, parts))
+
+    def smoother(self) -> tuple[FloatArray, FloatArray]:
+        raise RuntimeError("smoother() needs SLSTM and SLinear layers")
+
+    get_outputs_smoother = smoother
 
 
 @functools.cache

@@ -23,27 +23,62 @@ class OutputBuffers:
 
     def __init__(self, batch: int, width: int) -> None:
         """Make the objects; raise LayoutError if their memory is not as expected."""
-        import cutagi
-
+        hidden, delta = _sized()
         self.batch, self.width = batch, width
-        self.states: Any = cutagi.BaseHiddenStates(batch * width, batch)
-        self.deltas: Any = cutagi.BaseDeltaStates(batch * width, batch)
+        self.states = hidden(batch * width, batch)
+        self.deltas = delta(batch * width, batch)
+        self.states.count = self.deltas.count = batch * width
+
+    @property
+    def states(self) -> Any:
+        """The engine's object of the outputs."""
+        return self._states
+
+    @states.setter
+    def states(self, value: Any) -> None:
+        self._states = value
+        self.states_address = address_of(value, "BaseHiddenStates")
+
+    @property
+    def deltas(self) -> Any:
+        """The engine's object of their innovation."""
+        return self._deltas
+
+    @deltas.setter
+    def deltas(self, value: Any) -> None:
+        self._deltas = value
+        self.deltas_address = address_of(value, "BaseDeltaStates")
 
     def write_states(self, mean: FloatArray, variance: FloatArray, jacobian: FloatArray) -> None:
         """Write means, variances and jacobians, each [batch * width]."""
-        views = hidden_states(address_of(self.states, "BaseHiddenStates"))
-        for view, values in zip(views, (mean, variance, jacobian), strict=True):
+        for view, values in zip(
+            hidden_states(self.states_address), (mean, variance, jacobian), strict=True
+        ):
             view[: values.size] = values
 
     def innovation(self) -> tuple[FloatArray, FloatArray]:
         """Return views of the innovation's means and variances, each [batch * width]."""
         size = self.batch * self.width
-        mean, variance = delta_states(address_of(self.deltas, "BaseDeltaStates"))
+        mean, variance = delta_states(self.deltas_address)
         if mean.size < size:
             raise ValueError(
                 f"input_delta_z_buffer holds {mean.size} elements, the outputs have {size}"
             )
         return mean[:size], variance[:size]
+
+
+@functools.cache
+def _sized() -> tuple[type, type]:
+    """Return the engine's classes with a ``count``, as asking the engine takes a microsecond."""
+    import cutagi
+
+    class SizedHiddenStates(cutagi.BaseHiddenStates):  # type: ignore[misc]
+        count: int
+
+    class SizedDeltaStates(cutagi.BaseDeltaStates):  # type: ignore[misc]
+        count: int
+
+    return SizedHiddenStates, SizedDeltaStates
 
 
 def empty_states() -> Any:
@@ -58,7 +93,7 @@ def verify_buffers() -> None:
     """Check on buffers of our own that their memory is as expected; raise LayoutError."""
     buffers = OutputBuffers(2, 3)
     parts = [np.arange(6, dtype=np.float32) + 10 * k for k in range(3)]
-    before = hidden_states(address_of(buffers.states, "BaseHiddenStates"))
+    before = hidden_states(buffers.states_address)
     if [view.size for view in before] != [6, 6, 6] or not (before[2] == 1).all():
         raise LayoutError("the engine's hidden states are not as expected")
     buffers.write_states(*parts)

@@ -126,10 +126,11 @@ class HostReplica(ABC):
 
     def step_alone(self, samples: int, alone_of: int) -> str:
         """Apply the own deltas, capped; return a layer that forbids it, or ""."""
-        culprit = self.parameters.first_not_finite() if samples else ""
-        if samples and not culprit:
-            self.parameters.apply_own(cap_factor(samples * alone_of) * math.sqrt(alone_of))
-            self.updated()
+        if not samples:
+            return ""
+        cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
+        culprit = self.parameters.apply_own(cap)
+        self.updated()
         return culprit
 
     def queue(self, communicator: Communicator, average: bool, sharded: bool) -> None:  # noqa: B027

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,8 +14,15 @@ from numpy.typing import ArrayLike
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.equality import Entry, require_equal
-from tagi_ddp.communicators.guard import CanAbort, Closing, abort, or_abort
-from tagi_ddp.compute import Choice, Precision, choose, make_compute
+from tagi_ddp.communicators.guard import CanAbort, Closing, giving_up, or_abort, report
+from tagi_ddp.compute import (
+    Choice,
+    ComputeByBatch,
+    NativeCompute,
+    Precision,
+    choose,
+    make_compute,
+)
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.optim.schedule import SyncSchedule
@@ -27,17 +35,18 @@ from tagi_ddp.replica.parameter_file import (
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
-from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
+from tagi_ddp.sequential.interface import MergeInterface
+from tagi_ddp.sequential.learning import LearnInterface
 from tagi_ddp.sequential.placement import (
     bring_together,
     place,
     require_sequential,
     threads_for,
 )
-from tagi_ddp.trace.timeline import traced
+from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
-from tagi_ddp.update.exchange import Exchange, Setting
+from tagi_ddp.update.exchange import Alone, Exchange, Setting
 from tagi_ddp.update.merging import (
     Reduction,
     Rule,
@@ -50,7 +59,7 @@ from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import refusal
 
 
-class DDPSequential(SequentialInterface, MergeInterface, Closing):
+class DDPSequential(LearnInterface, MergeInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -157,13 +166,18 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         }
         check_structure(self.communicator, replica, options)
         bucket = None
-        if (chosen, device) == ("torch", "cpu"):
+        if chosen != "engine" and device == "cpu":
             bucket = host_bucket(self.communicator, replica.parameters.size)
-        self.compute = make_compute(chosen, self.model, replica, bucket, device, precision)
+        kit = self.model, replica, bucket, device, precision
+        self.compute = make_compute(chosen, *kit)
+        if chosen == "auto" and isinstance(self.compute, NativeCompute):
+            self._by_batch = ComputeByBatch(
+                self.model, self.compute, functools.partial(make_compute, "torch", *kit)
+            )
         self._replica = self.compute.replica
         self._accumulation = Accumulation(self._replica)
         threads = threads_for(self.model, self._replica, self.communicator)
-        if threads or chosen == "torch":
+        if threads or chosen != "engine":
             self.set_threads(threads or self.model._cpp_backend.num_threads)
         self._replica.share(self.communicator)
         setting = Setting(self.communicator, self._replica, self.average, bucket, sharded)
@@ -172,6 +186,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
             if self.reduction == "precision"
             else make_exchange(setting)
         )
+        self._steps_alone = isinstance(self._exchange, Alone) and timeline is None
 
     # --- the engine's interface ---------------------------------------------------------------
 
@@ -181,6 +196,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         """Call `forward`."""
         return self.forward(mu_x, var_x)
 
+    @giving_up
     @traced("forward")
     def forward(
         self, mu_x: ArrayLike, var_x: ArrayLike | None = None
@@ -197,28 +213,24 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
             the replica's device if torch computes and ``mu_x`` is a tensor, which needs no waiting
             for the device.
         """
-        with self._or_abort():
-            keep = self.compute.name == "torch"
-            mean = flat_floats("mu_x", mu_x, keep)
-            variance = None if var_x is None else flat_floats("var_x", var_x, keep)
-            if variance is not None and len(variance) != len(mean):
-                raise ValueError(
-                    f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
-                    "each mean"
-                )
-            if len(mean) == 0:
-                self._accumulation.forwarded = 0
-                return mean, mean + 0
-            self._check_input_size(len(mean))
-            try:
-                outputs = self.compute.forward(mean, variance)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"the network refused mu_x with {len(mean)} elements: {error}"
-                ) from error
-            self._accumulation.forwarded = self.compute.samples
-            return outputs
+        keep = self._by_batch is not None or self.compute.takes_tensors
+        mean = flat_floats("mu_x", mu_x, keep)
+        variance = None if var_x is None else flat_floats("var_x", var_x, keep)
+        if variance is not None and len(variance) != len(mean):
+            raise ValueError(
+                f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
+                "each mean"
+            )
+        if len(mean) == 0:
+            self._accumulation.forwarded = 0
+            return mean, mean + 0
+        if self._by_batch is not None:
+            self.compute = self._by_batch(mean)
+        outputs = self.compute.forward(mean, variance)
+        self._accumulation.forwarded = self.compute.samples
+        return outputs
 
+    @giving_up
     @traced("backward")
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
@@ -226,15 +238,15 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a
         call replaces them.
         """
-        with self._or_abort():
-            accumulation, exchange = self._accumulation, self._exchange
-            if accumulation.before_backward():
-                exchange.discard()
-                self.compute.backward(None if accumulation.adds else exchange.start)
-            elif not accumulation.adds:
-                exchange.start_nothing()
-            accumulation.after_backward()
+        accumulation, exchange = self._accumulation, self._exchange
+        if accumulation.before_backward():
+            exchange.discard()
+            self.compute.backward(None if accumulation.adds else exchange.start)
+        elif not accumulation.adds:
+            exchange.start_nothing()
+        accumulation.after_backward()
 
+    @giving_up
     @traced("step")
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
@@ -243,8 +255,7 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         rank is NaN or infinite. Where the replicas live on devices and no deltas go over the host,
         nobody waits to learn that: it is raised eight steps later, or by `check_replicas`.
         """
-        with self._or_abort():
-            self._exchange(self._accumulation.take())
+        self._exchange(self._accumulation.take())
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -372,25 +383,17 @@ class DDPSequential(SequentialInterface, MergeInterface, Closing):
         if exchange is not None and (ranks := exchange.take_refused(everything=True)):
             warnings.warn(refusal("a step before close() was", ranks), RuntimeWarning, stacklevel=2)
 
-    def _check_input_size(self, size: int) -> None:
-        first = self.model._cpp_backend.layers[0]
-        # A recurrent layer's input is a sequence whose length the engine checks itself.
-        width = int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
-        if width and size % width:
-            raise ValueError(
-                f"mu_x has {size} elements, no multiple of the network's input size, {width}"
-            )
-
-    @contextlib.contextmanager
-    def _or_abort(self) -> Iterator[None]:
+    def _or_abort(self) -> AbstractContextManager[None]:
         """Let the other ranks know when this one fails, so that none waits for it."""
+        self._require_open()
+        return or_abort(self._groups())
+
+    def _require_open(self) -> None:
         if self._closed:
             raise CommunicatorError("the model is closed; wrap it again to go on")
-        with or_abort(self._groups()):
-            yield
 
     def _give_up(self, error: BaseException) -> None:
-        abort(self._groups(), error)
+        report(self._groups(), error)
 
     def _groups(self) -> Iterator[CanAbort]:
         yield self.communicator

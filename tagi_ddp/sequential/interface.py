@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tagi_ddp.checks import integer
-from tagi_ddp.compute import Compute, LSTMStates
+from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
 from tagi_ddp.engine.buffers import FloatArray, empty_states
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
@@ -25,6 +25,7 @@ class SequentialInterface:
 
     model: Any
     compute: Compute
+    _by_batch: ComputeByBatch | None = None  # who chooses ``compute``
     _accumulation: Accumulation
     _replica: Replica
 
@@ -50,7 +51,7 @@ class SequentialInterface:
 
     def set_threads(self, num_threads: int) -> None:
         """Compute with this many threads; torch's are shared by the whole process."""
-        self.compute.set_threads(num_threads)
+        (self._by_batch or self.compute).set_threads(num_threads)
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last forward pass's outputs, each flat."""
@@ -115,16 +116,28 @@ class SequentialInterface:
         """Forget what LSTM layers remember of the batches before."""
         self.compute.reset_lstm_states()
 
-    def get_lstm_states(self) -> LSTMStates:
+    def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
         """Return what LSTM layers remember, by the layer's index.
 
-        Each entry holds means and variances of the outputs, then of the cells, flat.
+        Each entry holds means and variances of the outputs, then of the cells, flat. With a
+        ``time_step`` from 0 on, SLSTM layers give what `smoother` made of that step.
         """
-        return self.compute.get_lstm_states()
+        return self.compute.get_lstm_states(time_step)
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        """Let LSTM layers remember what `get_lstm_states` has returned."""
+        """Let LSTM layers remember what `get_lstm_states` has returned; empty arrays: nothing."""
         self.compute.set_lstm_states(states)
+
+    def smoother(self) -> tuple[FloatArray, FloatArray]:
+        """Smooth the series since the last call, of ``num_samples`` steps, backwards in time.
+
+        Returns means and variances of its outputs, num_samples floats each.
+        """
+        return self.compute.smoother()
+
+    def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
+        """Return what the last `smoother` returned."""
+        return self.compute.get_outputs_smoother()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters by layer: (mu_w, var_w, mu_b, var_b)."""

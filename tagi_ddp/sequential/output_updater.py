@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tagi_ddp.checks import flat_floats
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.sequential.interface import SequentialInterface
 
@@ -31,7 +35,7 @@ class OutputUpdater:
 
         ``mu_obs`` are their means, ``var_obs`` the variances of their noise.
         """
-        self._update("update", {"mu_obs": mu_obs, "var_obs": var_obs})
+        update_outputs(self._model, "update", {"mu_obs": mu_obs, "var_obs": var_obs})
 
     def update_using_indices(
         self, mu_obs: ArrayLike, var_obs: ArrayLike, selected_idx: ArrayLike
@@ -41,36 +45,58 @@ class OutputUpdater:
         ``selected_idx`` are the outputs' numbers, counted from 1, as hierarchical softmax gives.
         """
         observations = {"mu_obs": mu_obs, "var_obs": var_obs, "selected_idx": selected_idx}
-        self._update("update_using_indices", observations)
+        update_outputs(self._model, "update_using_indices", observations)
 
     def update_heteros(self, mu_obs: ArrayLike) -> None:
         """Take observations, [batch, outputs / 2] or flat, of unknown noise.
 
         Outputs come in pairs: a value, and the expected variance of its noise.
         """
-        self._update("update_heteros", {"mu_obs": mu_obs})
+        update_outputs(self._model, "update_heteros", {"mu_obs": mu_obs})
 
-    def _update(self, method: UpdateMethod, observations: dict[str, ArrayLike]) -> None:
-        compute = self._model.compute
-        if self._model.has_empty_share and not any(map(_size, observations.values())):
-            return
-        samples = compute.samples
-        if samples == 0:
-            raise RuntimeError(f"{method}() needs a forward() before it")
-        outputs = compute.output_size
-        counts = {name: _size(value) for name, value in observations.items()}
-        count = counts["mu_obs"]
-        expected = {"update": samples * outputs, "update_heteros": samples * outputs // 2}
-        if (
-            count != expected.get(method, count)
-            or count % samples
-            or set(counts.values()) != {count}
-        ):
-            raise ValueError(
-                f"{method}() got {counts} elements for {samples} samples of {outputs} outputs; "
-                "give one for each observed output, and in all arrays as many"
-            )
-        compute.update_outputs(method, observations)
+
+def update_outputs(
+    model: SequentialInterface, method: UpdateMethod, observations: Mapping[str, ArrayLike]
+) -> None:
+    """Compute the innovation of the last outputs, where they are.
+
+    Raises RuntimeError before a forward, ValueError for a number of observations that does not fit.
+    """
+    compute = model.compute
+    if model.has_empty_share and not any(map(_size, observations.values())):
+        return
+    samples = compute.samples
+    if samples == 0:
+        raise RuntimeError(f"{method}() needs a forward() before it")
+    outputs = compute.output_size
+    arrays = {
+        name: _numbers(value, compute.takes_tensors)
+        if name == "selected_idx"
+        else flat_floats(name, value, compute.takes_tensors)
+        for name, value in observations.items()
+    }
+    counts = {name: _size(array) for name, array in arrays.items()}
+    count = counts["mu_obs"]
+    expected = {"update": samples * outputs, "update_heteros": samples * outputs // 2}
+    if count != expected.get(method, count) or count % samples or set(counts.values()) != {count}:
+        raise ValueError(
+            f"{method}() got {counts} elements for {samples} samples of {outputs} outputs; "
+            "give one for each observed output, and in all arrays as many"
+        )
+    selected = arrays.get("selected_idx")
+    if isinstance(selected, np.ndarray) and not ((selected >= 1) & (selected <= outputs)).all():
+        raise ValueError(
+            f"selected_idx has numbers from {selected.min()} to {selected.max()}, but outputs are "
+            f"numbered from 1 to {outputs}"
+        )
+    compute.update_outputs(method, arrays)
+
+
+def _numbers(value: ArrayLike, keep_tensors: bool) -> Any:
+    """Return flat numbers of outputs as int32; a tensor, if those are kept, as it is."""
+    if keep_tensors and hasattr(value, "numel"):
+        return value
+    return np.ascontiguousarray(value, np.int32).reshape(-1)
 
 
 def _size(value: ArrayLike) -> int:

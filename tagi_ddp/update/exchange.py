@@ -129,14 +129,14 @@ class InMemory(HostExchange):
         return parameters
 
 
-class Alone(InMemory):
-    """A world of one."""
+class Alone(Exchange):
+    """A world of one, whose replica is on the host."""
 
-    def _exchange(self, own: Contribution) -> Agreement:
-        agreement = Agreement([own])
-        if agreement.applies:
-            self._parameters.apply_own(agreement.cap(self._average))
-        return agreement
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        """Apply the own deltas."""
+        if culprit := self._replica.step_alone(samples, 1):
+            raise NotFiniteError(refusal("step", [0], culprit), [0])
+        return finished
 
 
 class Fused(InMemory):

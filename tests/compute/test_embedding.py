@@ -82,8 +82,9 @@ def test_index_outside_is_an_error() -> None:
     for index in (5, -2):
         with pytest.raises(IndexError):
             both.network.forward(torch.tensor([[0.0, index]]), None, training=False)
+        outputs = np.empty((2, 6), np.float32)
         with pytest.raises(IndexError, match=f"index {index}, but the rows go from 0 to 4"):
-            both.native.forward(np.array([0, index], np.float32), None, False)
+            both.native.forward(np.array([0, index], np.float32), None, False, *outputs)
 
 
 def test_indices_have_no_innovation() -> None:

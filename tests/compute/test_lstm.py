@@ -50,9 +50,7 @@ class Pair:
         theirs = self.both.model.get_lstm_states()
         for layer, index in zip(self.lstms, sorted(theirs), strict=True):
             natively = self.both.native.get_lstm_states(-1)[index]
-            for own, native, other in zip(
-                layer.get_states(), natively, theirs[index], strict=True
-            ):
+            for own, native, other in zip(layer.get_states(), natively, theirs[index], strict=True):
                 np.testing.assert_allclose(own.reshape(-1), other, rtol=1e-4, atol=1e-6)
                 np.testing.assert_allclose(native, other, rtol=1e-4, atol=1e-6)
 

@@ -1,0 +1,58 @@
+"""The faster of the backend's kernels and torch's, for each batch anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tagi_ddp.compute.cost import Work
+from tagi_ddp.compute.interface import Compute
+from tagi_ddp.compute.on_native import NativeCompute
+
+
+class ComputeByBatch:
+    """Who computes which batch, by `Work`; torch is imported when a batch needs it.
+
+    Layers whose deltas add up over steps (Embedding) stay with who computed the first batch.
+    """
+
+    def __init__(
+        self, model: Any, natively: NativeCompute, make_other: Callable[[], Compute]
+    ) -> None:
+        """Choose between ``natively`` and what ``make_other`` makes: torch."""
+        self._work = Work(model, natively.replica)
+        self._natively = natively
+        self._make_other = make_other
+        self._other: Compute | None = None
+        self._threads: int | None = None
+        self._now: Compute = natively
+        self._batch: int | None = None  # samples of the last one; 0 if they came as tensors
+
+    def __call__(self, mean: Any) -> Compute:
+        """Return who computes these inputs: of tensors, torch."""
+        batch = 0
+        if isinstance(mean, np.ndarray):
+            batch = mean.size // self._natively.input_size
+        if batch == self._batch or (self._batch is not None and self._work.remembers):
+            return self._now
+        self._batch = batch
+        chosen = self._natively if batch and self._work.is_native(batch) else self._torch()
+        if chosen is not self._now:
+            chosen.reset_lstm_states()  # another batch size forgets them
+            self._now = chosen
+        return chosen
+
+    def set_threads(self, count: int) -> None:
+        """Use so many where torch computes; the backend's kernels use one."""
+        self._threads = count
+        if self._other is not None:
+            self._other.set_threads(count)
+
+    def _torch(self) -> Compute:
+        if self._other is None:
+            self._other = self._make_other()
+            if self._threads is not None:
+                self._other.set_threads(self._threads)
+        return self._other
