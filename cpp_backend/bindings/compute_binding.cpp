@@ -87,17 +87,19 @@ void bind_compute(nb::module_& module) {
              "How many steps a series has, for layers that smooth.")
         .def(
             "forward",
-            [](Network& self, AnyFloats mean, MaybeFloats variance, bool training, Floats out_mean,
-               Floats out_variance) {
+            [](Network& self, AnyFloats mean, MaybeFloats variance, MaybeFloats jacobian,
+               bool training, Floats out_mean, Floats out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
                 require_size("out_mean", out_mean.size(), batch * self.output_size());
                 require_size("out_variance", out_variance.size(), batch * self.output_size());
                 nb::gil_scoped_release unlocked;
-                self.forward(mean.data(), data_of(variance), batch, training);
+                self.forward(mean.data(), data_of(variance), data_of(jacobian), batch, training);
                 self.read_outputs(out_mean.data(), out_variance.data());
             },
-            "mean"_a, "variance"_a.none(), "training"_a, "out_mean"_a, "out_variance"_a,
-            "Compute the outputs of flat inputs; without a variance they are exact.")
+            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out_mean"_a,
+            "out_variance"_a,
+            "Compute the outputs of flat inputs; without a variance they are exact. The jacobian "
+            "is of the activation that made them, if one did.")
         .def(
             "update",
             [](Network& self, AnyFloats mean, MaybeFloats variance, MaybeIntegers selected) {
@@ -126,7 +128,7 @@ void bind_compute(nb::module_& module) {
                 require_size("out_mean", out_mean.size(), batch * self.output_size());
                 require_size("out_variance", out_variance.size(), batch * self.output_size());
                 nb::gil_scoped_release unlocked;
-                self.forward(mean.data(), data_of(variance), batch, true);
+                self.forward(mean.data(), data_of(variance), nullptr, batch, true);
                 self.update(observations);
                 self.backward(false);
                 self.read_outputs(out_mean.data(), out_variance.data());

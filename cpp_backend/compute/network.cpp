@@ -98,7 +98,8 @@ void Network::set_samples(size_t samples) {
     if (last_smoother_ != nullptr) last_smoother_->set_samples(samples);
 }
 
-void Network::forward(const float* mean, const float* variance, size_t batch, bool training) {
+void Network::forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
+                      bool training) {
     const size_t stride = padded(input_size_);
     float* rows = input_mean_.take(batch * stride);
     float* variances = input_variance_.take(batch * stride);
@@ -109,6 +110,11 @@ void Network::forward(const float* mean, const float* variance, size_t batch, bo
         std::fill_n(variances, batch * stride, 0.0f);
     }
     inputs_ = {rows, variances, nullptr, batch, input_size_, stride, variance == nullptr};
+    if (jacobian != nullptr) {
+        float* slopes = input_jacobian_.take(batch * stride);
+        spread(jacobian, batch, input_size_, stride, slopes);
+        inputs_.jacobian = slopes;
+    }
     outputs_ = {};  // none if a layer refuses the inputs
     States states = inputs_;
     for (const auto& layer : layers_) states = layer->forward(states, training);

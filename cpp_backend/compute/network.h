@@ -48,8 +48,10 @@ class Network {
 
     // How many steps a series has, for the smoothing layers.
     void set_samples(size_t samples);
-    // Inputs are [batch, input_size()]; no `variance`: they are exact.
-    void forward(const float* mean, const float* variance, size_t batch, bool training);
+    // Inputs are [batch, input_size()]; no `variance`: they are exact; `jacobian`: of the
+    // activation that made them, null: of none.
+    void forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
+                 bool training);
     // Writes the outputs' innovation. Throws std::invalid_argument naming an argument of the wrong
     // size, std::runtime_error before the first forward.
     void update(const Observations& observations);
@@ -81,7 +83,7 @@ class Network {
     size_t input_size_ = 0;
     States inputs_, outputs_;
     Deltas input_deltas_;
-    Memory input_mean_, input_variance_, delta_mean_, delta_variance_;
+    Memory input_mean_, input_variance_, input_jacobian_, delta_mean_, delta_variance_;
 };
 
 }  // namespace tagi_ddp

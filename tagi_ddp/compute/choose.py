@@ -82,7 +82,19 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device is {device!r}, which torch cannot use: {text}") from error
 
 
+def _why_engine(model: Any) -> str | None:
+    """Return which of the methods that only the engine's compute calls is the user's own."""
+    from pytagi.nn import Sequential
+
+    for name in ("forward", "backward"):
+        if getattr(type(model), name, None) is not getattr(Sequential, name):
+            return f"{type(model).__name__} has a {name}() of its own, which the engine alone calls"
+    return None
+
+
 def _why_not_native(model: Any, replica: Replica) -> str | None:
+    if (reason := _why_engine(model)) is not None:
+        return reason
     try:
         native.build(model, replica)
         verify_buffers()
@@ -92,6 +104,8 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
 
 
 def _why_not_torch(model: Any, replica: Replica) -> str | None:
+    if (reason := _why_engine(model)) is not None:
+        return reason
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed (pip install 'tagi-ddp[torch]')"
     if not replica.in_place:

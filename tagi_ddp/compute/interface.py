@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.buffers import FloatArray, Shown
 from tagi_ddp.replica.protocol import Replica
 
 # By the index of the layer: means and variances of outputs, then of cells.
@@ -39,6 +39,10 @@ class Compute(Protocol):
         """Return means and variances of the outputs, flat, of inputs, flat; None: exact ones."""
         ...
 
+    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+        """Do the same of the outputs of another network, whose activation has a jacobian."""
+        ...
+
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the parameters' deltas, from the innovation of the last outputs.
 
@@ -70,6 +74,11 @@ class Compute(Protocol):
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         """Return the innovation of the last inputs, flat."""
+        ...
+
+    @property
+    def output_delta_z_buffer(self) -> Any:
+        """The innovation of the last inputs in an object of the engine."""
         ...
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:

@@ -117,9 +117,12 @@ class LSTM(Layer):
     def set_states(self, mu_h: Tensor, var_h: Tensor, mu_c: Tensor, var_c: Tensor) -> None:
         """Carry these states into the next batch, which must have the size of the last one.
 
-        Each is as `get_states` returns it, or flat. A batch of another size than the one before
-        forgets them, and so does the first batch of all.
+        Each is as `get_states` returns it, or flat; empty ones reset. A batch of another size than
+        the one before forgets them, and so does the first batch of all.
         """
+        if not any(tensor.numel() for tensor in (mu_h, var_h, mu_c, var_c)):
+            self.reset_states()
+            return
         size = self._steps * self._outputs
         for name, tensor in zip(
             ("mu_h", "var_h", "mu_c", "var_c"), (mu_h, var_h, mu_c, var_c), strict=True

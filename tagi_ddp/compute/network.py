@@ -28,7 +28,7 @@ from tagi_ddp.compute.lstm import LSTM
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
-from tagi_ddp.compute.states import Deltas, States
+from tagi_ddp.compute.states import Deltas, Jacobian, States
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.replica.protocol import Replica
 
@@ -147,9 +147,18 @@ class Network:
         part = slice(offset, offset + count)
         return Gaussians(torch.as_tensor(mu), torch.as_tensor(var), means[part], variances[part])
 
-    def forward(self, mean: Tensor, variance: Tensor | None, training: bool) -> States:
-        """Return the outputs, [batch, outputs], of inputs [batch, inputs]."""
-        return self._chain.forward(States(mean, variance), training)
+    def forward(
+        self,
+        mean: Tensor,
+        variance: Tensor | None,
+        training: bool,
+        jacobian: Jacobian | None = None,
+    ) -> States:
+        """Return the outputs, [batch, outputs], of inputs [batch, inputs].
+
+        ``jacobian`` is that of the activation that made them, if one did.
+        """
+        return self._chain.forward(States(mean, variance, jacobian), training)
 
     def backward(
         self,

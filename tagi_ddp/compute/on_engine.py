@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
-from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.buffers import FloatArray, Shown
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -52,6 +54,15 @@ class EngineCompute:
         self._room = max(self._room, mean.size)
         self._trained = bool(first.training)
         return outputs
+
+    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+        """Call the engine's forward of hidden states."""
+        first = self._model._cpp_backend.layers[0]
+        self._make_room(inputs.mean.size)
+        self._model._cpp_backend.forward(inputs.states, None)
+        self._room = max(self._room, inputs.mean.size)
+        self._trained = bool(first.training)
+        return self.get_outputs()
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Call the model's backward, which tells nothing before its end."""
@@ -102,8 +113,16 @@ class EngineCompute:
         innovation: tuple[FloatArray, FloatArray] = self._model.get_input_states()
         return innovation
 
+    @property
+    def output_delta_z_buffer(self) -> Any:
+        """The innovation of the last inputs, if it was computed."""
+        return self._model._cpp_backend.output_delta_z_buffer
+
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        self._model.set_delta_z(delta_mu, delta_var)
+        # The engine replaces its buffer, which is for the widest layer, by what it is given.
+        room = np.zeros((2, self._model.input_delta_z_buffer.size), np.float32)
+        room[:, : delta_mu.size] = delta_mu, delta_var
+        self._model.set_delta_z(*room)
 
     def set_threads(self, count: int) -> None:
         """Set the engine's threads."""
@@ -117,7 +136,12 @@ class EngineCompute:
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        self._model.set_lstm_states(states)
+        # The engine would read beyond empty ones.
+        known = self.get_lstm_states() if any(not len(s[0]) for s in states.values()) else {}
+        zeros = {i: tuple(np.zeros_like(part) for part in parts) for i, parts in known.items()}
+        self._model.set_lstm_states(
+            {i: parts if len(parts[0]) else zeros[i] for i, parts in states.items()}
+        )
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
         self._model._cpp_backend.smoother()

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import engine_layer
+from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
 from tagi_ddp.compute.native import SMOOTHING, build
-from tagi_ddp.engine.buffers import FloatArray, OutputBuffers
+from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
 from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.replica.protocol import Replica
 
@@ -28,6 +29,7 @@ class NativeCompute:
         self.replica = replica
         self._engine = model._cpp_backend
         self._first = engine_layer(address_of(replica.layers[0].handle))
+        self.bucket = bucket
         self.network = build(model, replica)
         assert replica.memory is not None
         self._memory = replica.memory
@@ -46,6 +48,16 @@ class NativeCompute:
         self, mean: FloatArray, variance: FloatArray | None
     ) -> tuple[FloatArray, FloatArray]:
         """Compute the outputs."""
+        return self._forward(mean, variance, None)
+
+    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+        """Compute the outputs of another network's outputs."""
+        require_whole_samples(inputs.mean.size, self.input_size)
+        return self._forward(inputs.mean, inputs.variance, inputs.jacobian)
+
+    def _forward(
+        self, mean: FloatArray, variance: FloatArray | None, jacobian: FloatArray | None
+    ) -> tuple[FloatArray, FloatArray]:
         self.replica.pull()
         training = self._first.training
         if self._smooths:
@@ -55,7 +67,7 @@ class NativeCompute:
         samples = mean.size // self.input_size
         size = samples * self.output_size
         mean_out, variance_out = np.empty(size, np.float32), np.empty(size, np.float32)
-        self.network.forward(mean, variance, training, mean_out, variance_out)
+        self.network.forward(mean, variance, jacobian, training, mean_out, variance_out)
         self.samples, self._trained = samples, training
         return mean_out, variance_out
 
@@ -122,6 +134,11 @@ class NativeCompute:
         mean, variance = np.empty(size, np.float32), np.empty(size, np.float32)
         self.network.read_input_innovation(mean, variance)
         return mean, variance
+
+    @property
+    def output_delta_z_buffer(self) -> Any:
+        """The innovation of the last inputs in an object of the engine."""
+        return delta_states_of(*self.get_input_states(), self.samples)
 
     @property
     def output_z_buffer(self) -> Any:

@@ -21,8 +21,8 @@ from tagi_ddp.compute.innovation import (
 )
 from tagi_ddp.compute.interface import LSTMStates, Precision, UpdateMethod
 from tagi_ddp.compute.network import Network
-from tagi_ddp.compute.states import Deltas, States
-from tagi_ddp.engine.buffers import FloatArray, OutputBuffers
+from tagi_ddp.compute.states import Deltas, Dense, Jacobian, States
+from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.protocol import Replica
 
@@ -93,13 +93,15 @@ class TorchCompute:
         In training the inputs are copied: the caller may use its memory again before backward.
         """
         require_whole_samples(len(mean), self.network.input_size)
+        return self._forward(mean, variance, None)
+
+    def _forward(self, mean: T, variance: T | None, jacobian: Jacobian | None) -> tuple[T, T]:
         self._find_parameters()
         training = bool(self._first.training)
         inputs = self._place(mean, training)
         with self._gpu_precision():
-            self.states = self.network.forward(
-                inputs, None if variance is None else self._place(variance, training), training
-            )
+            spread = None if variance is None else self._place(variance, training)
+            self.states = self.network.forward(inputs, spread, training, jacobian)
         if training:
             self.replica.updated()  # running statistics
         self.innovation = None
@@ -108,6 +110,13 @@ class TorchCompute:
             outputs = self.states.mean, self.states.variance_tensor()
             return outputs[0].flatten().clone(), outputs[1].flatten().clone()
         return self.get_outputs()
+
+    @torch.inference_mode()
+    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+        """Compute the outputs of another network's outputs."""
+        require_whole_samples(inputs.mean.size, self.network.input_size)
+        jacobian = Dense(self._place(inputs.jacobian, True))
+        return self._forward(inputs.mean, inputs.variance, jacobian)
 
     def _place(self, array: T, copy: bool) -> torch.Tensor:
         tensor = torch.as_tensor(array).reshape(-1, self.network.input_size)
@@ -196,6 +205,11 @@ class TorchCompute:
         return _flat(self._input_innovation.mean), _flat(self._input_innovation.variance)
 
     @property
+    def output_delta_z_buffer(self) -> Any:
+        """The innovation of the last inputs in an object of the engine."""
+        return delta_states_of(*self.get_input_states(), self.samples)
+
+    @property
     def output_z_buffer(self) -> Any:
         """The last outputs in an object of the engine; None before the first forward."""
         return None if self.states is None else self._show().states
@@ -214,9 +228,8 @@ class TorchCompute:
         self._show().deltas = value
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        for view, values in zip(
-            self._show_innovation().innovation(), (delta_mu, delta_var), strict=True
-        ):
+        innovation = self._show_innovation().innovation()
+        for view, values in zip(innovation, (delta_mu, delta_var), strict=True):
             view[:] = values
 
     def set_threads(self, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,34 @@ class OutputBuffers:
                 f"input_delta_z_buffer holds {mean.size} elements, the outputs have {size}"
             )
         return mean[:size], variance[:size]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What hidden states hold: [batch * width] each, views that last as long as ``states``."""
+
+    states: Any
+    batch: int
+    mean: FloatArray
+    variance: FloatArray
+    jacobian: FloatArray
+
+
+def read_states(states: Any) -> Shown:
+    """Return what an engine's object of hidden states, like ``output_z_buffer``, holds."""
+    batch = int(states.block_size)
+    size = batch * int(states.actual_size)
+    views = hidden_states(address_of(states, "BaseHiddenStates"))
+    mean, variance, jacobian = (view[:size] for view in views)
+    return Shown(states, batch, mean, variance, jacobian)
+
+
+def delta_states_of(mean: FloatArray, variance: FloatArray, batch: int) -> Any:
+    """Return an engine's object of these innovations, [batch * width] each."""
+    buffers = OutputBuffers(batch, mean.size // batch)
+    for view, values in zip(buffers.innovation(), (mean, variance), strict=True):
+        view[:] = values
+    return buffers.deltas
 
 
 @functools.cache

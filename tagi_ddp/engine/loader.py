@@ -20,6 +20,7 @@ import site
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
 LIBMPI = "libmpi.so.40"
 LIBMPI_CXX = "libmpi_cxx.so.40"
@@ -95,6 +96,8 @@ def answer_without_driver(extension: ModuleType) -> None:
     for name, answer in (("is_cuda_available", False), ("get_cuda_device_count", 0)):
         if (ask := getattr(extension, name, None)) is not None:
             setattr(extension, name, _asking_driver(ask, answer))
+    if (network := getattr(extension, "Sequential", None)) is not None:
+        network.to_device = _needing_driver(network.to_device)
 
 
 def _asking_driver(ask: Callable[[], int], answer: int) -> Callable[[], int]:
@@ -103,6 +106,21 @@ def _asking_driver(ask: Callable[[], int], answer: int) -> Callable[[], int]:
         return ask() if _driver_sees_devices() else answer
 
     return asked
+
+
+def _needing_driver(to_device: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """Let a network stay where it is if there is no device; the engine's would be half moved."""
+
+    @functools.wraps(to_device)
+    def checked(network: Any, device: str) -> None:
+        if str(device).startswith("cuda") and not _driver_sees_devices():
+            raise RuntimeError(
+                f"there is no CUDA device to move the network to, {device!r}: it stays on "
+                f"{network.device}. pytagi.cuda.is_available() tells before"
+            )
+        to_device(network, device)
+
+    return checked
 
 
 def _driver_sees_devices() -> bool:

@@ -23,7 +23,7 @@ from tagi_ddp.compute import (
     choose,
     make_compute,
 )
-from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.buffers import FloatArray, read_states
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.parameter_file import (
@@ -205,7 +205,8 @@ class DDPSequential(LearnInterface, MergeInterface, Closing):
 
         Args:
             mu_x: means of the inputs, flat or not, batch * input size floats; a rank without a
-                share of this batch passes none, and contributes nothing at `step`.
+                share of this batch passes none, and contributes nothing at `step`. Or another
+                network's ``output_z_buffer``, which has variances and jacobians, too.
             var_x: their variances, of the same size; None: the inputs are exact.
 
         Returns:
@@ -214,7 +215,8 @@ class DDPSequential(LearnInterface, MergeInterface, Closing):
             for the device.
         """
         keep = self._by_batch is not None or self.compute.takes_tensors
-        mean = flat_floats("mu_x", mu_x, keep)
+        shown = read_states(mu_x) if hasattr(mu_x, "mu_a") else None
+        mean = flat_floats("mu_x", mu_x, keep) if shown is None else shown.mean
         variance = None if var_x is None else flat_floats("var_x", var_x, keep)
         if variance is not None and len(variance) != len(mean):
             raise ValueError(
@@ -226,7 +228,10 @@ class DDPSequential(LearnInterface, MergeInterface, Closing):
             return mean, mean + 0
         if self._by_batch is not None:
             self.compute = self._by_batch(mean)
-        outputs = self.compute.forward(mean, variance)
+        if shown is None:
+            outputs = self.compute.forward(mean, variance)
+        else:
+            outputs = self.compute.forward_from(shown)
         self._accumulation.forwarded = self.compute.samples
         return outputs
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from tagi_ddp.checks import integer
+from tagi_ddp.checks import flat_floats, integer
 from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
 from tagi_ddp.engine.buffers import FloatArray, empty_states
 from tagi_ddp.replica.protocol import Replica
@@ -86,9 +86,30 @@ class SequentialInterface:
     def input_delta_z_buffer(self, value: Any) -> None:
         self.compute.input_delta_z_buffer = value
 
+    @property
+    def output_delta_z_buffer(self) -> Any:
+        """The innovation of the last inputs, for the network that made them.
+
+        With ``input_state_update``: RuntimeError without, unless the engine computes.
+        """
+        return self.compute.output_delta_z_buffer
+
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        """Set the innovation of the outputs: means and variances, each flat."""
-        self.compute.set_delta_z(delta_mu, delta_var)
+        """Set the innovation of the outputs: means and variances, each flat.
+
+        Raises ValueError unless each has an element for each of the last outputs.
+        """
+        expected = self.compute.samples * self.compute.output_size
+        arrays = [
+            flat_floats(name, value, False)
+            for name, value in (("delta_mu", delta_mu), ("delta_var", delta_var))
+        ]
+        for name, array in zip(("delta_mu", "delta_var"), arrays, strict=True):
+            if array.size != expected:
+                raise ValueError(
+                    f"{name} has {array.size} elements, not {expected}: give one for each output"
+                )
+        self.compute.set_delta_z(*arrays)
 
     @property
     def input_state_update(self) -> bool:

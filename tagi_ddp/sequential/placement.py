@@ -125,3 +125,11 @@ def require_sequential(model: Any) -> None:
     """Raise TypeError unless it is a pytagi Sequential."""
     if not hasattr(model, "_cpp_backend"):
         raise TypeError(f"model must be a pytagi Sequential, got a {type(model).__name__}")
+    from pytagi.nn import Sequential
+
+    for name in ("step", "__call__"):
+        if getattr(type(model), name, None) is not getattr(Sequential, name):
+            raise TypeError(
+                f"model is a {type(model).__name__}, whose own {name}() nobody would call: do that "
+                "around the wrapped model, or override forward() or backward()"
+            )

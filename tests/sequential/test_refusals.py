@@ -117,7 +117,7 @@ def wrong_sequence(comm: Any) -> Report:
 def test_wrong_length_of_a_sequence(shm: RankPool) -> None:
     (kind, text, _), *_ = shm.run(wrong_sequence, size=1, fresh=True)
     assert kind == "ValueError"
-    assert "mu_x with 6 elements" in text
+    assert "mu_x has 6 elements" in text
 
 
 def use_after_close(comm: Any) -> list[Report]:
