@@ -21,6 +21,7 @@ Family = tuple[str, int]  # its name, and the number of ranks
 FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
 TORCH_FAMILIES = (
     ("compute", 1),
+    ("small", 1),
     ("scaling", 2),
     ("memory", 1),
     ("overlap", 2),

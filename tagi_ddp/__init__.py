@@ -26,10 +26,12 @@ from tagi_ddp.launcher.launch import launch
 from tagi_ddp.sequential import (
     DDPConfig,
     DDPSequential,
+    MapError,
     NotFiniteError,
     OutputUpdater,
     ReplicaMismatch,
     accelerate,
+    map_networks,
 )
 
 # `import pytagi` works from here on, also where Python does not read our .pth file.
@@ -45,6 +47,7 @@ __all__ = [
     "DDPSequential",
     "DistributedSampler",
     "LaunchError",
+    "MapError",
     "Mismatch",
     "NotFiniteError",
     "OutputUpdater",
@@ -55,6 +58,7 @@ __all__ = [
     "cuda_available",
     "init",
     "launch",
+    "map_networks",
     "progress",
     "reduce_metrics",
 ]

@@ -29,6 +29,7 @@ namespace {
 // Arrays of any shape.
 using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using AnyIntegers = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
+using Outputs = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using MaybeFloats = std::optional<AnyFloats>;
 using MaybeIntegers = std::optional<AnyIntegers>;
 
@@ -88,16 +89,14 @@ void bind_compute(nb::module_& module) {
         .def(
             "forward",
             [](Network& self, AnyFloats mean, MaybeFloats variance, MaybeFloats jacobian,
-               bool training, Floats out_mean, Floats out_variance) {
+               bool training, Outputs out) {
                 const size_t batch = batch_of(self, mean, variance);
-                require_size("out_mean", out_mean.size(), batch * self.output_size());
-                require_size("out_variance", out_variance.size(), batch * self.output_size());
+                require_size("out", out.size(), 2 * batch * self.output_size());
                 nb::gil_scoped_release unlocked;
                 self.forward(mean.data(), data_of(variance), data_of(jacobian), batch, training);
-                self.read_outputs(out_mean.data(), out_variance.data());
+                self.read_outputs(out.data(), out.data() + out.size() / 2);
             },
-            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out_mean"_a,
-            "out_variance"_a,
+            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out"_a,
             "Compute the outputs of flat inputs; without a variance they are exact. The jacobian "
             "is of the activation that made them, if one did.")
         .def(
@@ -121,21 +120,19 @@ void bind_compute(nb::module_& module) {
         .def(
             "learn",
             [](Network& self, Parameters& parameters, AnyFloats mean, MaybeFloats variance,
-               AnyFloats mu_obs, MaybeFloats var_obs, MaybeIntegers selected, Floats out_mean,
-               Floats out_variance) {
+               AnyFloats mu_obs, MaybeFloats var_obs, MaybeIntegers selected, Outputs out) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
-                require_size("out_mean", out_mean.size(), batch * self.output_size());
-                require_size("out_variance", out_variance.size(), batch * self.output_size());
+                require_size("out", out.size(), 2 * batch * self.output_size());
                 nb::gil_scoped_release unlocked;
                 self.forward(mean.data(), data_of(variance), nullptr, batch, true);
                 self.update(observations);
                 self.backward(false);
-                self.read_outputs(out_mean.data(), out_variance.data());
+                self.read_outputs(out.data(), out.data() + out.size() / 2);
                 return apply_own(parameters, cap_factor(static_cast<int64_t>(batch)));
             },
             "parameters"_a, "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(),
-            "selected_idx"_a.none(), "out_mean"_a, "out_variance"_a,
+            "selected_idx"_a.none(), "out"_a,
             "A whole step of one process: forward, update, backward, and the deltas capped and "
             "applied, unless one is NaN or infinite: then the name of its layer is returned, else "
             "\"\".")

@@ -29,11 +29,14 @@ class ComputeByBatch:
         self._threads: int | None = None
         self._now: Compute = natively
         self._batch: int | None = None  # samples of the last one; 0 if they came as tensors
+        self.size = -1  # of the last inputs in an array: of as many, all is as before
 
     def __call__(self, mean: Any) -> Compute:
         """Return who computes these inputs: of tensors, torch."""
         batch = 0
+        self.size = -1
         if isinstance(mean, np.ndarray):
+            self.size = mean.size
             batch = mean.size // self._natively.input_size
         if batch == self._batch or (self._batch is not None and self._work.remembers):
             return self._now

@@ -65,11 +65,10 @@ class NativeCompute:
         self._shown = self._computed = self._trained = False
         self.samples = 0
         samples = mean.size // self.input_size
-        size = samples * self.output_size
-        mean_out, variance_out = np.empty(size, np.float32), np.empty(size, np.float32)
-        self.network.forward(mean, variance, jacobian, training, mean_out, variance_out)
+        outputs = np.empty((2, samples * self.output_size), np.float32)
+        self.network.forward(mean, variance, jacobian, training, outputs)
         self.samples, self._trained = samples, training
-        return mean_out, variance_out
+        return outputs[0], outputs[1]
 
     def learn(
         self,
@@ -93,14 +92,13 @@ class NativeCompute:
         self._shown = self._trained = False
         self.samples = 0
         samples = mean.size // self.input_size
-        size = samples * self.output_size
-        mean_out, variance_out = np.empty(size, np.float32), np.empty(size, np.float32)
+        outputs = np.empty((2, samples * self.output_size), np.float32)
         culprit = self.network.learn(
-            self._memory, mean, variance, mu_obs, var_obs, selected, mean_out, variance_out
+            self._memory, mean, variance, mu_obs, var_obs, selected, outputs
         )
         self.samples = samples
         self._computed = self._trained = True
-        return mean_out, variance_out, culprit
+        return outputs[0], outputs[1], culprit
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the deltas; tells of all at once."""

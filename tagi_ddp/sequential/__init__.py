@@ -4,14 +4,17 @@ from tagi_ddp.sequential.accelerate import accelerate
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 from tagi_ddp.sequential.equality import ReplicaMismatch
+from tagi_ddp.sequential.many import MapError, map_networks
 from tagi_ddp.sequential.output_updater import OutputUpdater
 from tagi_ddp.update.not_finite import NotFiniteError
 
 __all__ = [
     "DDPConfig",
     "DDPSequential",
+    "MapError",
     "NotFiniteError",
     "OutputUpdater",
     "ReplicaMismatch",
     "accelerate",
+    "map_networks",
 ]

@@ -226,8 +226,9 @@ class DDPSequential(LearnInterface, MergeInterface, Closing):
         if len(mean) == 0:
             self._accumulation.forwarded = 0
             return mean, mean + 0
-        if self._by_batch is not None:
-            self.compute = self._by_batch(mean)
+        by_batch = self._by_batch
+        if by_batch is not None and mean.size != by_batch.size:
+            self.compute = by_batch(mean)
         if shown is None:
             outputs = self.compute.forward(mean, variance)
         else:

@@ -90,8 +90,9 @@ class LearnInterface(SequentialInterface):
         mean = mu_x
         if type(mean) is not np.ndarray:
             mean = flat_floats("mu_x", mu_x, self._by_batch is not None)
-        if self._by_batch is not None and len(mean):
-            self.compute = self._by_batch(mean)
+        by_batch = self._by_batch
+        if by_batch is not None and mean.size != by_batch.size and len(mean):
+            self.compute = by_batch(mean)
         compute = self.compute
         if not isinstance(compute, NativeCompute) or self._accumulation.adds:
             return None

@@ -91,8 +91,8 @@ class Both:
         assert network is not None
         self.replica.pull()
         engines = self._deltas()
-        outputs = [np.empty(len(mean) * network.output_size, np.float32) for _ in range(2)]
-        network.forward(mean, variance, None, innovation is not None, *outputs)
+        outputs = np.empty((2, len(mean) * network.output_size), np.float32)
+        network.forward(mean, variance, None, innovation is not None, outputs)
         import cutagi
 
         states = cutagi.BaseHiddenStates(outputs[0].size, len(mean))

@@ -139,7 +139,7 @@ def test_negative_variances_are_counted() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_stay_tensors(device: str) -> None:
-    models = [accelerate(fresh("mlp"), device=device) for _ in range(2)]
+    models = [accelerate(fresh("mlp"), "torch", device) for _ in range(2)]
     x, y = NETWORKS["mlp"].batch(0, 6)
     variances = np.full(y.size, 0.25, np.float32)
     for model, kind in zip(models, (np.asarray, torch.from_numpy), strict=True):

@@ -1,0 +1,197 @@
+"""Small networks, one thread: plain pytagi, the backend's kernels, torch, and who "auto" takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytagi.nn import LSTM, SLSTM, Linear, OutputUpdater, ReLU, Sequential, SLinear
+
+from benchmarks.harness.measure import Contender, Figure, Row, measure
+from tagi_ddp import Communicator, accelerate
+
+FOUR_CALLS, ONE_CALL, SMOOTHER, AUTO = 2.0, 5.0, 2.0, 0.95
+SERIES = 4096  # steps, more than any sample takes
+SAMPLE_SECONDS = 0.01
+WAYS = ("plain", "engine", "native", "torch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and a batch for it."""
+
+    name: str
+    network: Callable[[], Sequential]
+    inputs: int
+    batch: int
+
+
+def regression(*widths: int) -> Callable[[], Sequential]:
+    """Return how to make linear layers of these inputs and outputs, ReLU between them."""
+
+    def make() -> Sequential:
+        layers: list[Any] = []
+        for before, after in pairwise(widths):
+            layers += [Linear(before, after), ReLU()]
+        return Sequential(*layers[:-1])
+
+    return make
+
+
+def recurrent(width: int, steps: int) -> Callable[[], Sequential]:
+    return lambda: Sequential(
+        LSTM(1, width, steps), LSTM(width, width, steps), Linear(width * steps, 1)
+    )
+
+
+def smoother() -> Sequential:
+    return Sequential(SLSTM(1, 40, 1), SLSTM(40, 40, 1), SLinear(40, 1))
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """Whole steps: of plain pytagi by the four calls of a script; ours by four and by one.
+
+    The grid is ours alone, by one call, and plain's four: "auto" against the best of all.
+    """
+    torch.set_num_threads(1)
+    found = []
+    small = [Case("13-50-1", regression(13, 50, 1), 13, batch) for batch in (1, 10)] + [
+        Case("LSTM 8-8, sequence 5", recurrent(8, 5), 5, batch) for batch in (1, 4, 16)
+    ]
+    for case in small[: 1 if quick else None]:
+        found += _against_plain(communicator, case, FOUR_CALLS, ONE_CALL, quick)
+    found += _against_plain(
+        communicator, Case("SLSTM 40-40", smoother, 1, 1), SMOOTHER, None, quick
+    )
+    for case in _grid()[: 1 if quick else None]:
+        found.append(_auto(communicator, case, quick))
+    return found
+
+
+def _grid() -> list[Case]:
+    cases = [
+        Case(f"{depth} x {width}", regression(*[width] * (depth + 1), 1), width, batch)
+        for width in (8, 16, 32, 64, 128, 256)
+        for depth in (1, 2, 3)
+        for batch in (1, 4, 16, 64, 256)
+    ]
+    return cases + [
+        Case(f"LSTM {width}-{width}, sequence {steps}", recurrent(width, steps), steps, batch)
+        for width in (8, 16, 32, 64)
+        for steps in (1, 8)
+        for batch in (1, 16, 256)
+    ]
+
+
+def _against_plain(
+    communicator: Communicator, case: Case, four: float, one: float | None, quick: bool
+) -> list[Row]:
+    step = {
+        "plain": _plain(case),
+        "four": _four_calls(case, "native"),
+        "one": _learn(case, "native"),
+    }
+    figures = _measure(communicator, step, 3 if quick else 31)
+    name = f"{case.name}, batch {case.batch}"
+    return [
+        Row(f"{name}, {calls}, against plain pytagi", figures[key], figures["plain"], "us", bar)
+        for key, calls, bar in (("four", "four calls", four), ("one", "learn()", one))
+    ]
+
+
+def _auto(communicator: Communicator, case: Case, quick: bool) -> Row:
+    step = {way: _plain(case) if way == "plain" else _learn(case, way) for way in (*WAYS, "auto")}
+    figures = _measure(communicator, step, 3 if quick else 9)
+    best = min(WAYS, key=lambda way: figures[way].median)
+    name = f"{case.name}, batch {case.batch}, auto against the best: {best}"
+    return Row(name, figures["auto"], figures[best], "us", AUTO)
+
+
+def _measure(
+    communicator: Communicator, steps: dict[str, Callable[[], object]], rounds: int
+) -> dict[str, Figure]:
+    contenders = []
+    for name, step in steps.items():
+        step()
+        start = time.perf_counter()
+        step()
+        calls = int(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-6))
+        contenders.append(Contender(name, step, calls=max(1, min(calls, 200))))
+    figures = measure(communicator, contenders, rounds)
+    return {name: figure.in_unit(1e6) for name, figure in figures.items()}
+
+
+class _Series:
+    """Ends a series before it is full; of other networks there is no end."""
+
+    def __init__(self, model: Any, case: Case) -> None:
+        self._model, self._left = model, SERIES
+        self._smooths = case.network is smoother
+        model.num_samples = SERIES
+
+    def count(self) -> None:
+        self._left -= self._smooths
+        if not self._left:
+            self._model.smoother()
+            self._left = SERIES
+
+
+def _arrays(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(case.batch * case.inputs).astype(np.float32)
+    y = rng.standard_normal(case.batch).astype(np.float32)
+    return x, y, np.ones_like(y)
+
+
+def _plain(case: Case) -> Callable[[], None]:
+    """Return the engine's own step, without what this package adds to its updater."""
+    model = case.network()
+    model.set_threads(1)
+    series = _Series(model, case)
+    update = OutputUpdater("cpu")._cpp_backend.update
+    x, y, noise = _arrays(case)
+
+    def step() -> None:
+        model(x)
+        update(model.output_z_buffer, y.tolist(), noise.tolist(), model.input_delta_z_buffer)
+        model.backward()
+        model.step()
+        series.count()
+
+    return step
+
+
+def _four_calls(case: Case, way: Any) -> Callable[[], None]:
+    model = accelerate(case.network(), way)
+    model.set_threads(1)
+    series = _Series(model, case)
+    updater = OutputUpdater("cpu")
+    x, y, noise = _arrays(case)
+
+    def step() -> None:
+        model(x)
+        updater.update(model.output_z_buffer, y, noise, model.input_delta_z_buffer)
+        model.backward()
+        model.step()
+        series.count()
+
+    return step
+
+
+def _learn(case: Case, way: Any) -> Callable[[], None]:
+    model = accelerate(case.network(), way)
+    model.set_threads(1)
+    series = _Series(model, case)
+    x, y, noise = _arrays(case)
+
+    def step() -> None:
+        model.learn(x, y, noise)
+        series.count()
+
+    return step

@@ -1,0 +1,134 @@
+"""Many small networks, each a training of its own, shared out over ranks."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tagi_ddp.checks import integer
+from tagi_ddp.communicators import Communicator, all_gather_object, init
+
+T = TypeVar("T")
+
+
+class MapError(RuntimeError):
+    """Some of the items of `map_networks` failed; the others have results.
+
+    errors: by the item's index, the traceback of what was raised. results: all items', in order;
+    None where there is none.
+    """
+
+    def __init__(self, message: str, errors: dict[int, str], results: list[Any]) -> None:
+        super().__init__(message)
+        self.errors = errors
+        self.results = results
+
+
+def map_networks(
+    train: Callable[[T], Any],
+    items: Iterable[T],
+    *,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    communicator: Communicator | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Any]:
+    """Call ``train(item)`` for each item, on the launcher's ranks side by side; a collective call.
+
+    Each call is a training of its own, like that of one series of hundreds: build a network, wrap
+    it by `accelerate`, train it, return what is wanted of it. Before the call of item i the engine
+    and numpy's legacy generator are seeded by ``seed + i``, so that its result does not depend on
+    who computes it, nor on what was computed before. Small networks fill one core: use as many
+    ranks as cores.
+
+    Args:
+        train: gets an item; returns None, a bool, a number, a text, or lists and dicts of these.
+            Arrays become lists.
+        items: the same on all ranks.
+        weights: about how long each item takes, in any unit, so that ranks end together; by
+            default all as long.
+        seed: from which the items' seeds count.
+        communicator: whose ranks take part; by default the launcher's, and one alone without.
+        progress: called with the number of own items that are done, and of all own items.
+
+    Returns:
+        the results in the order of the items, on all ranks. Who is ready waits for the others, for
+        the communicator's time limit at most.
+
+    Raises:
+        MapError: on all ranks, at the end, where items failed; it has the other results.
+        ValueError: ``weights`` has another length than ``items``.
+    """
+    everything = list(items)
+    if weights is not None and len(weights) != len(everything):
+        raise ValueError(f"weights has {len(weights)} numbers for {len(everything)} items")
+    seed = integer("seed", seed, 0)
+    own_communicator = communicator is None
+    group = init() if communicator is None else communicator
+    try:
+        own = _shares(weights or [1.0] * len(everything), group.size)[group.rank]
+        done: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        for count, index in enumerate(own, start=1):
+            try:
+                done[index] = _plain(_seeded(train, everything[index], seed + index))
+            except Exception:
+                errors[index] = traceback.format_exc()
+            if progress is not None:
+                progress(count, len(own))
+        gathered = all_gather_object(group, [list(done.items()), list(errors.items())])
+    finally:
+        if own_communicator:
+            group.close()
+    results: list[Any] = [None] * len(everything)
+    errors = {}
+    for theirs, failed in gathered:
+        for index, result in theirs:
+            results[index] = result
+        errors |= dict(failed)
+    if errors:
+        first = min(errors)
+        raise MapError(
+            f"{len(errors)} of {len(everything)} items failed: {sorted(errors)}. Item {first}:\n"
+            f"{errors[first]}",
+            errors,
+            results,
+        )
+    return results
+
+
+def _shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
+    """Return each rank's items: the heaviest first, always to who has least."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += weights[index]
+    return shares
+
+
+def _seeded(train: Callable[[T], Any], item: T, seed: int) -> Any:
+    import pytagi
+
+    pytagi.manual_seed(seed)
+    np.random.seed(seed)
+    return train(item)
+
+
+def _plain(value: Any) -> Any:
+    """Return a result without numpy's types and tuples; TypeError for others."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"train returned a {type(value).__name__}; return numbers, texts, lists, dicts or arrays"
+    )

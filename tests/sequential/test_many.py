@@ -1,0 +1,81 @@
+"""Many small networks over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.networks import NETWORKS
+from support.rank_pool import RankPool
+
+from tagi_ddp import MapError, accelerate, map_networks
+from tagi_ddp.sequential.many import _shares
+
+
+def train(item: int) -> dict[str, Any]:
+    """Train a network that the engine draws, on batches that numpy draws; some items fail."""
+    if item == 5:
+        raise ValueError("a series without an end")
+    model = accelerate(NETWORKS["mlp"].build())
+    for _ in range(3):
+        x = np.random.standard_normal((4, 12)).astype(np.float32)
+        mean, _ = model.learn(x, x[:, :5], 0.3)
+    return {"item": item, "last": mean, "digest": model.check_replicas(), "count": np.int64(3)}
+
+
+def over_ranks(comm: Any, items: list[int], weights: list[float] | None) -> Any:
+    calls = []
+    results = map_networks(
+        train,
+        items,
+        weights=weights,
+        seed=11,
+        communicator=comm,
+        progress=lambda *count: calls.append(count),
+    )
+    return results, calls
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 9.0, 1.0, 1.0, 2.0]])
+def test_equal_to_one_alone(shm: RankPool, weights: Any) -> None:
+    items = [3, 4, 6, 7, 8]
+    alone = [map_networks(train, [item], seed=11 + i)[0] for i, item in enumerate(items)]
+    assert [result["item"] for result in alone] == items
+    assert len({result["digest"] for result in alone}) == len(items)
+    for results, calls in shm.run(over_ranks, items, weights, size=3):
+        assert results == alone
+        assert calls == [(k + 1, len(calls)) for k in range(len(calls))]
+
+
+def with_errors(comm: Any) -> Any:
+    try:
+        map_networks(train, [4, 5, 6, 5], communicator=comm)
+    except MapError as error:
+        return str(error), error.errors, [r and r["item"] for r in error.results]
+
+
+def test_errors_by_item(shm: RankPool) -> None:
+    for text, errors, items in shm.run(with_errors, size=2):
+        assert "2 of 4 items failed: [1, 3]" in text
+        assert sorted(errors) == [1, 3]
+        assert all("a series without an end" in trace for trace in errors.values())
+        assert items == [4, None, 6, None]
+
+
+def test_what_cannot_travel() -> None:
+    with pytest.raises(MapError, match="train returned a object; return numbers"):
+        map_networks(lambda _: object(), [0])
+    with pytest.raises(ValueError, match="weights has 1 numbers for 2 items"):
+        map_networks(train, [0, 1], weights=[1])
+
+
+@given(weights=st.lists(st.floats(0, 100), max_size=30), ranks=st.integers(1, 5))
+def test_shares(weights: list[float], ranks: int) -> None:
+    """Each item once, and no rank has more than the fair share and one item."""
+    shares = _shares(weights, ranks)
+    assert sorted(index for share in shares for index in share) == list(range(len(weights)))
+    most = sum(weights) / ranks + max(weights, default=0)
+    assert all(sum(weights[i] for i in share) <= most * (1 + 1e-9) for share in shares)
