@@ -151,6 +151,26 @@ def test_the_regression_is_calibrated_on_two_processes_as_on_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_noise_is_learned_with_the_values(tmp_path):
+    plot = tmp_path / "noise.png"
+    output = run(*ranks(1), EXAMPLES / "noise.py", "--plot", plot, cwd=tmp_path).stdout
+    rmse, likelihood, within = map(float, re.findall(r"-?\d+\.\d+", output)[:3])
+    assert rmse < 60  # 77 is the standard deviation
+    assert likelihood > -5.6  # -5.77 with mean and standard deviation for everybody
+    assert 90 < within < 99
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_the_forecast_beats_last_years_numbers(tmp_path):
+    plot = tmp_path / "forecast.png"
+    output = run(*ranks(1), EXAMPLES / "forecast.py", "--plot", plot, cwd=tmp_path).stdout
+    error, within = re.search(r"error ([\d.]+)%\n(\d+)% of the months", output).groups()
+    assert float(error) < 14  # 15.5 by repeating the last year
+    assert float(within) > 80
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
 def test_the_ensemble_has_a_member_for_each_group_of_processes(tmp_path):
     def numbers(processes, *options):
         """Return RMSE, log-likelihood and calibration error of one network, and of the ensemble."""
