@@ -167,8 +167,8 @@ void bind_parameters(nb::module_& module) {
             "gaussians"_a, "begin"_a,
             "Replace the flat range that begins there by another rank's posterior.")
         .def(
-            "apply_own", [](const Parameters& self, float cap) { return apply_own(self, cap); }, "cap"_a,
-            nb::call_guard<nb::gil_scoped_release>(),
+            "apply_own", [](const Parameters& self, float cap) { return apply_own(self, cap); },
+            "cap"_a, nb::call_guard<nb::gil_scoped_release>(),
             "Cap and apply the deltas where they are. If one is NaN or infinite do nothing, and "
             "return the name of its layer; else \"\".")
         .def(
