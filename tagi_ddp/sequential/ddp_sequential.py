@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
-from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import CanAbort, Closing, giving_up, or_abort, report
 from tagi_ddp.compute import (
     Choice,
@@ -26,16 +25,10 @@ from tagi_ddp.compute import (
 from tagi_ddp.engine.buffers import FloatArray, read_states
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.optim.schedule import SyncSchedule
-from tagi_ddp.replica.parameter_file import (
-    ParameterFileError,
-    check_state_dict,
-    read_parameters,
-    write_parameters,
-)
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
-from tagi_ddp.sequential.interface import MergeInterface
+from tagi_ddp.sequential.files import FileInterface
 from tagi_ddp.sequential.learning import LearnInterface
 from tagi_ddp.sequential.placement import (
     bring_together,
@@ -59,7 +52,7 @@ from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import refusal
 
 
-class DDPSequential(LearnInterface, MergeInterface, Closing):
+class DDPSequential(LearnInterface, FileInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -93,9 +86,10 @@ class DDPSequential(LearnInterface, MergeInterface, Closing):
             take the results: the same bits with less work at each step. Not for "precision".
         communicator: takes the place of ``config``: a communicator, or a
             torch.distributed.ProcessGroup. It stays open when the model is closed.
-        compute: who runs forward and backward: "torch", with the same results as "engine" and, but
-            for small networks, many times faster (docs/benchmarks.md); "auto" takes torch where it
-            can, and warns where it cannot.
+        compute: who runs forward and backward, with the same results: the "engine"; "native", the
+            backend's kernels, fastest for small networks; "torch", for large ones and convolutions.
+            "auto" takes what is fastest for each size of batch, and warns where only the engine can
+            (docs/compute.md).
         device: where it is computed and the replica lives, like "cuda:0"; by default the GPU of
             the local rank for NCCL, else the CPU. Reading through this updates the wrapped model.
         precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
@@ -266,67 +260,6 @@ class DDPSequential(LearnInterface, MergeInterface, Closing):
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self.communicator.barrier()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load parameters; a collective call. What rank 0 gives is copied to all ranks.
-
-        Raises ValueError, on all ranks and before a parameter changes, where rank 0's do not fit.
-        """
-
-        def check() -> list[Entry]:
-            if self.communicator.rank == 0:
-                check_state_dict(self.model.state_dict(), state_dict)
-            return []
-
-        with self._or_abort():
-            self._replica.pull()
-            self._replica.export()
-        require_equal(self.communicator, check, "parameters", "Nothing was loaded.")
-        with self._or_abort():
-            if self.communicator.rank == 0:
-                self.model.load_state_dict(state_dict)
-            self._replica.share(self.communicator)
-            self._exchange.restart()
-
-    def save(self, filename: str) -> None:
-        """Write the parameters and running statistics to a file, on rank 0; others do nothing.
-
-        The file is the engine's own kind, and is replaced whole or not at all; OSError if not.
-        Where posteriors are merged, call `merge` on all ranks before; this warns if steps are left.
-        """
-        if self.communicator.rank == 0 and self.unmerged_steps:
-            warnings.warn(
-                f"{filename!r} gets what rank 0 alone has learned in {self.unmerged_steps} steps "
-                "since the last merge: call merge() on all ranks before save()",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if self.communicator.rank == 0:
-            self._replica.pull()
-            self._replica.export()
-            write_parameters(filename, self.model, self._replica.state())
-
-    def load(self, filename: str) -> None:
-        """Load what `save`, or the engine, wrote; a collective call: rank 0 reads, others receive.
-
-        Raises, on all ranks, ParameterFileError, where rank 0 may have an OSError of its own,
-        before a parameter changes.
-        """
-        with self._or_abort():
-            self._replica.pull()
-            self._replica.export()
-
-        def read() -> list[Entry]:
-            if self.communicator.rank == 0:
-                read_parameters(filename, self.model, self._replica.state())
-            return []
-
-        remedy = "Nothing was loaded."
-        require_equal(self.communicator, read, "parameters", remedy, ParameterFileError)
-        with self._or_abort():
-            self._replica.push()
-            self._replica.share(self.communicator)
-            self._exchange.restart()
 
     # --- beyond the engine's interface --------------------------------------------------------
 

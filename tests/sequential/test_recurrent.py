@@ -52,7 +52,7 @@ def over_ranks(comm: Any, compute: Any) -> Any:
 def in_turn(compute: Any, count: int) -> tuple[Any, list[Any]]:
     """Do the same in one process; return the parameters, and each series' states."""
     model = accelerate(network(), compute)
-    learn(model, series(0)[0], series(0)[1])  # states are of a batch's size: of one there was
+    model(series(0)[0])  # states are of a batch's size: of one there was none yet
     model.reset_lstm_states()
     states = [model.get_lstm_states() for _ in range(count)]
     for step in range(STEPS):

@@ -1,0 +1,86 @@
+"""The parameters of a DDPSequential in files and dicts, as pytagi has them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.replica.parameter_file import (
+    ParameterFileError,
+    check_state_dict,
+    read_parameters,
+    write_parameters,
+)
+from tagi_ddp.sequential.interface import MergeInterface
+
+
+class FileInterface(MergeInterface):
+    """`save`, `load` and `load_state_dict`, for a replica on each rank."""
+
+    communicator: Communicator
+    _or_abort: Callable[[], AbstractContextManager[None]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load parameters; a collective call. What rank 0 gives is copied to all ranks.
+
+        Raises ValueError, on all ranks and before a parameter changes, where rank 0's do not fit.
+        """
+
+        def check() -> list[Entry]:
+            if self.communicator.rank == 0:
+                check_state_dict(self.model.state_dict(), state_dict)
+            return []
+
+        with self._or_abort():
+            self._replica.pull()
+            self._replica.export()
+        require_equal(self.communicator, check, "parameters", "Nothing was loaded.")
+        with self._or_abort():
+            if self.communicator.rank == 0:
+                self.model.load_state_dict(state_dict)
+            self._replica.share(self.communicator)
+            self._exchange.restart()
+
+    def save(self, filename: str) -> None:
+        """Write the parameters and running statistics to a file, on rank 0; others do nothing.
+
+        The file is the engine's own kind, and is replaced whole or not at all; OSError if not.
+        Where posteriors are merged, call `merge` on all ranks before; this warns if steps are left.
+        """
+        if self.communicator.rank == 0 and self.unmerged_steps:
+            warnings.warn(
+                f"{filename!r} gets what rank 0 alone has learned in {self.unmerged_steps} steps "
+                "since the last merge: call merge() on all ranks before save()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if self.communicator.rank == 0:
+            self._replica.pull()
+            self._replica.export()
+            write_parameters(filename, self.model, self._replica.state())
+
+    def load(self, filename: str) -> None:
+        """Load what `save`, or the engine, wrote; a collective call: rank 0 reads, others receive.
+
+        Raises, on all ranks, ParameterFileError, where rank 0 may have an OSError of its own,
+        before a parameter changes.
+        """
+        with self._or_abort():
+            self._replica.pull()
+            self._replica.export()
+
+        def read() -> list[Entry]:
+            if self.communicator.rank == 0:
+                read_parameters(filename, self.model, self._replica.state())
+            return []
+
+        remedy = "Nothing was loaded."
+        require_equal(self.communicator, read, "parameters", remedy, ParameterFileError)
+        with self._or_abort():
+            self._replica.push()
+            self._replica.share(self.communicator)
+            self._exchange.restart()
