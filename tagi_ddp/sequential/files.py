@@ -21,6 +21,7 @@ from tagi_ddp.sequential.interface import MergeInterface
 class FileInterface(MergeInterface):
     """`save`, `load` and `load_state_dict`, for a replica on each rank."""
 
+    model: Any
     communicator: Communicator
     _or_abort: Callable[[], AbstractContextManager[None]]
 
