@@ -182,7 +182,7 @@ import numpy as np
 from tagi_ddp.communicators import PeerLost, init
 from tagi_ddp.communicators.control import mesh
 
-mesh._SILENCE = 3
+mesh.SILENCE = 3
 comm = init(timeout=60)
 comm.barrier()
 print("here", flush=True)

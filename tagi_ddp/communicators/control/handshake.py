@@ -12,11 +12,13 @@ from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control import overlay
 from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.control.mesh import SILENCE
 from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
 _SLICE = 0.02  # seconds in the engine between two looks at the messages
-_GRACE = 2.0  # seconds in which the messages should explain an engine's error
+# Seconds in which the messages should explain an engine's error: a silent host is noticed by then.
+_GRACE = SILENCE + 2.0
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 

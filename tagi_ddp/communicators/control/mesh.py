@@ -33,7 +33,7 @@ _ATTEMPT = 3.0  # seconds for one address, which a firewall may swallow
 # What a rank has begun to send or take is small, so only a stopped one waits.
 _LIMIT = 10.0  # seconds
 # A host whose kernel does not answer for so long is gone; that of a stopped process does answer.
-_SILENCE = 20  # seconds
+SILENCE = 20  # seconds
 # What strangers cause: silence, an early end, nonsense, a wrong secret.
 _REFUSED = (OSError, EOFError, AssertionError, AuthenticationError, ValueError, struct.error)
 
@@ -184,8 +184,8 @@ def _connection(connected: socket.socket, limit: float) -> Connection:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-        connected.setsockopt(socket.IPPROTO_TCP, option, max(1, _SILENCE // 4))
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
+        connected.setsockopt(socket.IPPROTO_TCP, option, max(1, SILENCE // 4))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE)
     connection = Connection(connected.detach())
     set_limit(connection, limit)
     return connection
