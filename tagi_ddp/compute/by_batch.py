@@ -23,25 +23,31 @@ class ComputeByBatch:
     ) -> None:
         """Choose between ``natively`` and what ``make_other`` makes: torch."""
         self._work = Work(model, natively.replica)
-        self._natively = natively
+        self.natively = natively
         self._make_other = make_other
         self._other: Compute | None = None
         self._threads: int | None = None
         self._now: Compute = natively
         self._batch: int | None = None  # samples of the last one; 0 if they came as tensors
         self.size = -1  # of the last inputs in an array: of as many, all is as before
+        self.native_size = -1  # the same if they are computed natively
 
     def __call__(self, mean: Any) -> Compute:
         """Return who computes these inputs: of tensors, torch."""
+        compute = self._choose(mean)
+        self.native_size = self.size if compute is self.natively else -1
+        return compute
+
+    def _choose(self, mean: Any) -> Compute:
         batch = 0
         self.size = -1
         if isinstance(mean, np.ndarray):
             self.size = mean.size
-            batch = mean.size // self._natively.input_size
+            batch = mean.size // self.natively.input_size
         if batch == self._batch or (self._batch is not None and self._work.remembers):
             return self._now
         self._batch = batch
-        chosen = self._natively if batch and self._work.is_native(batch) else self._torch()
+        chosen = self.natively if batch and self._work.is_native(batch) else self._torch()
         if chosen is not self._now:
             chosen.reset_lstm_states()  # another batch size forgets them
             self._now = chosen

@@ -77,28 +77,28 @@ class NativeCompute:
         mu_obs: FloatArray,
         var_obs: FloatArray | None,
         selected: NDArray[np.int32] | None,
-    ) -> tuple[FloatArray, FloatArray, str] | None:
-        """Take a whole step of one process; return the outputs before it.
+    ) -> tuple[FloatArray, str] | None:
+        """Take a whole step of one process; return the outputs before it, means and variances.
 
         And the name of the layer with a delta that is NaN or infinite, if there is one: then
         nothing was applied. Returns None if there are no samples, or not in training mode. The
         innovation of the inputs is not computed.
         """
-        if not (mean.size and self._first.training):
+        samples = mean.size // self.input_size
+        if not (samples and self._first.training):
             return None
         self.replica.pull()
         if self._smooths:
             self.network.set_samples(self._engine.num_samples)
         self._shown = self._trained = False
         self.samples = 0
-        samples = mean.size // self.input_size
         outputs = np.empty((2, samples * self.output_size), np.float32)
         culprit = self.network.learn(
             self._memory, mean, variance, mu_obs, var_obs, selected, outputs
         )
         self.samples = samples
         self._computed = self._trained = True
-        return outputs[0], outputs[1], culprit
+        return outputs, culprit
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the deltas; tells of all at once."""

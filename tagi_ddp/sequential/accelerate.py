@@ -1,4 +1,4 @@
-"""One network, one process, computed by torch."""
+"""One network, one process, as fast as it can be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def accelerate(
     device: str = "cpu",
     precision: Precision = "float32",
 ) -> DDPSequential:
-    """Return ``model`` with Sequential's own methods, computed by torch; one process, no group.
+    """Return ``model`` with Sequential's own methods, and `learn`; one process, no group.
 
     It is trained in place, as by the engine and with the same results. The options are those of
     `DDPSequential`.

@@ -29,7 +29,7 @@ from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
 from tagi_ddp.sequential.files import FileInterface
-from tagi_ddp.sequential.learning import LearnInterface
+from tagi_ddp.sequential.learning import AtOnce, LearnInterface
 from tagi_ddp.sequential.placement import (
     bring_together,
     place,
@@ -180,7 +180,10 @@ class DDPSequential(LearnInterface, FileInterface, Closing):
             if self.reduction == "precision"
             else make_exchange(setting)
         )
-        self._steps_alone = isinstance(self._exchange, Alone) and timeline is None
+        if timeline is None and isinstance(self._exchange, Alone):
+            natively = getattr(self._by_batch, "natively", self.compute)
+            if isinstance(natively, NativeCompute):
+                self._at_once = AtOnce(natively, self._by_batch, self._accumulation)
 
     # --- the engine's interface ---------------------------------------------------------------
 
@@ -314,6 +317,7 @@ class DDPSequential(LearnInterface, FileInterface, Closing):
         if self._closed:
             return
         self._closed = True
+        self._at_once = None
         exchange: Exchange | None = getattr(self, "_exchange", None)
         if exchange is not None:
             exchange.close()

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.checks import flat_floats
-from tagi_ddp.compute import NativeCompute
+from tagi_ddp.compute import ComputeByBatch, NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
+from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 
@@ -25,8 +25,7 @@ class LearnInterface(SequentialInterface):
     backward: Callable[[], None]
     step: Callable[[], None]
     _or_abort: Callable[[], AbstractContextManager[None]]
-    _require_open: Callable[[], None]
-    _steps_alone: bool  # whether a step is the own deltas', capped
+    _at_once: AtOnce | None = None
 
     def learn(
         self,
@@ -53,64 +52,61 @@ class LearnInterface(SequentialInterface):
 
         Raises what `forward` and `step` raise, and ValueError where sizes do not fit.
         """
-        if var_obs is None and selected_idx is not None:
-            raise ValueError("selected_idx needs var_obs, the variances of the observations")
-        if isinstance(var_obs, (float, int)):
-            var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
-        if self._steps_alone:
-            learned = self._learn_alone(mu_x, mu_obs, var_obs, selected_idx, var_x)
+        if self._at_once is not None:
+            learned = self._at_once(mu_x, mu_obs, var_obs, selected_idx, var_x)
             if learned is not None:
                 return learned
-        outputs = self.forward(mu_x, var_x)
         observations: dict[str, ArrayLike] = {"mu_obs": mu_obs}
         method: UpdateMethod = "update_heteros"
+        if isinstance(var_obs, (float, int)):
+            var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
         if var_obs is not None:
             observations["var_obs"], method = var_obs, "update"
         if selected_idx is not None:
+            if var_obs is None:
+                raise ValueError("selected_idx needs var_obs, the variances of the observations")
             observations["selected_idx"], method = selected_idx, "update_using_indices"
+        outputs = self.forward(mu_x, var_x)
         with self._or_abort():
             update_outputs(self, method, observations)
         self.backward()
         self.step()
         return outputs
 
-    def _learn_alone(
-        self,
-        mu_x: ArrayLike,
-        mu_obs: ArrayLike,
-        var_obs: ArrayLike | None,
-        selected_idx: ArrayLike | None,
-        var_x: ArrayLike | None,
-    ) -> tuple[FloatArray, FloatArray] | None:
-        """Learn in one call of the backend; return None where that cannot be.
 
-        There are no other ranks to tell of an error.
-        """
-        self._require_open()
-        mean = mu_x
-        if type(mean) is not np.ndarray:
-            mean = flat_floats("mu_x", mu_x, self._by_batch is not None)
-        by_batch = self._by_batch
-        if by_batch is not None and mean.size != by_batch.size and len(mean):
-            self.compute = by_batch(mean)
-        compute = self.compute
-        if not isinstance(compute, NativeCompute) or self._accumulation.adds:
+class AtOnce:
+    """Whole steps of one process, each in one call of the backend; it has nobody to tell of errors.
+
+    Apart from what it works on, as attributes of a class with `__getattr__` take Python long.
+    """
+
+    def __init__(
+        self, compute: NativeCompute, by_batch: ComputeByBatch | None, accumulation: Accumulation
+    ) -> None:
+        """Take the steps that ``by_batch``, if there is one, has ``compute`` do."""
+        self._compute = compute
+        self._by_batch = by_batch
+        self._accumulation = accumulation
+
+    def __call__(
+        self, mu_x: Any, mu_obs: Any, var_obs: Any, selected_idx: Any, var_x: Any
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """Learn; return None, with nothing done, where that must be done in several calls."""
+        accumulation, by_batch = self._accumulation, self._by_batch
+        if (
+            type(mu_x) is not np.ndarray
+            or accumulation.adds
+            or (by_batch is not None and mu_x.size != by_batch.native_size)
+        ):
             return None
         try:
-            arrays: Any = var_x, mu_obs, var_obs, selected_idx
-            learned = compute.learn(mean, *arrays)
+            learned = self._compute.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
         except TypeError:  # not arrays that the backend takes as they are
-            learned = compute.learn(
-                flat_floats("mu_x", mean, False),
-                None if var_x is None else flat_floats("var_x", var_x, False),
-                flat_floats("mu_obs", mu_obs, False),
-                None if var_obs is None else flat_floats("var_obs", var_obs, False),
-                None if selected_idx is None else np.ascontiguousarray(selected_idx, np.int32),
-            )
+            return None
         if learned is None:
             return None
-        mean_out, variance_out, culprit = learned
-        self._accumulation.forwarded = self._accumulation.samples = None
+        outputs, culprit = learned
+        accumulation.forwarded = accumulation.samples = None
         if culprit:
             raise NotFiniteError(refusal("step", [0], culprit), [0])
-        return mean_out, variance_out
+        return outputs[0], outputs[1]
