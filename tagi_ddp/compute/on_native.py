@@ -164,8 +164,10 @@ class NativeCompute:
         self._computed = False
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        self.network.set_innovation(delta_mu, delta_var)
-        self._computed = True
+        innovation = self._show().innovation()
+        for view, values in zip(innovation, (delta_mu, delta_var), strict=True):
+            view[:] = values
+        self._computed = False
 
     def set_threads(self, count: int) -> None:
         """Do nothing: all is done in the caller's thread."""

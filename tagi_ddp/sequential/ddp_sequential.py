@@ -220,6 +220,8 @@ class DDPSequential(LearnInterface, FileInterface, Closing):
                 f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
                 "each mean"
             )
+        if self._misfit is not None:
+            self._undo_misfit()
         if len(mean) == 0:
             self._accumulation.forwarded = 0
             return mean, mean + 0
@@ -241,6 +243,8 @@ class DDPSequential(LearnInterface, FileInterface, Closing):
         Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a
         call replaces them.
         """
+        if self._misfit is not None:
+            raise ValueError(self._misfit[0])
         accumulation, exchange = self._accumulation, self._exchange
         if accumulation.before_backward():
             exchange.discard()

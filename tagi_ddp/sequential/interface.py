@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tagi_ddp.checks import flat_floats, integer
 from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
-from tagi_ddp.engine.buffers import FloatArray, empty_states
+from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
 from tagi_ddp.update.merging import Merging, ScheduledMerging
@@ -28,6 +28,7 @@ class SequentialInterface:
     _by_batch: ComputeByBatch | None = None  # who chooses ``compute``
     _accumulation: Accumulation
     _replica: Replica
+    _misfit: tuple[str, Any] | None = None  # what set_delta_z got; the buffer before
 
     def __getattr__(self, name: str) -> Any:
         """Return what only the model has."""
@@ -97,19 +98,29 @@ class SequentialInterface:
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         """Set the innovation of the outputs: means and variances, each flat.
 
-        Raises ValueError unless each has an element for each of the last outputs.
+        ``input_delta_z_buffer`` shows what is given, and `backward` raises ValueError unless that
+        is an element for each of the last outputs.
         """
+        self._undo_misfit()
         expected = self.compute.samples * self.compute.output_size
-        arrays = [
-            flat_floats(name, value, False)
-            for name, value in (("delta_mu", delta_mu), ("delta_var", delta_var))
-        ]
-        for name, array in zip(("delta_mu", "delta_var"), arrays, strict=True):
-            if array.size != expected:
-                raise ValueError(
-                    f"{name} has {array.size} elements, not {expected}: give one for each output"
-                )
-        self.compute.set_delta_z(*arrays)
+        mean = flat_floats("delta_mu", delta_mu, False)
+        variance = flat_floats("delta_var", delta_var, False)
+        if mean.size == variance.size == expected:
+            self.compute.set_delta_z(mean, variance)
+            return
+        name, size = (
+            ("delta_mu", mean.size) if mean.size != expected else ("delta_var", variance.size)
+        )
+        text = f"{name} has {size} elements, not {expected}: give one for each output"
+        if mean.size != variance.size or not expected:
+            raise ValueError(text)
+        self._misfit = text, self.input_delta_z_buffer
+        self.input_delta_z_buffer = delta_states_of(mean, variance, 1)
+
+    def _undo_misfit(self) -> None:
+        """Put back the buffer in whose place one of another size was set."""
+        if self._misfit is not None:
+            self.input_delta_z_buffer, self._misfit = self._misfit[1], None
 
     @property
     def input_state_update(self) -> bool:

@@ -44,6 +44,7 @@ def test_nothing_else_is_unpickled():
     assert found == ALLOWED
 
 
+@pytest.mark.slow
 def test_another_user_does_not_become_a_rank():
     """A guest that knows even the names in the store cannot take the place of a late rank."""
     user = NOBODY if os.geteuid() == 0 else os.geteuid()

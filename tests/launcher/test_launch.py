@@ -183,6 +183,7 @@ def test_a_lost_peer_is_reported_when_nothing_else_is_known():
         launch(fn, 2, timeout=LIMIT)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_comes_before_the_error_that_its_death_causes(tmp_path):
     def fn():
         if detect().rank == 1:

@@ -71,7 +71,7 @@ LOSSES_BETWEEN = [1.0, 0.5, *[0.25] * 4]
 @pytest.mark.parametrize(
     ("nodes", "size", "losses", "batches", "more"),
     [
-        (2, 2, LOSSES, 11, {"downcast_type": torch.bfloat16}),
+        pytest.param(2, 2, LOSSES, 11, {"downcast_type": torch.bfloat16}, marks=pytest.mark.slow),
         (2, 2, LOSSES_BETWEEN, 11, {"local_skip_factor": 1, "sending_chunk_size": 7}),
         (2, 2, LOSSES_BETWEEN, 7, {"local_weight": 0.5, "max_global_skips": 5}),
         pytest.param(3, 2, LOSSES_BETWEEN, 10, {}, marks=pytest.mark.slow),

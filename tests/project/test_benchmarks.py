@@ -170,6 +170,7 @@ def test_rows_of_gpus(
     assert all(row.ratio for row in rows)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_share_a_gpu(
     stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ for _ in range(kills):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     rng = random.Random(5)
     process = subprocess.Popen(

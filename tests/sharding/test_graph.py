@@ -135,6 +135,7 @@ def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all, limit=60)) > 50
 
 
+@pytest.mark.slow
 def test_nccl(nccl: RankPool) -> None:
     """On a stand-in for it."""
     assert min(nccl.run(check_all, size=2)) > 50

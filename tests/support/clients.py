@@ -13,10 +13,10 @@ import pytest
 IMAGES = {"train": 4000, "t10k": 1000}
 
 
-def write_mnist_files(folder: Path) -> None:
-    """Put IMAGES of Fashion-MNIST into ``folder`` as MNIST's files; skip where there are none."""
+def write_mnist_files(folder: Path, images: dict[str, int] = IMAGES) -> None:
+    """Put images of Fashion-MNIST into ``folder`` as MNIST's files; skip where there are none."""
     folder.mkdir(parents=True)
-    for part, count in IMAGES.items():
+    for part, count in images.items():
         for kind, size in (("images-idx3", 28 * 28), ("labels-idx1", 1)):
             name = f"{part}-{kind}-ubyte"
             path = Path("/usr/share/datasets/fashion-mnist", f"{name}.gz")
