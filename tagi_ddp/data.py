@@ -73,6 +73,11 @@ class DistributedSampler:
         self.uneven = uneven
         self.epoch = 0
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """What decides on the order of each epoch, the same on all ranks, by name."""
+        return {"length": self._length, "shuffle": int(self.shuffle), "seed": self.seed}
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch; call it with the same number on all ranks."""
         self.epoch = integer("epoch", epoch, 0)
@@ -94,10 +99,26 @@ class DistributedSampler:
         order = self.order()
         return [self._slice(order[start : start + size]) for start in range(0, len(order), size)]
 
+    def steps(
+        self, global_batch_size: int, epochs: int, first: int = 0
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield (step, share) for each global batch of ``epochs`` epochs, as `batches` cuts them.
+
+        Steps are numbered from 0 over all epochs; a run that has made ``first`` steps goes on with
+        that one, which costs what drawing one order costs. `epoch` is set on the way.
+        """
+        size = integer("global_batch_size", global_batch_size, 1)
+        per_epoch = -(-self._length // size)
+        order = None
+        for step in range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch):
+            epoch, batch = divmod(step, per_epoch)
+            if order is None or batch == 0:
+                self.set_epoch(epoch)
+                order = self.order()
+            yield step, self._slice(order[batch * size : (batch + 1) * size])
+
     def _slice(self, batch: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        share, rest = divmod(len(batch), self.num_replicas)
-        start = self.rank * share + min(self.rank, rest)
-        return batch[start : start + share + (self.rank < rest)]
+        return batch[share_of(len(batch), self.rank, self.num_replicas)]
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's indices of the epoch."""
@@ -112,6 +133,13 @@ class DistributedSampler:
         share, rest = divmod(self._length, self.num_replicas)
         more = {"keep": self.rank < rest, "pad": rest > 0, "drop": False}
         return share + more[self.uneven]
+
+
+def share_of(count: int, rank: int, ranks: int) -> slice:
+    """Return which of ``count`` samples of a batch a rank takes: shares differ by at most one."""
+    share, rest = divmod(count, ranks)
+    start = rank * share + min(rank, rest)
+    return slice(start, start + share + (rank < rest))
 
 
 def reduce_metrics(

@@ -107,14 +107,6 @@ void bind_compute(nb::module_& module) {
             "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
             "Compute the outputs' innovation: from observations of all outputs, of those selected, "
             "or, without var_obs, of unknown noise.")
-        .def(
-            "set_innovation",
-            [](Network& self, AnyFloats mean, AnyFloats variance) {
-                require_size("delta_mu", mean.size(), output_floats(self));
-                require_size("delta_var", variance.size(), output_floats(self));
-                self.set_innovation(mean.data(), variance.data());
-            },
-            "delta_mu"_a, "delta_var"_a)
         .def("backward", &Network::backward, "to_input"_a, nb::call_guard<nb::gil_scoped_release>(),
              "Write the parameters' deltas.")
         .def(
@@ -168,6 +160,18 @@ void bind_compute(nb::module_& module) {
                 self.take_innovation(*reinterpret_cast<EngineDeltaStates*>(address));
             },
             "address"_a, "Take the outputs' innovation from verified delta states.")
+        .def_prop_ro(
+            "embedding_sums",
+            [](nb::handle self) {
+                std::vector<nb::ndarray<nb::numpy, float, nb::ndim<1>>> views;
+                for (Embedding* layer : nb::cast<Network&>(self).embeddings()) {
+                    std::vector<float>& sums = layer->sums();
+                    views.emplace_back(sums.data(), std::initializer_list<size_t>{sums.size()},
+                                       self);
+                }
+                return views;
+            },
+            "The deltas so far of each Embedding, [means | variances], to change.")
         .def("reset_lstm_states",
              [](Network& self) {
                  for (const auto& [index, layer] : self.lstms()) {

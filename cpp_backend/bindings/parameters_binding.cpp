@@ -245,7 +245,21 @@ void bind_parameters(nb::module_& module) {
             "change"_a, "before"_a, "squares"_a,
             "Damp the sum of all ranks' changes; squares are the sums of theirs. Returns by layer "
             "how far the ranks agree: 0 orthogonal, 1 the same.")
-        .def("restart", &AdaptiveSum::restart, "Forget the sums before.");
+        .def("restart", &AdaptiveSum::restart, "Forget the sums before.")
+        .def_prop_ro(
+            "previous",
+            [](AdaptiveSum& self) {
+                return nb::ndarray<nb::numpy, float, nb::ndim<1>>(self.previous().data(),
+                                                                  {self.previous().size()});
+            },
+            nb::rv_policy::reference_internal, "The weighted half of the sum before, to change.")
+        .def_prop_ro(
+            "trust",
+            [](AdaptiveSum& self) {
+                return nb::ndarray<nb::numpy, double, nb::ndim<1>>(self.trust().data(),
+                                                                   {self.trust().size()});
+            },
+            nb::rv_policy::reference_internal, "By block, how far sums are trusted, to change.");
 
     nb::class_<RunningStatistics>(module, "RunningStatistics",
                                   "The running statistics of all batch normalization layers.")

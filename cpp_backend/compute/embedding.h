@@ -24,6 +24,8 @@ class Embedding : public Layer {
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
 
+    std::vector<float>& sums() { return sums_; }
+
  private:
     Gaussians gaussians_;
     size_t size_;

@@ -103,6 +103,13 @@ void LSTM::set_states(const RecurrentStates& states) {
                                     std::to_string(batch_) + " * " + std::to_string(width()) +
                                     ": the last batch's samples by steps * outputs");
     }
+    const auto is_zero = [](float value) { return value == 0.0f; };
+    if (std::all_of(states.begin(), states.end(), [&](const auto& part) {
+            return std::all_of(part.begin(), part.end(), is_zero);
+        })) {
+        reset_states();  // what get_states() tells where nothing was carried
+        return;
+    }
     for (Carried* carried : {&before_, &after_}) {
         Memory* parts[] = {&carried->mean_h, &carried->var_h, &carried->mean_c, &carried->var_c};
         for (size_t p = 0; p < states.size(); ++p) {

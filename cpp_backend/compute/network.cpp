@@ -82,7 +82,9 @@ void Network::add_layer_norm(size_t index, size_t inputs, float epsilon) {
 void Network::add_embedding(size_t index, size_t size, size_t inputs, int64_t padding,
                             std::vector<float> sums) {
     const Gaussians parameters = gaussians(index, sums.size() / 2);
-    add(std::make_unique<Embedding>(parameters, size, inputs, padding, std::move(sums)), inputs);
+    auto layer = std::make_unique<Embedding>(parameters, size, inputs, padding, std::move(sums));
+    embeddings_.push_back(layer.get());
+    add(std::move(layer), inputs);
 }
 
 void Network::add_activation(const std::string& kind) {

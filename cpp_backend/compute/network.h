@@ -45,6 +45,7 @@ class Network {
     const States& outputs() const { return outputs_; }
     // By their place among the layers.
     const std::map<size_t, LSTM*>& lstms() const { return lstms_; }
+    const std::vector<Embedding*>& embeddings() const { return embeddings_; }
 
     // How many steps a series has, for the smoothing layers.
     void set_samples(size_t samples);
@@ -78,6 +79,7 @@ class Network {
     const Parameters& parameters_;
     std::vector<std::unique_ptr<Layer>> layers_;
     std::map<size_t, LSTM*> lstms_;
+    std::vector<Embedding*> embeddings_;
     std::vector<SLSTM*> smoothers_;
     SLinear* last_smoother_ = nullptr;
     size_t input_size_ = 0;

@@ -87,6 +87,7 @@ AdaptiveSum::AdaptiveSum(const Parameters& parameters, int ranks)
         }
         weights_[run / 2] += static_cast<double>(count);
     }
+    trust_.assign(blocks_.size(), 1.0);
 }
 
 void AdaptiveSum::check(size_t change, size_t before, size_t squares) const {
@@ -106,7 +107,9 @@ void AdaptiveSum::squares(const float* change, const float* before, float* squar
 
 std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* squares) {
     std::vector<double> agreement(weights_.size(), 0.0);
-    for (Block& block : blocks_) {
+    for (size_t number = 0; number < blocks_.size(); ++number) {
+        const Block& block = blocks_[number];
+        double& trust = trust_[number];
         float* const precision = change + block.begin;
         float* const weighted = precision + size_;
         float* const last = previous_.data() + block.begin;
@@ -123,9 +126,9 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
         if (sum > 0 && before_that > 0) {
             const double cosine = product(weighted, last, var, block.count) /
                                   (std::sqrt(sum) * std::sqrt(before_that));
-            block.trust = std::clamp(block.trust + cosine + leeway, 0.0, 1.0);
+            trust = std::clamp(trust + cosine + leeway, 0.0, 1.0);
         }
-        const double priors = (ranks_ - 1) * counts * (1.0 - block.trust * (1.0 - alike));
+        const double priors = (ranks_ - 1) * counts * (1.0 - trust * (1.0 - alike));
         scale(weighted, last, precision, var, priors, block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);
     }
@@ -137,7 +140,7 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
 
 void AdaptiveSum::restart() {
     std::fill(previous_.begin(), previous_.end(), 0.0f);
-    for (Block& block : blocks_) block.trust = 1.0;
+    std::fill(trust_.begin(), trust_.end(), 1.0);
 }
 
 }  // namespace tagi_ddp

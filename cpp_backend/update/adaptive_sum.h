@@ -62,10 +62,13 @@ class AdaptiveSum {
     // Forgets the sums before.
     void restart();
 
+    // What it remembers of them: the weighted half of the last one, the trust in each block.
+    std::vector<float>& previous() { return previous_; }
+    std::vector<double>& trust() { return trust_; }
+
  private:
     struct Block {
         size_t begin, count, layer;
-        double trust = 1.0;
     };
 
     size_t size_;
@@ -73,6 +76,7 @@ class AdaptiveSum {
     std::vector<Block> blocks_;
     std::vector<double> weights_;  // parameters of each layer
     std::vector<float> previous_;  // the weighted half of the sum before
+    std::vector<double> trust_;    // by block
 };
 
 }  // namespace tagi_ddp

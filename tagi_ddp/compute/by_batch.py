@@ -28,7 +28,7 @@ class ComputeByBatch:
         self._other: Compute | None = None
         self._threads: int | None = None
         self._now: Compute = natively
-        self._batch: int | None = None  # samples of the last one; 0 if they came as tensors
+        self.batch: int | None = None  # samples of the last one; 0 if they came as tensors
         self.size = -1  # of the last inputs in an array: of as many, all is as before
         self.native_size = -1  # the same if they are computed natively
 
@@ -44,9 +44,13 @@ class ComputeByBatch:
         if isinstance(mean, np.ndarray):
             self.size = mean.size
             batch = mean.size // self.natively.input_size
-        if batch == self._batch or (self._batch is not None and self._work.remembers):
+        return self.choose(batch)
+
+    def choose(self, batch: int) -> Compute:
+        """Return who computes a batch of so many samples; 0: they come as tensors."""
+        if batch == self.batch or (self.batch is not None and self._work.remembers):
             return self._now
-        self._batch = batch
+        self.batch = batch
         chosen = self.natively if batch and self._work.is_native(batch) else self._torch()
         if chosen is not self._now:
             chosen.reset_lstm_states()  # another batch size forgets them

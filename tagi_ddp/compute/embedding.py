@@ -28,16 +28,13 @@ class Embedding(Layer):
         self._padding = int(handle.padding_idx)
         shape = (self._count, self._size)
         # Own memory: the deltas' is overwritten by the exchange with other replicas.
-        self._sums = [
-            torch.tensor(deltas, dtype=torch.float32).view(shape)
-            for deltas in (handle.delta_mu_w, handle.delta_var_w)
-        ]
+        self.sums = torch.tensor([handle.delta_mu_w, handle.delta_var_w]).view(2, *shape)
         self._saved: tuple[Tensor, Tensor] | None = None
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
         """Use these parameters from now on."""
         self._weights = weights.viewed(self._count, self._size)
-        self._sums = [total.to(weights.mu.device) for total in self._sums]
+        self.sums = self.sums.to(weights.mu.device)
 
     def forward(self, states: States, training: bool) -> States:
         """Look up: means and variances of the rows, zeros for the padding index."""
@@ -60,7 +57,7 @@ class Embedding(Layer):
         gain = weights.var.index_select(0, indices)
         for innovation, total, out in zip(
             (deltas.mean, deltas.variance),
-            self._sums,
+            self.sums,
             (weights.delta_mu, weights.delta_var),
             strict=True,
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from tagi_ddp.engine.buffers import FloatArray, Shown
@@ -64,6 +64,11 @@ class Compute(Protocol):
         ...
 
     @property
+    def input_size(self) -> int:
+        """The number of inputs of a sample, as of the last forward pass."""
+        ...
+
+    @property
     def output_size(self) -> int:
         """The number of outputs of a sample, as of the last forward pass."""
         ...
@@ -87,6 +92,14 @@ class Compute(Protocol):
 
     def set_threads(self, count: int) -> None:
         """Use this many threads."""
+        ...
+
+    def get_lasting_deltas(self) -> list[FloatArray]:
+        """Return what adds up over steps: of each Embedding, [means | variances]; may be views."""
+        ...
+
+    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
+        """Go on from what `get_lasting_deltas` has returned."""
         ...
 
     def reset_lstm_states(self) -> None:

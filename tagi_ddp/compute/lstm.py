@@ -120,18 +120,19 @@ class LSTM(Layer):
         Each is as `get_states` returns it, or flat; empty ones reset. A batch of another size than
         the one before forgets them, and so does the first batch of all.
         """
-        if not any(tensor.numel() for tensor in (mu_h, var_h, mu_c, var_c)):
-            self.reset_states()
-            return
+        given = any(tensor.numel() for tensor in (mu_h, var_h, mu_c, var_c))
         size = self._steps * self._outputs
         for name, tensor in zip(
             ("mu_h", "var_h", "mu_c", "var_c"), (mu_h, var_h, mu_c, var_c), strict=True
         ):
-            if self._batch is not None and tensor.numel() != self._batch * size:
+            if given and self._batch is not None and tensor.numel() != self._batch * size:
                 raise ValueError(
                     f"{name} has {tensor.numel()} elements; give {self._batch} * {size}: the last "
                     "batch's samples by steps * outputs"
                 )
+        if not any(bool(tensor.any()) for tensor in (mu_h, var_h, mu_c, var_c)):
+            self.reset_states()  # what get_states tells where nothing was carried
+            return
         like = self._weights.mu
         mu_h, var_h, mu_c, var_c = (
             tensor.to(like, copy=True).reshape(-1, self._outputs)

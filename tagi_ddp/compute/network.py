@@ -108,6 +108,11 @@ class Network:
         """The LSTM layers by their index; as the engine, without those inside of blocks."""
         return {i: layer for i, layer in enumerate(self._layers) if isinstance(layer, LSTM)}
 
+    @property
+    def embeddings(self) -> list[Embedding]:
+        """The Embedding layers, in order."""
+        return [part for part in self._chain.parts() if isinstance(part, Embedding)]
+
     def bind(self) -> None:
         """Find the parameters again; call when `Replica.version` has changed."""
         parts = {id(part.handle): part for part in self._chain.parts()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ class EngineCompute:
         self.updater_device = "cpu:0" if replica.device == "cpu" else replica.device
         self._updater: Any = None  # pytagi's OutputUpdater
         self._trained = False  # whether the last forward pass was one for training
+        self.input_size = 0
         self._room = 0  # input elements for which the engine has buffers
 
     @property
@@ -52,6 +53,7 @@ class EngineCompute:
                 f"the network refused mu_x with {mean.size} elements: {error}"
             ) from error
         self._room = max(self._room, mean.size)
+        self.input_size = mean.size // self.samples
         self._trained = bool(first.training)
         return outputs
 
@@ -127,6 +129,19 @@ class EngineCompute:
     def set_threads(self, count: int) -> None:
         """Set the engine's threads."""
         self._model.set_threads(count)
+
+    def get_lasting_deltas(self) -> list[FloatArray]:
+        return [
+            np.concatenate([layer.handle.delta_mu_w, layer.handle.delta_var_w], dtype=np.float32)
+            for layer in self.replica.layers
+            if layer.accumulates
+        ]
+
+    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
+        layers = [layer for layer in self.replica.layers if layer.accumulates]
+        for layer, values in zip(layers, deltas, strict=True):
+            mean, variance = np.split(values, 2)
+            layer.handle.delta_mu_w, layer.handle.delta_var_w = mean.tolist(), variance.tolist()
 
     def reset_lstm_states(self) -> None:
         self._model.reset_lstm_states()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -171,6 +171,13 @@ class NativeCompute:
 
     def set_threads(self, count: int) -> None:
         """Do nothing: all is done in the caller's thread."""
+
+    def get_lasting_deltas(self) -> list[FloatArray]:
+        return list(self.network.embedding_sums)
+
+    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
+        for sums, values in zip(self.network.embedding_sums, deltas, strict=True):
+            sums[:] = values
 
     def reset_lstm_states(self) -> None:
         self.network.reset_lstm_states()

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -81,6 +81,10 @@ class TorchCompute:
     @property
     def samples(self) -> int:
         return 0 if self.states is None else self.states.batch
+
+    @property
+    def input_size(self) -> int:
+        return self.network.input_size
 
     @property
     def output_size(self) -> int:
@@ -236,6 +240,13 @@ class TorchCompute:
         """Set torch's threads, which all of this process share, and the engine's."""
         self._engine.set_threads(count)
         torch.set_num_threads(count)
+
+    def get_lasting_deltas(self) -> list[FloatArray]:
+        return [layer.sums.reshape(-1).cpu().numpy() for layer in self.network.embeddings]
+
+    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
+        for layer, values in zip(self.network.embeddings, deltas, strict=True):
+            layer.sums.copy_(torch.as_tensor(values).view_as(layer.sums))
 
     def reset_lstm_states(self) -> None:
         for layer in self.network.lstms.values():

@@ -130,6 +130,18 @@ class SyncSchedule:
         self.skips = self._longest
 
     @property
+    def settings(self) -> dict[str, int | float]:
+        """What stays as it is: the arguments, and the skips they lead to, as numbers by name."""
+        return {
+            "total_epochs": self._total,
+            "warmup_epochs": self._warmup,
+            "cooldown_epochs": self._cooldown,
+            "stability_level": self.stability.level,
+            "skip_reduction_factor": self._reduction,
+            **asdict(self._longest),
+        }
+
+    @property
     def phase(self) -> Phase:
         """What this epoch does: "warmup" and "cooldown" block after every batch."""
         if self.epoch < self._warmup:

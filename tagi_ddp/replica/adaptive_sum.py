@@ -23,8 +23,8 @@ class DeviceAdaptiveSum:
         device = parameters.mu.device
         self._counts = torch.tensor([n for run in counts for n in run], device=device)
         self.blocks = len(self._counts)
-        self._previous = torch.zeros_like(parameters.mu)
-        self._trust = torch.ones(self.blocks, dtype=torch.float64, device=device)
+        self.previous = torch.zeros_like(parameters.mu)
+        self.trust = torch.ones(self.blocks, dtype=torch.float64, device=device)
 
     def squares(self, change: Tensor, before: Tensor, squares: Tensor) -> None:
         """Write the square of the weighted half of a rank's change, of each block."""
@@ -35,7 +35,7 @@ class DeviceAdaptiveSum:
         """Damp the sum of changes; return the agreement by layer."""
         precision, weighted = change.chunk(2)
         variances = before.chunk(2)[1]
-        total, last = (self._product(w, w, variances) for w in (weighted, self._previous))
+        total, last = (self._product(w, w, variances) for w in (weighted, self.previous))
         every = squares.double()
         ratio = torch.where(every > 0, total / every, 0.0)
         alike = ((ratio - 1) / max(1, self._ranks - 1)).clamp(0, 1)
@@ -43,11 +43,11 @@ class DeviceAdaptiveSum:
         grown = self._product(precision, variances, torch.ones_like(variances)).clamp(min=0)
         counts = torch.where(every > 0, 1 / (1 + (AdaptiveSum.SURPRISE * grown / every) ** 4), 0.0)
         counts = torch.where(torch.isfinite(every), counts, 1.0)
-        cosine = self._product(weighted, self._previous, variances) / (total.sqrt() * last.sqrt())
-        trust = (self._trust + cosine + AdaptiveSum.LEEWAY).clamp(0, 1)
-        self._trust = torch.where((total > 0) & (last > 0), trust, self._trust)
-        priors = (self._ranks - 1) * counts * (1 - self._trust * (1 - alike))
-        self._previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
+        cosine = self._product(weighted, self.previous, variances) / (total.sqrt() * last.sqrt())
+        trust = (self.trust + cosine + AdaptiveSum.LEEWAY).clamp(0, 1)
+        self.trust = torch.where((total > 0) & (last > 0), trust, self.trust)
+        priors = (self._ranks - 1) * counts * (1 - self.trust * (1 - alike))
+        self.previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
         growth = precision.double() * variances
         part = (1 / (1 + priors).sqrt()).repeat_interleave(self._counts)
         whole = (1 + growth).clamp(min=LEAST_PRECISION_KEPT)
@@ -59,8 +59,8 @@ class DeviceAdaptiveSum:
 
     def restart(self) -> None:
         """Forget the sums before."""
-        self._previous.zero_()
-        self._trust.fill_(1)
+        self.previous.zero_()
+        self.trust.fill_(1)
 
     def _product(self, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
         """Return of each block the sum of a * b * scale, in one order."""

@@ -94,6 +94,16 @@ class AdaptiveSum(Protocol):
     """Sums of changes, damped where ranks agree: cpp_backend/update/adaptive_sum.h."""
 
     @property
+    def previous(self) -> Any:
+        """The weighted half of the sum before."""
+        ...
+
+    @property
+    def trust(self) -> Any:
+        """By block, how far sums are trusted."""
+        ...
+
+    @property
     def blocks(self) -> int:
         """Into how many blocks the parameters fall."""
         ...

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from tagi_ddp._backend import ShmCommunicator
 from tagi_ddp.communicators import Buffer, Communicator
@@ -44,6 +47,21 @@ def broadcast(communicator: Communicator, buffer: Buffer, root: int) -> None:
     communicator.broadcast(staged, root)
     if staged is not buffer:
         buffer.copy_(staged)
+
+
+def as_array(buffer: Buffer) -> NDArray[Any]:
+    """Return a flat buffer, or a copy on the host if it is on a device, for `fill` to read."""
+    if isinstance(buffer, np.ndarray):
+        return buffer
+    array: NDArray[Any] = buffer.cpu().numpy()
+    return array
+
+
+def fill(buffer: Buffer, values: NDArray[Any]) -> None:
+    """Write what `as_array` has returned; ValueError unless that is as long."""
+    if len(buffer) != len(values):
+        raise ValueError(f"there are {len(values)} numbers for {len(buffer)}")
+    buffer[:] = values if isinstance(buffer, np.ndarray) else buffer.new_tensor(values)
 
 
 def to_host(communicator: Communicator, buffer: Buffer) -> Buffer:

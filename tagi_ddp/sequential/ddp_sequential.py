@@ -36,6 +36,7 @@ from tagi_ddp.sequential.placement import (
     require_sequential,
     threads_for,
 )
+from tagi_ddp.sequential.run_state import RunStateInterface
 from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
@@ -52,7 +53,7 @@ from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import refusal
 
 
-class DDPSequential(LearnInterface, FileInterface, Closing):
+class DDPSequential(LearnInterface, FileInterface, RunStateInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -148,8 +149,8 @@ class DDPSequential(LearnInterface, FileInterface, Closing):
         check_sizes_of_updates()
         replica = place(self.model, compute, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
-        times = vars(sync_every) if isinstance(sync_every, SyncSchedule) else sync_every
-        options = {
+        times = sync_every.settings if isinstance(sync_every, SyncSchedule) else sync_every
+        self._options = {
             "reduction": self.reduction,
             "compute": chosen,
             "precision": precision,
@@ -158,7 +159,8 @@ class DDPSequential(LearnInterface, FileInterface, Closing):
             "merge": scheme.rule,
             "compress": scheme.compress,
         }
-        check_structure(self.communicator, replica, options)
+        schedule = {"sync_every": vars(sync_every)} if times is not sync_every else {}
+        check_structure(self.communicator, replica, {**self._options, **schedule})
         bucket = None
         if chosen != "engine" and device == "cpu":
             bucket = host_bucket(self.communicator, replica.parameters.size)

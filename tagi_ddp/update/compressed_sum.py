@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from tagi_ddp._backend import COMPRESS_BLOCK
 from tagi_ddp.communicators import Buffer, Communicator
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import to_host
+from tagi_ddp.replica.staging import as_array, fill, to_host
 
 Compress = Literal["bf16", "int8"]
 BITS: dict[str, int] = {"bf16": 16, "int8": 8}
@@ -44,6 +44,15 @@ class CompressedSum:
         """Forget what has not been sent."""
         self._own[:] = self._part[:] = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on from here, on this rank."""
+        return {"own": as_array(self._own), "part": as_array(self._part)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was called."""
+        fill(self._own, state["own"])
+        fill(self._part, state["part"])
+
     def start(self, change: Buffer, squares: Buffer, before: Buffer) -> Pending:
         """Begin to sum ``change`` since Gaussians ``before``; ``squares`` stay exact."""
         codec, ranks = self._codec, self._communicator.size
@@ -63,7 +72,7 @@ class CompressedSum:
             change[:] = total[: len(change)] / units
             squares[:] = exactly[: len(squares)]
 
-        return _Pending(finish)
+        return Finishing(finish)
 
     def _sum(self, rows: Buffer, exact: int) -> tuple[Buffer, Buffer]:
         """Sum the parts of all ranks, give the sums to all, and return them."""
@@ -82,5 +91,7 @@ class CompressedSum:
 
 
 @dataclass
-class _Pending:
+class Finishing:
+    """A sum that a function finishes."""
+
     wait: Callable[[], None]

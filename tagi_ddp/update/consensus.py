@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tagi_ddp.communicators import Buffer, Communicator
-from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import Sum, broadcast
+from tagi_ddp.replica.protocol import AdaptiveSum, Replica
+from tagi_ddp.replica.staging import Sum, as_array, broadcast, fill
 from tagi_ddp.update.compressed_sum import Compress, CompressedSum, Pending
 
 
@@ -31,8 +33,8 @@ class Consensus:
         self.gaussians = replica.zeros()
         size = len(self.gaussians)
         # A change, and of each of its blocks the square.
-        self._bucket = replica.bucket(communicator, self._damping.blocks if self._damping else 0)
-        self.change, self._squares = self._bucket[:size], self._bucket[size:]
+        self.bucket = replica.bucket(communicator, self._damping.blocks if self._damping else 0)
+        self.change, self._squares = self.bucket[:size], self.bucket[size:]
         self._compressed = None
         if compress and communicator.size > 1:
             self._compressed = CompressedSum(communicator, replica, compress)
@@ -46,6 +48,23 @@ class Consensus:
             self._damping.restart()
         if self._compressed:
             self._compressed.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on from here, on this rank."""
+        return {
+            "gaussians": as_array(self.gaussians),
+            "agreement": list(self.agreement),
+            "damping": memory_of(self._damping),
+            "compressed": self._compressed.state_dict() if self._compressed else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was called, by a consensus of the same settings."""
+        fill(self.gaussians, state["gaussians"])
+        self.agreement = list(state["agreement"])
+        remember(self._damping, state["damping"])
+        if self._compressed:
+            self._compressed.load_state_dict(state["compressed"])
 
     def merge(self, now: Buffer) -> list[int]:
         """Take in what each rank has learned, which has led it ``now`` to another posterior.
@@ -66,13 +85,27 @@ class Consensus:
             self._damping.squares(self.change, self.gaussians, self._squares)
         if self._compressed:
             return self._compressed.start(self.change, self._squares, self.gaussians)
-        return Sum(self._communicator, self._bucket)
+        return Sum(self._communicator, self.bucket)
 
     def share(self, group: Communicator, root: int) -> None:
         """Give the sum to ranks of another group, which have the same posterior."""
-        broadcast(group, self._bucket, root)
+        broadcast(group, self.bucket, root)
 
     def agree(self) -> None:
         """Make of the sum of all changes, in `change`, what is taken in."""
         if self._damping:
             self.agreement = self._damping.damp(self.change, self.gaussians, self._squares)
+
+
+def memory_of(damping: AdaptiveSum | None) -> dict[str, Any] | None:
+    """Return what it remembers of the sums before, for `remember`."""
+    if damping is None:
+        return None
+    return {"previous": as_array(damping.previous), "trust": as_array(damping.trust)}
+
+
+def remember(damping: AdaptiveSum | None, memory: dict[str, Any] | None) -> None:
+    """Let it remember what `memory_of` has returned."""
+    if damping is not None and memory is not None:
+        fill(damping.previous, memory["previous"])
+        fill(damping.trust, memory["trust"])

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,16 @@ class Exchange(ABC):
         """Raise NotFiniteError, on all ranks, where `take_refused` returns some."""
         if ranks := self.take_refused(everything):
             raise NotFiniteError(refusal("an earlier step was", ranks), ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on from here, on this rank; a collective call.
+
+        Between steps, sums of deltas need nothing.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from where `state_dict` was called, by an exchange of the same settings."""
 
     def restart(self) -> None:  # noqa: B027
         """Tell that the replicas have been made equal by other means."""

@@ -19,8 +19,9 @@ from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.engine.layers import walk
 from tagi_ddp.optim.schedule import SyncSchedule
+from tagi_ddp.replica.staging import as_array, fill
 from tagi_ddp.trace.timeline import traced
-from tagi_ddp.update.compressed_sum import BITS, Compress, Pending
+from tagi_ddp.update.compressed_sum import BITS, Compress, Finishing, Pending
 from tagi_ddp.update.consensus import Consensus
 from tagi_ddp.update.exchange import Exchange, Setting, vote
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
@@ -32,6 +33,7 @@ _RULES = ("agreement", "bayes")
 # A network that knows little moves far, and replicas of it lose touch: at first they merge after so
 # many steps, and later let no more than such a part of all steps lie between two merges.
 _OFTEN, _PART = 8, 8
+_COUNTERS = ("steps", "guarded", "_samples", "_shares", "_all_shares", "_culprit")
 
 
 def check_reduction(
@@ -184,6 +186,55 @@ class Merging(Exchange):
         """Return nothing: ranks step alone, and tell each other at the next merge."""
         return []
 
+    def state_dict(self) -> dict[str, Any]:
+        if self._local:
+            raise RuntimeError("end local_batches() before: it is for between shares")
+        nodes = None
+        if self._hierarchy.nodes > 1:
+            if self._sum is not None:
+                with self._hierarchy.naming():
+                    self._sum.wait()
+                self._sum = Finishing(lambda: None)
+            nodes = {
+                "common": self._common.state_dict(),
+                "sent": as_array(self._sent),
+                "sender": self._sender,
+                "sum": None if self._sum is None else as_array(self._common.bucket),
+            }
+        return {
+            "node_number": self._hierarchy.inter_node.rank,
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "node": self._node.state_dict(),
+            "nodes": nodes,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restart()
+        self.take_counters(state)
+        self._node.load_state_dict(state["node"])
+        if (nodes := state["nodes"]) is not None:
+            self._common.load_state_dict(nodes["common"])
+            fill(self._sent, nodes["sent"])
+            self._sender = nodes["sender"]
+            if nodes["sum"] is not None:
+                fill(self._common.bucket, nodes["sum"])
+                self._sum = Finishing(lambda: None)
+
+    def take_counters(self, state: dict[str, Any]) -> None:
+        """Let the ranks merge when those would have merged whose `state_dict` this is."""
+        for name in _COUNTERS:
+            setattr(self, name, state["counters"][name])
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Do the same, all of whose ranks have been merged; all ranks are equal now."""
+        self.take_counters(state)
+        self._begin()
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self._hierarchy.nodes
+
     def restart(self) -> None:
         if self._sum is not None:
             self._sum.wait()
@@ -262,6 +313,15 @@ class ScheduledMerging(Merging):
         super().__init__(setting, scheme)
         self._schedule = schedule
         self._batch = self._batches = 0  # of this epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch = {"batch": self._batch, "batches": self._batches}
+        return {**super().state_dict(), "schedule": self._schedule.state_dict(), "epoch": epoch}
+
+    def take_counters(self, state: dict[str, Any]) -> None:
+        super().take_counters(state)
+        self._schedule.load_state_dict(state["schedule"])
+        self._batch, self._batches = state["epoch"]["batch"], state["epoch"]["batches"]
 
     def begin_epoch(self, batches: int) -> None:
         """Tell the number of batches of the epoch that begins, the same on all ranks."""

@@ -28,6 +28,11 @@ class Accumulation:
         self._sums: Buffer | None = None  # of earlier micro-batches, of _summed samples
         self._summed = 0
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether there is nothing that a step would apply."""
+        return self.samples is None and not self.adds
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let deltas add up until the step after the block."""

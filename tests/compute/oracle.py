@@ -13,6 +13,7 @@ import torch
 from tagi_ddp.compute import native
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas
+from tagi_ddp.engine.buffers import delta_states_of
 from tagi_ddp.engine.layers import DELTAS
 from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.replica.host import attach
@@ -105,7 +106,8 @@ class Both:
             "outputs' jacobians": np.array(states.jcb, np.float32),
         }
         if innovation is not None:
-            network.set_innovation(innovation[0], innovation[1])
+            given = delta_states_of(innovation[0].ravel(), innovation[1].ravel(), len(mean))
+            network.take_innovation(address_of(given, "BaseDeltaStates"))
             network.backward(False)
             arrays |= self._deltas()
             self._set_deltas(engines)

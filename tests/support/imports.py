@@ -19,7 +19,7 @@ LAYERS = (
     ("commands", "parallel"),
     ("strategy",),
     ("__init__",),
-    ("sequential",),
+    ("sequential", "checkpoint"),
     ("update", "torch_backend", "launcher", "plan", "data"),
     ("optim", "sharding", "compute"),
     ("replica",),

@@ -1,0 +1,365 @@
+"""Save all that a run is, in the background, and go on from there on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from tagi_ddp.checkpoint.folder import Checkpoint, Folder
+from tagi_ddp.checkpoint.generators import global_generators, set_state, state_of
+from tagi_ddp.checkpoint.tree import Snapshot, equal, read_tree
+from tagi_ddp.checks import integer
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
+from tagi_ddp.communicators.guard import Closing, abort
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.data import DistributedSampler
+from tagi_ddp.environment import detect
+
+_FORMAT = 1
+_SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
+
+
+class CheckpointError(RanksDiffer):
+    """A rank could not save or load its part; all ranks raise it."""
+
+
+class Checkpoints(Closing):
+    """A folder of checkpoints of one run, on a file system that all ranks see.
+
+    ``with Checkpoints("run/checkpoints", model, sampler=sampler) as checkpoints:``
+    ``for step, share in sampler.steps(256, 10, checkpoints.resume()):`` train on the share, then
+    ``checkpoints.save(step + 1)``, every so many steps.
+
+    `save` copies the state in memory, and a thread writes the copy, each rank's to a file of its
+    own: safetensors, with all that are no arrays as JSON in its header, readable without this
+    package. Making it, and all methods, are collective calls.
+
+    Args:
+        folder: where ``<number>-step-<step>`` folders go, and ``latest``, a link to the last one.
+        parts: a DDPSequential; or a dict of such, and of what has ``state_dict`` and
+            ``load_state_dict``, as torch's modules and optimizers, `SyncSchedule` and `DASO`.
+        communicator: of all ranks; None: that of the first part that has one.
+        keep: how many whole checkpoints stay; the others go when a newer one is whole.
+        sampler: its length, seed and shuffling are saved and must be the same when resuming.
+        generators: of random numbers, by name, that the script draws from: numpy's, Python's,
+            torch's. The global ones of all three are always saved.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        parts: Any,
+        *,
+        communicator: Communicator | None = None,
+        keep: int = 3,
+        sampler: DistributedSampler | None = None,
+        generators: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Agree on the folder, and clear it of what was left half."""
+        self._parts = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
+        self._communicator = communicator or _communicator_of(self._parts)
+        self._keep = keep
+        self._sampler = sampler
+        own = dict(generators or {})
+        self._generators = {**global_generators(), **own}
+        self._global = self._generators.keys() - own.keys()
+        self._folder = Folder(folder)
+        self._snapshot = Snapshot()
+        self._writing: Future[None] | None = None
+        self._closed = False
+        self.extra: Any = None
+        self._agree(self._arguments)
+        self._number = self._begin()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    def _arguments(self) -> list[Entry]:
+        for name, part in self._parts.items():
+            _check_part(name, part)
+        integer("keep", self._keep, 1)
+        for generator in self._generators.values():
+            state_of(generator)
+        return [(name, str(value)) for name, value in self._run(0).items()]
+
+    def _begin(self) -> int:
+        """Clear the folder, which all ranks must see; return the number of the next checkpoint."""
+        comm, folder = self._communicator, self._folder
+        token = folder.path / f".{secrets.token_hex(8)}"
+        number = 0
+        problem = ""
+        if comm.rank == 0:
+            try:
+                folder.path.mkdir(parents=True, exist_ok=True)
+                number = max((each.number for each in folder.all()), default=0) + 1
+                folder.clear()
+                token.touch()
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        try:
+            name, number, problem = all_gather_object(comm, (token.name, number, problem))[0]
+            deadline = time.monotonic() + _SEEN
+            while not (seen := (folder.path / name).exists()) and not problem:
+                if comm.size == 1 or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            unseen = [rank for rank, there in enumerate(all_gather_object(comm, seen)) if not there]
+        finally:
+            token.unlink(missing_ok=True)
+        if problem:
+            raise CheckpointError(f"folder {str(folder.path)!r} cannot be used: {problem}")
+        if unseen:
+            raise CheckpointError(
+                f"folder must be where all ranks see it, but {str(folder.path)!r} of rank 0 is not "
+                f"seen by ranks {unseen}: give one on a shared file system"
+            )
+        return int(number)
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def save(self, step: int, extra: Any = None) -> None:
+        """Save the run after ``step`` steps; returns when the state has been copied.
+
+        Waits for the checkpoint before, if that is still being written.
+
+        Args:
+            step: how many steps have been made, the same on all ranks.
+            extra: what else this rank is to find again in `extra`: numbers, text, arrays and
+                tensors, in dicts, lists and tuples.
+
+        Raises:
+            CheckpointError: on all ranks, where one could not write the checkpoint before.
+            TypeError: something in ``extra`` or in a part's state cannot be saved.
+            RuntimeError: between `backward` and `step`; see `DDPSequential.run_state`.
+        """
+        step = integer("step", step, 0)
+        self._agree(lambda: [("step", str(step))], wait=True)
+        try:
+            generators = {name: state_of(each) for name, each in self._generators.items()}
+            state = {"parts": self._states(), "generators": generators, "extra": extra}
+            self._snapshot.take(state)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        checkpoint = self._folder.checkpoint(self._number, step)
+        self._number += 1
+        rank = self._communicator.rank
+        self._writing = self._thread.submit(self._write, checkpoint, rank, self._run(step))
+
+    def _write(self, checkpoint: Checkpoint, rank: int, run: dict[str, Any]) -> None:
+        self._folder.write(checkpoint, rank, self._snapshot.write, run)
+        if rank == 0:
+            self._folder.prune(self._keep)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole, and older ones are gone."""
+        self._agree(list, wait=True)
+        if self._communicator.rank == 0:
+            self._folder.prune(self._keep)
+
+    def close(self) -> None:
+        """Finish what is being written; may be called again. Raises OSError if that failed."""
+        self._closed = True
+        self._thread.shutdown()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Wait for all ranks' files if the block has ended well, and close."""
+        if error is None:
+            self.wait()
+        super().__exit__(kind, error, trace)
+
+    # --- resuming -----------------------------------------------------------------------------
+
+    def resume(self, step: int | None = None) -> int:
+        """Go on from the last whole checkpoint; return how many steps had been made, 0 if none.
+
+        On as many ranks as have saved it each has its own state again, to the bit. For another
+        number see `DDPSequential.load_run_state`; what other parts, generators and `extra` hold is
+        then given to all if it was the same on all. If not, parts are refused, generators stay as
+        they are, with a warning, and `extra` is rank 0's.
+
+        Args:
+            step: go on from that checkpoint, rather than from the last one.
+
+        Raises:
+            CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
+                this step, the sampler is another one, or a file is damaged.
+            ValueError: on all ranks, too: the network is another one.
+        """
+        found = self._choose(step)
+        if found is None:
+            return 0
+        ranks = found.ranks
+        own = self._communicator.rank if ranks == self._communicator.size else None
+        others = {n: part for n, part in self._parts.items() if not _has_run_state(part)}
+        states: dict[str, Any] = {}
+        generators: dict[str, Any] = {}
+
+        def read() -> list[Entry]:
+            for name in others:
+                states[name] = _entry_of(found, own, "parts", name)
+                if states[name] is None:
+                    raise ValueError(
+                        f"{name} was another one on each of the {ranks} ranks that saved it: "
+                        "resume on as many"
+                    )
+            saved = read_tree(found.file_of(own or 0), "generators")
+            for name in self._generators.keys() & saved.keys():
+                generators[name] = _entry_of(found, own, "generators", name)
+            self.extra = read_tree(found.file_of(own or 0), "extra")
+            return []
+
+        self._agree(read)
+        for name, part in self._parts.items():
+            if _has_run_state(part):
+                part.load_run_state(partial(_run_state_of, found, name), ranks)
+        try:
+            for name, part in others.items():
+                part.load_state_dict(states[name])
+            for name, state in generators.items():
+                self._set_generator(name, state)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        return found.step
+
+    def _choose(self, step: int | None) -> Checkpoint | None:
+        """Return the checkpoint that rank 0 finds."""
+        found: list[Checkpoint] = []
+
+        def look() -> list[Entry]:
+            if self._communicator.rank == 0:
+                whole = self._folder.whole()
+                steps = [each.step for each in whole]
+                if step is not None:
+                    whole = [each for each in whole if each.step == step]
+                    if not whole:
+                        raise ValueError(f"step is {step}, but there are those of {steps}")
+                found.extend(whole[-1:])
+                for checkpoint in found:
+                    self._check_run(checkpoint)
+            return [("step", str(step))]
+
+        self._agree(look, wait=True)
+        told = [(each.number, each.step) for each in found]
+        for number, steps in all_gather_object(self._communicator, told)[0]:
+            return self._folder.checkpoint(number, steps)
+        return None
+
+    def _check_run(self, checkpoint: Checkpoint) -> None:
+        saved, now = checkpoint.run, self._run(checkpoint.step)
+        for name in ("format", "parts", "sampler", "generators"):
+            if saved[name] != now[name]:
+                raise ValueError(
+                    f"{name} is {now[name]} now, and was {saved[name]} in {checkpoint.path}"
+                )
+
+    # --- what is saved beside the parts -------------------------------------------------------
+
+    def _states(self) -> dict[str, Any]:
+        return {
+            name: part.run_state() if _has_run_state(part) else part.state_dict()
+            for name, part in self._parts.items()
+        }
+
+    def _set_generator(self, name: str, state: Any) -> None:
+        if state is not None:
+            set_state(self._generators[name], state)
+        elif name not in self._global:
+            warnings.warn(
+                f"the generator {name!r} was another one on each of the ranks, and there are other "
+                "ranks now: it stays as it is. Seed it by rank and step",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _run(self, step: int) -> dict[str, Any]:
+        """Return what people, and `resume`, want to know of a checkpoint first."""
+        return {
+            "format": _FORMAT,
+            "step": step,
+            "ranks": self._communicator.size,
+            "parts": sorted(self._parts),
+            "sampler": None if self._sampler is None else self._sampler.settings,
+            "generators": sorted(self._generators.keys() - self._global),
+        }
+
+    # --- together -----------------------------------------------------------------------------
+
+    def _agree(self, describe: Callable[[], list[Entry]], wait: bool = False) -> None:
+        """Let all ranks raise what one of them does, or that they differ."""
+
+        def checked() -> list[Entry]:
+            try:
+                if self._closed:
+                    raise RuntimeError("these checkpoints are closed; make new ones to go on")
+                if wait and self._writing is not None:
+                    writing, self._writing = self._writing, None
+                    writing.result()
+                return describe()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{error}. The folder is {str(self._folder.path)!r}"
+                ) from error
+
+        remedy = "Do the same on all ranks."
+        require_equal(self._communicator, checked, "checkpoints", remedy, CheckpointError)
+
+    def _give_up(self, error: BaseException) -> None:
+        abort([self._communicator], error)
+
+
+def _check_part(name: str, part: Any) -> None:
+    if type(name) is not str or name.startswith("$"):
+        raise TypeError(
+            f"parts must have names that are text and do not begin with $, got {name!r}"
+        )
+    if _has_run_state(part):
+        return
+    if hasattr(part, "_cpp_backend"):
+        raise TypeError(
+            f"{name} is a bare network: give what DDPSequential or accelerate has made of it"
+        )
+    if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+        raise TypeError(
+            f"{name} is a {type(part).__name__}, which has no state_dict and load_state_dict"
+        )
+
+
+def _has_run_state(part: Any) -> bool:
+    return hasattr(type(part), "load_run_state")
+
+
+def _run_state_of(checkpoint: Checkpoint, part: str, rank: int, name: str) -> Any:
+    return read_tree(checkpoint.file_of(rank), "parts", part, name)
+
+
+def _communicator_of(parts: Mapping[str, Any]) -> Communicator:
+    for part in parts.values():
+        for name in ("communicator", "comm"):
+            found = getattr(part, name, None)
+            if isinstance(found, Communicator):
+                return found
+    if (size := detect().world_size) > 1:
+        raise ValueError(f"communicator must be given: there are {size} ranks and no part has one")
+    return SingleCommunicator()
+
+
+def _entry_of(checkpoint: Checkpoint, rank: int | None, *path: str) -> Any:
+    """Return an entry of this rank's file; without a rank that of all, None where they differ."""
+    if rank is not None:
+        return read_tree(checkpoint.file_of(rank), *path)
+    first = read_tree(checkpoint.file_of(0), *path)
+    others = (read_tree(checkpoint.file_of(r), *path) for r in range(1, checkpoint.ranks))
+    return first if all(equal(first, other) for other in others) else None

@@ -1,0 +1,48 @@
+"""The states of generators of random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+# How those that are no numpy.random.Generator are asked, modules with a global one among them.
+_METHODS = (
+    ("getstate", "setstate"),  # random.Random, random
+    ("get_state", "set_state"),  # torch.Generator, numpy.random.RandomState, numpy.random
+    ("get_rng_state", "set_rng_state"),  # torch
+)
+
+
+def global_generators() -> dict[str, Any]:
+    """Return the modules with a global generator, torch if that has been imported."""
+    found = {"global python": random, "global numpy": np.random}
+    if (torch := sys.modules.get("torch")) is not None:
+        found["global torch"] = torch
+    return found
+
+
+def state_of(generator: Any) -> Any:
+    """Return numbers, text, arrays and tensors; TypeError if it is none that is known."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return getattr(generator, _methods_of(generator)[0])()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Let it go on from where `state_of` was called."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        getattr(generator, _methods_of(generator)[1])(state)
+
+
+def _methods_of(generator: Any) -> tuple[str, str]:
+    for names in _METHODS:
+        if all(hasattr(generator, name) for name in names):
+            return names
+    raise TypeError(
+        f"generators must be of numpy, torch or Python's random, got a {type(generator).__name__}"
+    )

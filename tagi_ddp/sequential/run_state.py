@@ -1,0 +1,242 @@
+"""All that training goes on from: what a checkpoint holds of a DDPSequential."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.data import share_of
+from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
+from tagi_ddp.update.merging import Merging
+from tagi_ddp.update.saved import merge_saved
+
+_NAMES = (*PARAMETERS, "mu_ra", "var_ra", "first_batch")
+# Options that decide what the ranks' own states mean.
+_DECISIVE = ("reduction", "sync_every", "merge", "compress")
+
+Entries = Callable[[int, str], Any]
+
+
+class RunStateInterface(MergeInterface, SequentialInterface):
+    """`run_state` and `load_run_state`."""
+
+    communicator: Communicator
+    _options: dict[str, Any]
+
+    def run_state(self) -> dict[str, Any]:
+        """Return all that `load_run_state` needs to go on from here; a collective call.
+
+        Nested dicts, lists and numbers, and numpy's arrays, which are views: write or copy them
+        before anything else is done. Where deltas are summed, ranks but rank 0 leave out what is
+        equal on all. `tagi_ddp.checkpoint` writes it to files.
+
+        Not in it is what only lasts for a part of a step, or of a series: it is for after `step`,
+        and, where layers smooth, for after `smoother`.
+
+        Raises RuntimeError, on all ranks, before a `step` that a `backward` needs, and within
+        `no_sync` and `local_batches`.
+        """
+        remedy = "Save after step(), on all ranks."
+        require_equal(self.communicator, self._check_between_steps, "run states", remedy)
+        with self._or_abort():
+            self._exchange.raise_refused(everything=True)
+            self._replica.pull()
+            self._replica.export()
+            own = self.reduction == "precision" or self.communicator.rank == 0
+            return {
+                "options": {name: self._options[name] for name in _DECISIVE},
+                "layout": self._layout(),
+                "parameters": self._named() if own else {},
+                "exchange": self._exchange.state_dict(),
+                "memory": self._memory(),
+                "lasting": self.compute.get_lasting_deltas(),
+            }
+
+    def load_run_state(self, entry: Entries, ranks: int) -> None:
+        """Go on from where `run_state` was called on ``ranks`` ranks; a collective call.
+
+        On as many ranks, of the same reduction, all goes on bit for bit. Else rank 0 makes one of
+        what the ranks knew, as their next merge would have, and all begin with that; LSTM states
+        are shared out anew, in the ranks' order.
+
+        Args:
+            entry: ``entry(rank, name)`` returns an entry of what rank number ``rank`` returned.
+            ranks: how many there were.
+
+        Raises ValueError, on all ranks and before anything is changed, where the network is
+        another one; and what ``entry`` raises.
+        """
+        rank, size = self.communicator.rank, self.communicator.size
+        own: dict[str, Any] = {}
+        first: dict[str, Any] = {}
+
+        def check() -> list[Entry]:
+            same = ranks == size and entry(rank, "layout") == self._layout()
+            same &= entry(0, "options") == {name: self._options[name] for name in _DECISIVE}
+            names = ("parameters", "exchange", "memory", "lasting")
+            if same:
+                own.update((name, entry(rank, name)) for name in names)
+            if rank == 0:
+                first.update(parameters=entry(0, "parameters"))
+                self._check_fits(first["parameters"])
+            return [("whether all is as it was", str(same))]
+
+        require_equal(self.communicator, check, "run states", "Nothing was loaded.")
+        with self._or_abort():
+            if own:
+                self._load_own(own)
+            else:
+                self._load_together(entry, ranks)
+            self._accumulation.forwarded = self._accumulation.samples = None
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self._remember(own["memory"])
+        self._load_parameters(own["parameters"])
+        if self.reduction != "precision":
+            self._replica.share(self.communicator)
+        self._exchange.load_state_dict(own["exchange"])
+        self.compute.set_lasting_deltas(own["lasting"])
+
+    def _load_together(self, entry: Entries, ranks: int) -> None:
+        rank, replica = self.communicator.rank, self._replica
+        memories = [entry(other, "memory") for other in range(ranks)]
+        self._remember(_shared(memories, rank, self.communicator.size))
+        exchange = entry(0, "exchange")
+        if rank == 0:
+            arrays = [entry(other, "parameters") for other in range(ranks if exchange else 1)]
+            posteriors = []
+            for parameters in arrays:
+                self._load_parameters(parameters)
+                replica.pull()
+                posteriors.append(replica.zeros())
+                replica.parameters.read_posterior(posteriors[-1])
+            if exchange and ranks > 1:
+                states = [exchange, *(entry(other, "exchange") for other in range(1, ranks))]
+                posterior = merge_saved(replica, posteriors, states)
+                self._load_parameters(_mean_statistics(arrays, states))
+                replica.pull()
+                replica.parameters.write_posterior(posterior)
+                replica.updated()
+                replica.export()
+        replica.share(self.communicator)
+        self._exchange.restart()
+        if exchange and isinstance(self._exchange, Merging):
+            self._exchange.go_on(exchange)
+        if rank == 0:
+            everyone = [entry(other, "lasting") for other in range(ranks)]
+            lasting = [np.sum(parts, 0) for parts in zip(*everyone, strict=True)]
+        else:
+            lasting = [deltas * 0 for deltas in self.compute.get_lasting_deltas()]
+        self.compute.set_lasting_deltas(lasting)
+
+    # --- the parts ----------------------------------------------------------------------------
+
+    def _check_between_steps(self) -> list[Entry]:
+        if not self._accumulation.between_steps:
+            raise RuntimeError("there are deltas of a backward() that no step() has applied yet")
+        return []
+
+    def _named(self) -> dict[str, NDArray[Any]]:
+        """Return views of the arrays that make the replica, by names like "0.mu_w"."""
+        numbers: dict[str, int] = {}
+        named = {}
+        for layer, array in self._replica.state():
+            number = numbers[layer] = numbers.get(layer, -1) + 1
+            named[f"{layer}.{_NAMES[number]}"] = array
+        return named
+
+    def _check_fits(self, parameters: Mapping[str, NDArray[Any]]) -> None:
+        own = {name: array.size for name, array in self._named().items()}
+        saved = {name: array.size for name, array in parameters.items()}
+        if own != saved:
+            name = next(n for n in [*own, *saved] if own.get(n) != saved.get(n))
+            raise ValueError(
+                f"{name} has {saved.get(name, 'no')} numbers in what was saved, and "
+                f"{own.get(name, 'none')} in this network: give the network that was saved"
+            )
+
+    def _load_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
+        if parameters:
+            self._replica.pull()
+            self._replica.export()
+            for name, array in self._named().items():
+                array[...] = parameters[name]
+            self._replica.push()
+
+    def _layout(self) -> list[int]:
+        """Return what must be equal for a rank to take the state of that of its number."""
+        nodes = self._exchange.nodes if isinstance(self._exchange, Merging) else 1
+        return [self.communicator.size, nodes]
+
+    def _memory(self) -> dict[str, Any]:
+        """Return what layers remember, of batches of what size, and who computes those."""
+        compute = self.compute
+        return {
+            "batch": self._by_batch.batch if self._by_batch else None,
+            "samples": compute.samples,
+            "inputs": compute.samples * compute.input_size,
+            "lstm": {
+                index: [np.asarray(part, np.float32) for part in parts]
+                for index, parts in compute.get_lstm_states().items()
+            },
+        }
+
+    def _remember(self, memory: Mapping[str, Any]) -> None:
+        if self._by_batch is not None and memory["batch"] is not None:
+            self.compute = self._by_batch.choose(memory["batch"])
+        lstm = memory["lstm"]
+        if not any(len(part) for parts in lstm.values() for part in parts):
+            self.compute.reset_lstm_states()
+            return
+        # Layers hold states of a batch's size from the first forward on.
+        training = bool(self._replica.layers[0].handle.training)
+        self.model.eval()
+        self.compute.forward(np.zeros(memory["inputs"], np.float32), None)
+        if training:
+            self.model.train()
+        self.compute.set_lstm_states({index: tuple(parts) for index, parts in lstm.items()})
+
+
+def _shared(memories: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    """Return what a rank is to remember: its part of what all ranks did, in their order."""
+    samples = sum(memory["samples"] for memory in memories)
+    if not memories[0]["lstm"] or not samples:
+        return memories[0]
+    part = share_of(samples, rank, ranks)
+    lstm = {}
+    for index, parts in memories[0]["lstm"].items():
+        whole = [
+            np.concatenate(
+                [m["lstm"][index][k].reshape(m["samples"], -1) for m in memories if m["samples"]]
+            )
+            for k in range(len(parts))
+        ]
+        lstm[index] = [np.ravel(each[part]) for each in whole]
+    own = part.stop - part.start
+    width = sum(memory["inputs"] for memory in memories) // samples
+    batch = memories[0]["batch"]
+    return {
+        "batch": own if batch else batch,
+        "samples": own,
+        "inputs": own * width,
+        "lstm": lstm,
+    }
+
+
+def _mean_statistics(
+    arrays: list[Mapping[str, NDArray[Any]]], states: list[dict[str, Any]]
+) -> dict[str, NDArray[Any]]:
+    """Return rank 0's arrays, with running statistics averaged by samples since the merge."""
+    samples = np.array([state["counters"]["_samples"] for state in states], np.float64)
+    weights = samples / samples.sum() if samples.any() else np.eye(len(states))[0]
+    mean = dict(arrays[0])
+    for name in mean:
+        if name.endswith(("mu_ra", "var_ra")):
+            mean[name] = np.average([each[name] for each in arrays], 0, weights).astype(np.float32)
+    return mean

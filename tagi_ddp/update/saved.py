@@ -1,0 +1,66 @@
+"""The posterior of ranks that are no more, from what they have saved between two merges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from tagi_ddp.communicators import Buffer
+from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.staging import fill
+from tagi_ddp.update.consensus import remember
+
+
+def merge_saved(
+    replica: Replica, posteriors: Sequence[Buffer], states: Sequence[dict[str, Any]]
+) -> Buffer:
+    """Return what all ranks knew together: what their next merge would have made of it.
+
+    Up to rounding, and but for what a compressed sum had not sent yet.
+
+    Args:
+        replica: of the same network.
+        posteriors: of each rank, in rank order: Gaussians, [means | variances].
+        states: what `Merging.state_dict` returned on each.
+    """
+    ranks = zip(posteriors, states, strict=True)
+    nodes = [
+        list(members)
+        for _, members in groupby(
+            sorted(ranks, key=lambda rank: rank[1]["node_number"]),
+            key=lambda rank: rank[1]["node_number"],
+        )
+    ]
+    merged = [
+        _merged(replica, [posterior for posterior, _ in node], node[0][1]["node"]) for node in nodes
+    ]
+    if len(nodes) == 1:
+        return merged[0]
+    # A change that was in flight is in its node's posterior, too, and not yet in the common one.
+    return _merged(replica, merged, nodes[0][0][1]["nodes"]["common"])
+
+
+def _merged(replica: Replica, posteriors: Sequence[Buffer], consensus: dict[str, Any]) -> Buffer:
+    """Merge the posteriors of a group whose consensus that was."""
+    if len(posteriors) == 1:
+        return posteriors[0]
+    parameters = replica.parameters
+    common, change, total = (replica.zeros() for _ in range(3))
+    fill(common, consensus["gaussians"])
+    damping = None
+    if consensus["damping"] is not None:
+        damping = replica.adaptive_sum(len(posteriors))
+        remember(damping, consensus["damping"])
+    blocks = damping.blocks if damping else 0
+    square, squares = replica.zeros()[:blocks], replica.zeros()[:blocks]
+    for posterior in posteriors:
+        parameters.change_since(posterior, common, change)
+        total += change
+        if damping:
+            damping.squares(change, common, square)
+            squares += square
+    if damping:
+        damping.damp(total, common, squares)
+    parameters.add_change(common, common, total)
+    return common

@@ -1,0 +1,320 @@
+"""What else a run has: torch's modules and optimizers, DASO, schedules, generators, own numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.networks import NETWORKS, fresh, learn
+from support.rank_pool import RankPool
+from support.reports import NO_ERROR, Report, report, report_if_any
+from torch import nn
+
+from tagi_ddp import DDPSequential, DistributedSampler, accelerate
+from tagi_ddp.checkpoint import CheckpointError, Checkpoints
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
+
+BATCHES = 8
+
+
+class Training:
+    """A torch module, on which DASO works, with checkpoints after some steps."""
+
+    def __init__(self, comm: Any, folder: str) -> None:
+        self.rank = comm.rank
+        torch.manual_seed(comm.rank)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+        optimizer = torch.optim.Adam(self.net.parameters(), 0.02)
+        self.daso = DASO(optimizer, 3, comm, warmup_epochs=1, cooldown_epochs=0, node_size=2)
+        self.module = DataParallelMultiGPU(self.net, self.daso)
+        self.daso.last_batch = BATCHES
+        parts = {"net": self.net, "daso": self.daso}
+        self.checkpoints = Checkpoints(folder, parts, keep=99)
+
+    def run(self, first: int, saves: bool) -> list[Any]:
+        for step in range(first, 3 * BATCHES):
+            x = torch.randn(8, 4)  # from torch's global generator
+            self.daso.zero_grad()
+            (self.module(x).sum(1) - x.sum(1)).square().mean().backward()
+            self.daso.step()
+            if step % BATCHES == BATCHES - 1:
+                self.daso.epoch_loss_logic(1.0)
+            if saves:
+                self.checkpoints.save(step + 1)
+        self.checkpoints.wait()
+        self.checkpoints.close()
+        return [value.numpy().tobytes() for value in self.net.state_dict().values()]
+
+
+def with_daso(comm: Any, folder: str, first: int) -> list[Any]:
+    training = Training(comm, folder)
+    if first:
+        assert training.checkpoints.resume(first) == first
+    found = training.run(first, saves=not first)
+    training.daso.close()
+    return found
+
+
+def test_daso_and_torchs_random_numbers(shm: RankPool, tmp_path: Path) -> None:
+    expected = shm.run(with_daso, str(tmp_path), 0, size=4)
+    for first in (1, 7, 10, 13, 19, 23):
+        assert shm.run(with_daso, str(tmp_path), first, size=4) == expected, first
+
+
+def equal_or_not(comm: Any, folder: str, same: bool) -> Report:
+    torch.manual_seed(0 if same else comm.rank)
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpoints = Checkpoints(folder, {"net": net, "adam": optimizer}, communicator=comm)
+    if comm.size == 2:
+        checkpoints.save(1, {"mine": comm.rank})
+        checkpoints.wait()
+        return NO_ERROR
+    saved = [value.clone() for value in net.parameters()]
+    with torch.no_grad():
+        for value in net.parameters():
+            value.zero_()
+    found = report_if_any(checkpoints.resume)
+    if found == NO_ERROR:
+        assert checkpoints.extra == {"mine": 0}
+        pairs = zip(net.parameters(), saved, strict=True)
+        assert all(torch.equal(now, before) for now, before in pairs)
+    return found
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_parts_on_another_number_of_ranks(shm: RankPool, tmp_path: Path, same: bool) -> None:
+    """What all ranks had is given to all; what each had for itself cannot be."""
+    shm.run(equal_or_not, str(tmp_path), same, size=2)
+    for kind, text, _ in shm.run(equal_or_not, str(tmp_path), same, size=3):
+        assert kind == ("" if same else "CheckpointError")
+        assert same or "net was another one on each of the 2 ranks" in text
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: np.random.default_rng(1),
+    "mersenne": lambda: np.random.Generator(np.random.MT19937(1)),
+    "old numpy": lambda: np.random.RandomState(1),
+    "python": lambda: random.Random(1),
+    "torch": lambda: torch.Generator().manual_seed(1),
+}
+
+
+def draw(generators: dict[str, Any]) -> list[float]:
+    return [
+        generators["numpy"].random(),
+        generators["mersenne"].standard_normal(),
+        generators["old numpy"].normal(),
+        generators["python"].gauss(),
+        float(torch.randn(1, generator=generators["torch"])),
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(1)),
+    ]
+
+
+def test_generators(tmp_path: Path) -> None:
+    model = accelerate(fresh("mlp"))
+    found = []
+    for first in (True, False):
+        generators = {name: make() for name, make in GENERATORS.items()}
+        with Checkpoints(tmp_path, model, generators=generators) as checkpoints:
+            if first:
+                draw(generators)
+                checkpoints.save(1)
+            else:
+                assert checkpoints.resume() == 1
+            found.append(draw(generators))
+    assert found[0] == found[1]
+
+
+def test_what_a_folder_holds(tmp_path: Path) -> None:
+    """A file a rank, what people want to know as JSON, and a link to the last one."""
+    model, sampler = accelerate(fresh("mlp")), DistributedSampler(10, 1, 0, seed=4)
+    with Checkpoints(tmp_path / "new" / "folder", model, keep=2, sampler=sampler) as checkpoints:
+        for step in (3, 5, 9):
+            checkpoints.save(step)
+    folder = tmp_path / "new" / "folder"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["000002-step-5", "000003-step-9", "latest"]
+    assert (folder / "latest").resolve().name == "000003-step-9"
+    assert sorted(path.name for path in (folder / "latest").iterdir()) == [
+        "rank-0.safetensors",
+        "run.json",
+    ]
+    run = json.loads((folder / "latest" / "run.json").read_text())
+    assert (run["step"], run["ranks"]) == (9, 1)
+    assert run["sampler"] == {"length": 10, "shuffle": 1, "seed": 4}
+
+
+def test_what_is_left_half_is_never_taken(tmp_path: Path) -> None:
+    model = accelerate(fresh("mlp"))
+    x, y = NETWORKS["mlp"].batch(0, 4)
+    with Checkpoints(tmp_path, model) as checkpoints:
+        checkpoints.save(1)
+        expected = model.check_replicas()
+        learn(model, x, y)
+        model.step()
+        checkpoints.save(2)
+        checkpoints.wait()
+        for name in ("rank-0.safetensors", "run.json"):
+            (tmp_path / "latest" / name).unlink()
+            assert checkpoints.resume() == 1
+            checkpoints.save(2)
+            checkpoints.wait()
+        (tmp_path / "latest" / "run.json").unlink()
+    with Checkpoints(tmp_path, model) as checkpoints:
+        assert len(list(tmp_path.glob("*-step-*"))) == 1
+        assert checkpoints.resume() == 1
+        assert model.check_replicas() == expected
+
+
+def test_an_earlier_step(tmp_path: Path) -> None:
+    """And what is saved after it is the last one then."""
+    with Checkpoints(tmp_path, accelerate(fresh("mlp")), keep=9) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step)
+        assert checkpoints.resume() == 30
+        assert checkpoints.resume(20) == 20
+        with pytest.raises(CheckpointError, match=r"step is 15, but there are those of \[10, 20,"):
+            checkpoints.resume(15)
+        checkpoints.save(25)
+        checkpoints.wait()
+        assert checkpoints.resume() == 25
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, accelerate(fresh("mlp"))) as checkpoints:
+        assert checkpoints.resume() == 0
+        assert checkpoints.extra is None
+
+
+def test_another_run(tmp_path: Path) -> None:
+    """A folder of another network, sampler or set of parts is refused, and nothing is loaded."""
+    one = accelerate(fresh("mlp"))
+    with Checkpoints(tmp_path, one, sampler=DistributedSampler(10, 1, 0)) as checkpoints:
+        checkpoints.save(1)
+    other = accelerate(fresh("layer_norm"))
+    before = other.check_replicas()
+    for parts, sampler, text in [
+        (other, DistributedSampler(10, 1, 0), "give the network that was saved"),
+        (one, DistributedSampler(11, 1, 0), "sampler is .*'length': 11.*, and was .*10"),
+        (one, None, "sampler is None now"),
+        ({"a": one}, DistributedSampler(10, 1, 0), r"parts is \['a'\] now, and was \['model'\]"),
+    ]:
+        with (
+            Checkpoints(tmp_path, parts, sampler=sampler) as checkpoints,
+            pytest.raises(ValueError, match=text),
+        ):
+            checkpoints.resume()
+    assert other.check_replicas() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"keep": 0}, "keep must be at least 1, got 0"),
+        ({"parts": fresh("mlp")}, "model is a bare network"),
+        ({"parts": 3}, "model is a int, which has no state_dict"),
+        ({"parts": {"$a": accelerate(fresh("mlp"))}}, "names that are text and do not begin"),
+        ({"generators": {"a": 3}}, "generators must be of numpy, torch or Python's random"),
+    ],
+)
+def test_arguments(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    parts = arguments.pop("parts", accelerate(fresh("mlp")))
+    with pytest.raises(CheckpointError, match=text):
+        Checkpoints(tmp_path, parts, communicator=SingleCommunicator(), **arguments)
+
+
+def test_calls(tmp_path: Path) -> None:
+    model = accelerate(fresh("mlp"))
+    x, y = NETWORKS["mlp"].batch(0, 4)
+    with Checkpoints(tmp_path, model) as checkpoints:
+        with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+            checkpoints.save(-1)
+        with pytest.raises(TypeError, match="extra/x is a set"):
+            checkpoints.save(1, {"x": {1}})
+        learn(model, x, y)
+        with pytest.raises(RuntimeError, match=r"deltas of a backward\(\) that no step\(\)"):
+            checkpoints.save(1)
+        model.step()
+        checkpoints.save(1)
+    checkpoints.close()
+    with pytest.raises(CheckpointError, match="these checkpoints are closed"):
+        checkpoints.save(2)
+    assert [path.name for path in tmp_path.glob("*-step-*")] == ["000001-step-1"]
+
+
+def failing(comm: Any, folder: str) -> Report:
+    """Rank 1 cannot write its file, and all hear of it when they save again."""
+    model = DDPSequential(fresh("mlp"), communicator=comm)
+    checkpoints = Checkpoints(folder, model)
+    checkpoints.save(1)
+    checkpoints.wait()
+    if comm.rank == 1:
+        Path(folder, "000002-step-2").mkdir()
+        Path(folder, "000002-step-2", "rank-1.safetensors").mkdir()
+    comm.barrier()
+    checkpoints.save(2)
+    told = report(lambda: checkpoints.save(3))
+    assert checkpoints.resume() == 1
+    checkpoints.close()
+    return told
+
+
+def test_all_ranks_hear_of_one_that_could_not_write(shm: RankPool, tmp_path: Path) -> None:
+    for kind, text, _ in shm.run(failing, str(tmp_path), size=2, fresh=True):
+        assert kind == "CheckpointError"
+        assert "IsADirectoryError" in text or "Is a directory" in text
+
+
+def unequal(comm: Any, folder: str) -> Report:
+    model = DDPSequential(fresh("mlp"), communicator=comm)
+    with Checkpoints(folder, model) as checkpoints:
+        return report(lambda: checkpoints.save(1 + comm.rank))
+
+
+def test_ranks_at_different_steps(shm: RankPool, tmp_path: Path) -> None:
+    for kind, text, _ in shm.run(unequal, str(tmp_path), size=2, fresh=True):
+        assert kind == "CheckpointError"
+        assert "differ first at step of rank 1: 2; rank 0 has step: 1" in text
+
+
+def apart(comm: Any, folder: str) -> Report:
+    model = DDPSequential(fresh("mlp"), communicator=comm)
+    return report(lambda: Checkpoints(f"{folder}/{comm.rank}", model))
+
+
+def test_a_folder_that_ranks_do_not_share(shm: RankPool, tmp_path: Path) -> None:
+    for kind, text, _ in shm.run(apart, str(tmp_path), size=2, fresh=True):
+        assert kind == "CheckpointError"
+        assert "is not seen by ranks [1]: give one on a shared file system" in text
+
+
+def noisy(comm: Any, folder: str) -> list[str]:
+    model = DDPSequential(fresh("mlp"), communicator=comm)
+    rng = np.random.default_rng(comm.rank)
+    with Checkpoints(folder, model, generators={"noise": rng}) as checkpoints:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if checkpoints.resume() == 0:
+                checkpoints.save(1)
+        assert rng.random() == np.random.default_rng(comm.rank).random()
+        return [str(warning.message) for warning in caught]
+
+
+def test_generators_of_other_ranks(shm: RankPool, tmp_path: Path) -> None:
+    assert shm.run(noisy, str(tmp_path), size=2) == [[], []]
+    for told in shm.run(noisy, str(tmp_path), size=3):
+        assert len(told) == 1
+        assert "the generator 'noise' was another one on each of the ranks" in told[0]

@@ -1,0 +1,191 @@
+"""A run that goes on from a checkpoint is the run that was not interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.networks import distance, parameters
+from support.rank_pool import RankPool
+
+from checkpoint.runs import RUNS, STEPS, Run
+
+
+def whole_and_saved(comm: Any, name: str, folder: str, keep: int) -> str:
+    run = Run(comm, name, folder, keep=keep)
+    answer = run.go(range(1, STEPS + 1))
+    run.checkpoints.wait()
+    run.checkpoints.close()
+    return answer
+
+
+def resumed(comm: Any, name: str, folder: str, step: int) -> tuple[str, Any]:
+    run = Run(comm, name, folder)
+    assert run.checkpoints.resume(step) == step
+    extra = run.checkpoints.extra
+    answer = run.go()
+    run.checkpoints.close()
+    return answer, extra
+
+
+def size_of(name: str) -> int:
+    return 4 if name in ("nodes", "schedule", "in flight") else 2
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_to_the_bit(shm: RankPool, name: str, tmp_path: Path) -> None:
+    """From each step, also such as lie between merges, in the middle of epochs, and in flight."""
+    size = size_of(name)
+    (expected,) = set(shm.run(whole_and_saved, name, str(tmp_path), STEPS, size=size))
+    found = sorted(tmp_path.glob("*-step-*"))
+    assert len(found) == STEPS
+    for step, folder in enumerate(found, 1):
+        only = tmp_path / "only"
+        only.mkdir()
+        shutil.copytree(folder, only / folder.name)
+        answers = shm.run(resumed, name, str(only), step, size=size)
+        assert [answer for answer, _ in answers] == [expected] * size, step
+        assert [extra for _, extra in answers] == [
+            {"step": step - 1, "rank": rank} for rank in range(size)
+        ]
+        shutil.rmtree(only)
+
+
+def in_part(comm: Any, folder: str, name: str, until: int) -> Any:
+    """Go on until a step, save there, and return the parameters."""
+    run = Run(comm, name, folder)
+    run.go([until], until, noise=0.0)
+    run.checkpoints.wait()
+    run.checkpoints.close()
+    return parameters(run.model)
+
+
+@pytest.mark.parametrize("name", ["sums", "torch", "embedding", "lstm"])
+@pytest.mark.filterwarnings("ignore:the generator 'noise'")
+def test_on_other_numbers_of_ranks(shm: RankPool, name: str, tmp_path: Path) -> None:
+    """Sums of 4, 2, 3 ranks and 1 in turn are one process; states of series are shared out."""
+    for part, (size, until) in enumerate([(4, 2), (2, 5), (3, 9), (1, STEPS)]):
+        found = shm.run(in_part, str(tmp_path / "turns"), name, until, size=size)
+        assert part < 3 or len(found) == 1
+    (alone,) = shm.run(in_part, str(tmp_path / "alone"), name, STEPS, size=1)
+    assert distance(found[0], alone) < 1e-4
+
+
+def merged_or_saved(comm: Any, name: str, folder: str, until: int) -> Any:
+    """Save in the middle of what ranks learn alone; return what a merge makes of it then."""
+    run = Run(comm, name, folder)
+    run.go([until], until, noise=0.0)
+    run.checkpoints.wait()
+    run.model.merge()
+    run.checkpoints.close()
+    return parameters(run.model)
+
+
+def only_resumed(comm: Any, name: str, folder: str) -> Any:
+    run = Run(comm, name, folder)
+    run.checkpoints.resume()
+    run.checkpoints.close()
+    assert run.model.unmerged_steps == 0
+    run.model.check_replicas()
+    return parameters(run.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "until"),
+    [
+        ("merges", 2),
+        ("merges", 8),
+        ("merges by Bayes", 7),
+        ("merges, torch", 8),
+        ("nodes", 8),
+        ("in flight", 2),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the generator 'noise'")
+def test_other_ranks_begin_with_what_a_merge_would_give(
+    shm: RankPool, name: str, until: int, tmp_path: Path
+) -> None:
+    size = max(3, size_of(name))
+    expected = shm.run(merged_or_saved, name, str(tmp_path), until, size=size)[0]
+    for other in (2, 1) if size == 3 else (2,):
+        found = shm.run(only_resumed, name, str(tmp_path), size=other)[0]
+        assert distance(found, expected) < 1e-5
+
+
+KILLED = """
+import os, random, secrets, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from checkpoint import runs
+from support.networks import fresh
+from tagi_ddp import accelerate, init
+
+name, folder, kills = sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+
+def rank_main(rank, job, path):
+    comm = init("shm", rank, 2, job=job, timeout=20)
+    run = runs.Run(comm, name, str(path))
+    answer = run.go(range(1, 101), 100)
+    run.checkpoints.wait()
+    if rank == 0:
+        (folder / "answers").open("a").write(answer + "\\n")
+    os._exit(0)
+
+runs.EPOCHS = 25
+accelerate(fresh("mlp"))  # imports what ranks need
+draw = random.Random(name)
+number, longest, killed = 0, 5.0, 0
+while killed < kills:
+    job, path = secrets.token_hex(8), folder / str(number)
+    begin, ranks = time.monotonic(), []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            try:
+                rank_main(rank, job, path)
+            finally:
+                os._exit(1)
+    if number:
+        time.sleep(draw.uniform(0, longest))
+        for rank in draw.choice([ranks, ranks, ranks[:1], ranks[1:]]):
+            os.kill(rank, signal.SIGKILL)
+    statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
+    if number == 0:
+        longest = time.monotonic() - begin
+    if statuses == [0, 0]:
+        number += 1
+    elif number == 0:
+        sys.exit("the first run, which nobody kills, has failed")
+    else:
+        killed += 1
+print(number, killed)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sums", "lstm", "merges in 8 bits", "sharded"])
+def test_killed_at_any_time(name: str, tmp_path: Path) -> None:
+    """Runs whose ranks, all or one, are killed again and again end as one that is left alone."""
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tests), name, str(tmp_path), "50"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = (tmp_path / "answers").read_text().split()
+    assert len(answers) >= 2
+    assert len(set(answers)) == 1
+    for run in range(len(answers)):
+        found = {path.name for path in (tmp_path / str(run)).iterdir()}
+        assert "latest" in found
+        for folder in (tmp_path / str(run)).glob("*-step-*"):
+            assert {path.name for path in folder.iterdir()} == {
+                *("run.json", "rank-0.safetensors", "rank-1.safetensors")
+            }
