@@ -1,5 +1,6 @@
 """Checkpoints of whole runs; docs/reliability.md."""
 
 from tagi_ddp.checkpoint.checkpoints import CheckpointError, Checkpoints
+from tagi_ddp.checkpoint.tree import DamagedFile, read_tree
 
-__all__ = ["CheckpointError", "Checkpoints"]
+__all__ = ["CheckpointError", "Checkpoints", "DamagedFile", "read_tree"]

@@ -69,6 +69,15 @@ class Folder:
         """Return those that are whole, the oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.whole]
 
+    def at(self, path: Path) -> Checkpoint:
+        """Return the one of a path, or of a link to one; FileNotFoundError if it is not whole."""
+        real = Path(os.path.realpath(path))
+        match = _NAME.fullmatch(real.name)
+        found = Checkpoint(int(match[1]), int(match[2]), real) if match else None
+        if found is None or not found.whole:
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        return found
+
     def checkpoint(self, number: int, step: int) -> Checkpoint:
         """Return one that is to be written."""
         return Checkpoint(number, step, self.path / f"{number:06}-step-{step}")

@@ -1,24 +1,24 @@
-"""Files from which training goes on."""
+"""Checkpoints of trainers, in the files of `tagi_ddp.checkpoint`."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from tagi_ddp.engine.whole_file import whole_file
+from tagi_ddp.checkpoint.folder import LATEST, Checkpoint, Folder
+from tagi_ddp.checkpoint.tree import Snapshot, read_tree
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.parallel import groups
-from tagi_ddp.parallel.state_dicts import (
-    full_state_dict,
-    load_running_statistics,
-    running_statistics,
-)
-
-_LAST = "ckpt.pt"
+from tagi_ddp.parallel.state_dicts import FULL, full_optimizer_state_dict, full_state_dict
+from tagi_ddp.replica.host import attach
+from tagi_ddp.sequential.ddp_sequential import DDPSequential
+from tagi_ddp.sequential.run_state import load_parameters, named_parameters
 
 
 @dataclass
@@ -31,53 +31,98 @@ class State:
 
 
 class Checkpoints:
-    """A folder of files ``ckpt.<steps>.pt`` and ``ckpt.pt``, a link to the last one.
+    """A folder of checkpoints ``<number>-step-<steps>``, and ``latest``, a link to the last one.
 
-    A file holds every parameter and buffer of the "model" and of the "task", a Sequential's running
-    "statistics", and the "state" of training. Without the trainer,
-    ``model.load_state_dict(torch.load(path)["model"])`` reads it.
+    Rank 0's file holds the "state" of training, every parameter and buffer of the "task", and of a
+    torch module's "model", whose "optimizer" is with it. Of a Sequential it holds the parameters
+    and running statistics in "run"; a DDPSequential's other ranks have a file, too, so that all
+    goes on as it was. `tagi_ddp.checkpoint.read_tree` reads a file without the trainer.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = Folder(folder)
+        self._begun = False
+        self._saved = -1  # after how many steps the last one was saved
+        self._resumed: Checkpoint | None = None  # whose remaining parts are still to be loaded
 
-    def save(self, task_model: Any, state: State, only_last: bool) -> None:
-        """Write a file on rank 0, whole or not at all; a collective call."""
-        full = full_state_dict(task_model)
-        if groups.rank_and_size()[0] > 0:
+    def save(self, task_model: Any, optimizer: Any, state: State, only_last: bool) -> None:
+        """Write the files, whole or not at all, if there were steps; a collective call."""
+        if state.num_steps == self._saved:
             return
-        parts: dict[str, Any] = {"model": {}, "task": {}, "state": asdict(state)}
-        for name, value in full.items():
-            part, _, own = name.partition(".")
-            parts[part][own] = value
-        if _is_network(getattr(task_model, "model", None)):
-            parts["statistics"] = running_statistics(task_model.model)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"ckpt.{state.num_steps}.pt"
-        with whole_file(path) as file:
-            torch.save(parts, file)
-        link = self._folder / f".{_LAST}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        os.replace(link, self._folder / _LAST)
-        if only_last:
-            for other in self._folder.glob("ckpt.*.pt"):
-                if other != path:
-                    other.unlink()
+        self._saved = state.num_steps
+        comm: Communicator = SingleCommunicator()
+        if _is_network(task_model):
+            task, network = task_model.task, task_model.model
+            tree: dict[str, Any] = {"task": task.state_dict() if _is_module(task) else {}}
+            if isinstance(network, DDPSequential):
+                tree["run"], comm = network.run_state(), network.communicator
+            else:
+                tree["run"] = {"parameters": named_parameters(attach(network))}
+        else:
+            tree = {"model": {}, "task": {}}
+            for name, value in full_state_dict(task_model).items():
+                part, _, own = name.partition(".")
+                tree[part][own] = value
+            tree["optimizer"] = full_optimizer_state_dict(task_model, optimizer)
+            if groups.rank_and_size()[0] > 0:
+                return
+        tree["state"] = asdict(state)
+        snapshot = Snapshot()
+        snapshot.take(tree)
+        number = all_gather_object(comm, self._number(comm.rank))[0]
+        checkpoint = self._folder.checkpoint(number, state.num_steps)
+        run = {"step": state.num_steps, "ranks": comm.size, "state": asdict(state)}
+        self._folder.write(checkpoint, comm.rank, snapshot.write, run)
+        comm.barrier()
+        if only_last and comm.rank == 0:
+            self._folder.prune(1)
+
+    def _number(self, rank: int) -> int:
+        """Return the number of the next one, on rank 0, which removes what was left half before."""
+        if rank > 0:
+            return 0
+        if not self._begun:
+            self._folder.clear()
+            self._begun = True
+        return max((each.number for each in self._folder.all()), default=0) + 1
 
     def load(self, task: Any, model: Any, path: str | Path | None) -> State:
-        """Read the last file, or this one, into a task and a model that are not wrapped."""
-        path = self._folder / _LAST if path is None else Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no checkpoint {path}")
-        parts = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(parts["model"])
-        if _is_network(model):
-            load_running_statistics(model, parts["statistics"])
-        if isinstance(task, nn.Module):
-            task.load_state_dict(parts["task"])
-        return State(**parts["state"])
+        """Read the last one, or this one, into a task and a model that are not wrapped."""
+        checkpoint = self._folder.at(self._folder.path / LATEST if path is None else Path(path))
+        file = checkpoint.file_of(0)
+        if _is_module(model):
+            model.load_state_dict(read_tree(file, "model"))
+        elif isinstance(model, DDPSequential):
+            model.load_run_state(partial(_run_entry, checkpoint), checkpoint.ranks)
+        else:
+            load_parameters(attach(model), read_tree(file, "run", "parameters"))
+        if _is_module(task):
+            task.load_state_dict(read_tree(file, "task"))
+        self._resumed = checkpoint
+        return State(**read_tree(file, "state"))
+
+    def resume(self, task_model: Any, optimizer: Any) -> None:
+        """Load what needs the wrapped model, if `load` was called before; a collective call."""
+        checkpoint, self._resumed = self._resumed, None
+        if checkpoint is None:
+            return
+        if optimizer is not None:
+            saved = read_tree(checkpoint.file_of(0), "optimizer")
+            set_optimizer_state_dict(task_model, optimizer, saved, options=FULL)
+        elif isinstance(network := task_model.model, DDPSequential) and (
+            "exchange" in read_tree(checkpoint.file_of(0), "run")
+        ):
+            network.load_run_state(partial(_run_entry, checkpoint), checkpoint.ranks)
 
 
-def _is_network(model: Any) -> bool:
-    return model is not None and not isinstance(model, nn.Module)
+def _is_network(task_model: Any) -> bool:
+    model = getattr(task_model, "model", None)
+    return model is not None and not _is_module(model)
+
+
+def _is_module(part: Any) -> bool:
+    return isinstance(part, nn.Module)
+
+
+def _run_entry(checkpoint: Checkpoint, rank: int, name: str) -> Any:
+    return read_tree(checkpoint.file_of(rank), "run", name)

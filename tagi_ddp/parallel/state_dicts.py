@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.task_model import TaskModel
-from tagi_ddp.replica.host import attach
-from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.sequential.interface import SequentialInterface
+
+FULL = StateDictOptions(full_state_dict=True)
 
 
 def full_state_dict(model: Any) -> dict[str, Any]:
@@ -51,34 +54,7 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def running_statistics(model: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Return copies of a Sequential's running statistics by layer."""
-    return {
-        layer: {name: torch.tensor(array) for name, array in arrays.items()}
-        for layer, arrays in _statistics(_replica(model)).items()
-    }
-
-
-def load_running_statistics(model: Any, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Write what `running_statistics` has returned into a Sequential."""
-    replica = _replica(model)
-    for layer, arrays in _statistics(replica).items():
-        for name, array in arrays.items():
-            array[...] = state[layer][name].numpy()
-    replica.push()
-
-
-def _replica(model: Any) -> Replica:
-    replica: Replica = model._replica if isinstance(model, SequentialInterface) else attach(model)
-    replica.pull()
-    replica.export()
-    return replica
-
-
-def _statistics(replica: Replica) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for layer, arrays in zip(replica.layers, replica.arrays(), strict=True):
-        names = ("mu_ra", "var_ra", "first_batch")
-        if all(name in arrays for name in names):
-            found[layer.name] = {name: arrays[name] for name in names}
-    return found
+def full_optimizer_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state on rank 0, by the parameters' names; a collective call."""
+    state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    return dict(state) if groups.rank_and_size()[0] == 0 else {}

@@ -67,8 +67,8 @@ TrainerConfigT = TypeVar("TrainerConfigT", bound=BaseTrainerConfig)
 class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     """Trains a task's model; a context manager, which leaves a Sequential's group at its end.
 
-    Files are ``exp_dir/checkpoints/ckpt.<steps>.pt``, ``ckpt.pt``, a link to the last one, and
-    ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, a line for each epoch.
+    Files are folders ``exp_dir/checkpoints/<number>-step-<steps>``, with a link ``latest`` to the
+    last one, and ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, a line for each epoch.
 
     Args:
         config: the settings, a mapping of them, nested ones from nested mappings, or None for the
@@ -94,6 +94,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._checkpoints = Checkpoints(self.exp_dir / "checkpoints")
         self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
         self._network: Any = None  # its model if that is no torch module
+        self._optimizer: torch.optim.Optimizer | None = None
         self._open = ExitStack()
 
     def train(
@@ -146,6 +147,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         try:
             task_model = self._prepare(task, model)
             step = self._step_of(task_model, optimizer)
+            self._checkpoints.resume(task_model, self._optimizer)
             sampler = DistributedSampler(length, size, rank, seed=seed)
             losses = [
                 self._train_epoch(task_model, step, data, sampler, batch_size)
@@ -181,8 +183,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     def load_checkpoint(self, task: TaskT, model: ModelT, path: str | Path | None = None) -> State:
         """Load the last checkpoint, or that of ``path``, into a task and a model, before `train`.
 
-        `train` then goes on after its last batch. The optimizer's state is not in it: it starts
-        anew. Returns `state`.
+        `train` then goes on after its last batch, with the optimizer's state, as if it had not been
+        interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. Returns `state`.
+
+        Raises FileNotFoundError where there is none that is whole.
         """
         self.state = self._checkpoints.load(task, model, path)
         return self.state
@@ -237,6 +241,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
     def _step_of(self, task_model: Any, factory: OptimizerFactory | None) -> Callable[[Any], None]:
         """Return what follows a loss: backward, and the update."""
+        self._optimizer = None
         if factory is None:
             network = self._network
 
@@ -245,7 +250,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 network.step()
 
             return step
-        optimizer = factory(task_model.parameters())
+        self._optimizer = optimizer = factory(task_model.parameters())
         _check_optimizer(optimizer, set(task_model.parameters()))
 
         def descend(loss: Any) -> None:
@@ -280,10 +285,12 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             total = total + (loss.detach() if is_module else float(loss)) * len(share)
             state.num_steps += 1
             state.num_samples += samples
-            self._after_step(task_model)
+            if start + batch_size < length:
+                self._after_step(task_model)
         mean = self._sum(float(total)) / (length - begin)
         state.epoch += 1
         self._log(mean)
+        self._after_step(task_model)
         return mean
 
     def _after_step(self, task_model: Any) -> None:
@@ -293,7 +300,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
     def _save(self, task_model: Any) -> None:
         only_last = self.config.checkpoint.only_save_most_recent
-        self._checkpoints.save(task_model, self.state, only_last)
+        self._checkpoints.save(task_model, self._optimizer, self.state, only_last)
 
     def _sum(self, value: float) -> float:
         """Return the sum of all ranks' values."""

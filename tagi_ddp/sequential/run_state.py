@@ -12,6 +12,7 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.saved import merge_saved
@@ -52,7 +53,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             return {
                 "options": {name: self._options[name] for name in _DECISIVE},
                 "layout": self._layout(),
-                "parameters": self._named() if own else {},
+                "parameters": named_parameters(self._replica) if own else {},
                 "exchange": self._exchange.state_dict(),
                 "memory": self._memory(),
                 "lasting": self.compute.get_lasting_deltas(),
@@ -97,7 +98,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
         self._remember(own["memory"])
-        self._load_parameters(own["parameters"])
+        load_parameters(self._replica, own["parameters"])
         if self.reduction != "precision":
             self._replica.share(self.communicator)
         self._exchange.load_state_dict(own["exchange"])
@@ -112,14 +113,14 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             arrays = [entry(other, "parameters") for other in range(ranks if exchange else 1)]
             posteriors = []
             for parameters in arrays:
-                self._load_parameters(parameters)
+                load_parameters(self._replica, parameters)
                 replica.pull()
                 posteriors.append(replica.zeros())
                 replica.parameters.read_posterior(posteriors[-1])
             if exchange and ranks > 1:
                 states = [exchange, *(entry(other, "exchange") for other in range(1, ranks))]
                 posterior = merge_saved(replica, posteriors, states)
-                self._load_parameters(_mean_statistics(arrays, states))
+                load_parameters(self._replica, _mean_statistics(arrays, states))
                 replica.pull()
                 replica.parameters.write_posterior(posterior)
                 replica.updated()
@@ -142,17 +143,8 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             raise RuntimeError("there are deltas of a backward() that no step() has applied yet")
         return []
 
-    def _named(self) -> dict[str, NDArray[Any]]:
-        """Return views of the arrays that make the replica, by names like "0.mu_w"."""
-        numbers: dict[str, int] = {}
-        named = {}
-        for layer, array in self._replica.state():
-            number = numbers[layer] = numbers.get(layer, -1) + 1
-            named[f"{layer}.{_NAMES[number]}"] = array
-        return named
-
     def _check_fits(self, parameters: Mapping[str, NDArray[Any]]) -> None:
-        own = {name: array.size for name, array in self._named().items()}
+        own = {name: array.size for name, array in named_parameters(self._replica).items()}
         saved = {name: array.size for name, array in parameters.items()}
         if own != saved:
             name = next(n for n in [*own, *saved] if own.get(n) != saved.get(n))
@@ -160,14 +152,6 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 f"{name} has {saved.get(name, 'no')} numbers in what was saved, and "
                 f"{own.get(name, 'none')} in this network: give the network that was saved"
             )
-
-    def _load_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
-        if parameters:
-            self._replica.pull()
-            self._replica.export()
-            for name, array in self._named().items():
-                array[...] = parameters[name]
-            self._replica.push()
 
     def _layout(self) -> list[int]:
         """Return what must be equal for a rank to take the state of that of its number."""
@@ -201,6 +185,26 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         if training:
             self.model.train()
         self.compute.set_lstm_states({index: tuple(parts) for index, parts in lstm.items()})
+
+
+def named_parameters(replica: Replica) -> dict[str, NDArray[Any]]:
+    """Return views of all arrays that make a replica, by names like "0.mu_w"."""
+    numbers: dict[str, int] = {}
+    named = {}
+    for layer, array in replica.state():
+        number = numbers[layer] = numbers.get(layer, -1) + 1
+        named[f"{layer}.{_NAMES[number]}"] = array
+    return named
+
+
+def load_parameters(replica: Replica, parameters: Mapping[str, NDArray[Any]]) -> None:
+    """Write what `named_parameters` has returned, of all arrays or of none."""
+    if parameters:
+        replica.pull()
+        replica.export()
+        for name, array in named_parameters(replica).items():
+            array[...] = parameters[name]
+        replica.push()
 
 
 def _shared(memories: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:

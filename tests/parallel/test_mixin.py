@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 from parallel.support import flat, launched, torch_group
 from tagi_ddp import DDPSequential
+from tagi_ddp.checkpoint import read_tree
 from tagi_ddp.parallel import (
     BaseTrainer,
     BaseTrainerConfig,
@@ -36,7 +38,8 @@ from tagi_ddp.parallel import (
     TaskModel,
     TrainerParallelConfig,
 )
-from tagi_ddp.parallel.state_dicts import running_statistics
+from tagi_ddp.replica.host import attach
+from tagi_ddp.sequential.run_state import named_parameters
 
 SAMPLES, BATCH = 21, 8  # batches of 8, 8 and 5: shares differ
 SGD = torch.optim.SGD
@@ -186,25 +189,27 @@ def test_what_the_mixin_makes(shm: RankPool, tmp_path: Path) -> None:
 
 
 def everything(net: Any) -> Any:
-    statistics = running_statistics(net)
-    assert len(statistics) == 1
-    return flat({**net.state_dict(), **{n: part.values() for n, part in statistics.items()}})
+    named = named_parameters(attach(net))
+    assert sum(name.endswith("mu_ra") for name in named) == 1
+    return np.concatenate([np.ravel(array) for array in named.values()])
 
 
-def stop_and_go(comm: Any, job: str, folder: str) -> Any:
+def stop_and_go(comm: Any, job: str, folder: str, every: int) -> Any:
     """Fail in the second epoch; go on from the checkpoint that was written last."""
     with launched(comm.rank, comm.size, job):
         whole, task = tagi_net(norm=True), Fit()
         fit(settings(folder + ".whole"), whole, task)
-        seen = task.seen[4:6]
-        config = settings(folder, checkpoint=CheckpointConfig(2, True))
+        seen = task.seen[:]
+        config = settings(folder, checkpoint=CheckpointConfig(every, True))
         task.fail_at = 5
         with pytest.raises(OSError, match="disk is gone"):
             fit(config, tagi_net(norm=True), task)
         net, task = tagi_net(norm=True), Fit()
         arguments: Any = {"epochs": 2, "batch_size": BATCH}
         with ParallelMixin(config) as trainer:
-            assert trainer.load_checkpoint(task, net) == State(1, 4, SAMPLES + BATCH)
+            state = trainer.load_checkpoint(task, net)
+            assert state == State(1, *{2: (4, SAMPLES + BATCH), 3: (3, SAMPLES)}[every])
+            seen = seen[state.num_steps : 6]
             assert len(trainer.train(task, net, data(), **arguments)) == 1
             assert trainer.train(task, net, data(), **arguments) == []
         assert task.seen == seen
@@ -215,22 +220,49 @@ def stop_and_go(comm: Any, job: str, folder: str) -> Any:
         return everything(net)
 
 
-def test_training_goes_on_where_it_stopped(shm: RankPool, tmp_path: Path) -> None:
-    """A checkpoint in the midst of an epoch, of a network with running statistics."""
+@pytest.mark.parametrize("every", [2, 3])
+def test_training_goes_on_where_it_stopped(shm: RankPool, tmp_path: Path, every: int) -> None:
+    """In the midst of an epoch, or at its end; a network with running statistics."""
     folder = str(tmp_path / "stopped")
-    state, other = shm.run(stop_and_go, secrets.token_hex(4), folder, size=2)
+    state, other = shm.run(stop_and_go, secrets.token_hex(4), folder, every, size=2)
     assert np.array_equal(state, other)
     checkpoints = sorted(path.name for path in (tmp_path / "stopped/checkpoints").iterdir())
-    assert checkpoints == ["ckpt.6.pt", "ckpt.pt"]
-    assert (tmp_path / "stopped/checkpoints/ckpt.pt").resolve().name == "ckpt.6.pt"
+    assert len(checkpoints) == 2
+    assert checkpoints[0].endswith("-step-6")
+    latest = tmp_path / "stopped/checkpoints/latest"
+    assert latest.resolve().name == checkpoints[0]
+    names = sorted(path.name for path in latest.iterdir())
+    assert names == ["rank-0.safetensors", "rank-1.safetensors", "run.json"]
+
+
+def with_adam(comm: Any, path: str, folder: str, use_fsdp: bool) -> bool:
+    """Whether a run in two parts leaves what one in a single part does."""
+    with torch_group(comm, path):
+        parallel = ParallelConfig(use_fsdp=use_fsdp)
+        whole, parts = (settings(f"{folder}/{name}", parallel=parallel) for name in "ab")
+        arguments: Any = {"optimizer": partial(torch.optim.Adam, lr=0.05), "batch_size": BATCH}
+        fit(whole, torch_net(), WithScale(), **arguments)
+        fit(parts, torch_net(), WithScale(), **arguments, epochs=1)
+        net, task = torch_net(), WithScale()
+        with ParallelMixin(parts) as trainer:
+            assert trainer.load_checkpoint(task, net).epoch == 1
+            trainer.train(task, net, data(), epochs=2, **arguments)
+        comm.barrier()
+        found = [loaded(f"{folder}/{name}", torch_net(), WithScale()) for name in "ab"]
+        return np.array_equal(*found)
+
+
+@pytest.mark.parametrize("use_fsdp", [False, True])
+def test_the_optimizer_goes_on_too(shm: RankPool, use_fsdp: bool, tmp_path: Path) -> None:
+    assert all(shm.run(with_adam, str(tmp_path / "g"), str(tmp_path), use_fsdp, size=2, limit=60))
 
 
 @pytest.mark.parametrize(
     ("every", "recent", "files"),
     [
-        (None, False, ["ckpt.6.pt"]),
-        (2, False, ["ckpt.2.pt", "ckpt.4.pt", "ckpt.6.pt"]),
-        (4, True, ["ckpt.6.pt"]),
+        (None, False, ["000001-step-6"]),
+        (2, False, ["000001-step-2", "000002-step-4", "000003-step-6"]),
+        (4, True, ["000002-step-6"]),
     ],
 )
 def test_files(every: int | None, recent: bool, files: list[str], tmp_path: Path) -> None:
@@ -238,8 +270,8 @@ def test_files(every: int | None, recent: bool, files: list[str], tmp_path: Path
     config = settings(str(tmp_path), checkpoint=CheckpointConfig(every, recent))
     fit(config, model, task)
     folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == [*files, "ckpt.pt"]
-    parts = torch.load(folder / "ckpt.pt")
+    assert sorted(path.name for path in folder.iterdir()) == [*files, "latest"]
+    parts = read_tree(folder / "latest" / "rank-0.safetensors")
     assert parts["state"] == asdict(State(2, 6, 2 * SAMPLES))
     plain, other = torch_net(), WithScale()
     plain.load_state_dict(parts["model"], strict=True)
@@ -255,8 +287,8 @@ def test_one_process_without_the_mixin(tmp_path: Path) -> None:
     with BaseTrainer(BaseTrainerConfig("a", exp_dir=str(tmp_path))) as base:
         plain = base.train(Fit(), tagi_net(), data(), **arguments)
         assert not isinstance(base.task_model.model, DDPSequential)
-        with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*other\.pt"):
-            base.load_checkpoint(Fit(), tagi_net(), tmp_path / "other.pt")
+        with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*other"):
+            base.load_checkpoint(Fit(), tagi_net(), tmp_path / "other")
     with pytest.raises(RuntimeError, match=r"evaluate\(\) needs a train\(\)"):
         base.evaluate(data(), batch_size=BATCH)
     accelerated, _, _ = fit(settings(str(tmp_path)), tagi_net(), epochs=1)

@@ -257,7 +257,7 @@ def learn_task(arguments, cwd):
         r"(\d) process\(es\): loss (.*), test error (.*)%", done.stdout
     )
     assert int(processes) == number
-    assert (folder / "runs" / "checkpoints" / "ckpt.pt").is_file()
+    assert (folder / "runs" / "checkpoints" / "latest" / "run.json").is_file()
     return float(loss), float(error)
 
 
