@@ -22,6 +22,7 @@ FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
 TORCH_FAMILIES = (
     ("compute", 1),
     ("small", 1),
+    ("checkpoints", 2),
     ("uci", 2),
     ("scaling", 2),
     ("memory", 1),

@@ -145,3 +145,29 @@ def test_progress_is_shown_on_rank_0_only(capsys, monkeypatch):
     list(progress("abc"))
     list(progress("abc", rank=0, disable=True))
     assert capsys.readouterr().err == ""
+
+
+@given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 4), st.integers(1, 4), st.data())
+def test_steps_are_numbered_over_all_epochs(
+    length: int, size: int, epochs: int, ranks: int, data: st.DataObject
+) -> None:
+    """From any step on they are the same as from the first one on, and those of `batches`."""
+    sampler = DistributedSampler(length, ranks, data.draw(st.integers(0, ranks - 1)), seed=7)
+    expected = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        expected += sampler.batches(size)
+    first = data.draw(st.integers(0, len(expected) + 1))
+    found = list(sampler.steps(size, epochs, first))
+    assert [step for step, _ in found] == list(range(first, len(expected)))
+    for step, share in found:
+        np.testing.assert_array_equal(share, expected[step])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [((0, 1), "global_batch_size"), ((1, -1), "epochs"), ((1, 1, -1), "first")],
+)
+def test_wrong_steps(arguments: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        list(DistributedSampler(3, 1, 0).steps(*arguments))
