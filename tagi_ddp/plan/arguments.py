@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any
 
 from tagi_ddp.checks import count, positive
 from tagi_ddp.plan.model import Cluster, Link, Training
-from tagi_ddp.plan.report import default_ranks, plot, table
+from tagi_ddp.plan.report import default_ranks, plot, table, within
+from tagi_ddp.plan.search import Budget
 
 _count_or_zero = partial(count, low=0)
 _positive_or_zero = partial(positive, zero=True)
@@ -51,6 +53,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--ranks", type=_numbers, metavar="N,N,...", help="default: 1,2,4,...,8192,10000"
     )
+    budget = parser.add_argument_group(
+        "a budget", "the fewest ranks that keep within it, and how; a line after the table"
+    )
+    budget.add_argument(
+        "--hours", type=positive, metavar="H", help="how long training may take; needs --shares"
+    )
+    budget.add_argument(
+        "--shares",
+        type=positive,
+        metavar="N",
+        help="what there is to learn: steps that one rank alone would make",
+    )
+    budget.add_argument(
+        "--memory-gb", type=positive, metavar="GB", default=math.inf, help="memory of a rank"
+    )
     parser.add_argument("--plot", metavar="FILE", help="plot, too, to a .png, .svg or .pdf file")
     parser.set_defaults(command=_plan)
 
@@ -72,8 +89,14 @@ def _plan(options: argparse.Namespace) -> int:
         Link(options.latency_us / 1e6, options.gbit * 1e9 / 8),
         options.ranks_per_node,
     )
+    if (options.hours is None) != (options.shares is None):
+        print("tagi-ddp: a budget needs both --hours and --shares", file=sys.stderr)
+        return 2
     ranks = options.ranks or default_ranks()
     print(table(training, cluster, ranks))
+    if options.hours is not None:
+        budget = Budget(options.shares, 3600 * options.hours, 1e9 * options.memory_gb)
+        print("\n" + within(training, cluster, budget))
     if options.plot:
         try:
             plot(options.plot, training, cluster, ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.plan.model import SCHEMES, Cluster, Training, predict
-from tagi_ddp.plan.search import search
+from tagi_ddp.plan.search import Budget, fewest_ranks, search
 
 
 def default_ranks(most: int = 10_000) -> list[int]:
@@ -47,6 +47,22 @@ def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
         "MLP did on up to 16 ranks; docs/merging.md\nsays where that does not hold."
     )
     return "\n".join([*lines, "", note])
+
+
+def within(training: Training, cluster: Cluster, budget: Budget) -> str:
+    """Return as text what keeps within a budget."""
+    asked = f"{budget.shares:,.0f} shares within {budget.seconds / 3600:g} h"
+    if math.isfinite(budget.memory):
+        asked += f" and {budget.memory / 1e9:g} GB"
+    found = fewest_ranks(training, cluster, budget)
+    if found is None:
+        return f"{asked}: no number of ranks up to 10,000 keeps within that."
+    ranks, choice = found
+    hours = choice.seconds * budget.shares / ranks / 3600
+    return (
+        f"{asked}: {ranks} ranks, {cluster.nodes(ranks)} nodes, by {choice}: "
+        f"{hours:.2f} h, {ranks * hours:.1f} rank hours."
+    )
 
 
 def plot(path: str | Path, training: Training, cluster: Cluster, ranks: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ networks and batches (docs/merging.md); only a sum is what one process does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,55 @@ class Choice:
             return self.scheme
         name = {32: "", 16: ", bf16", 8: ", int8"}[self.bits]
         return f"{self.scheme}, every {self.sync_every}{name}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What training may take, and how much there is to learn.
+
+    shares: of batches, a step of one rank each: the samples of all epochs by a rank's share.
+    seconds: until they are learned. memory: bytes that a rank has for what `Choice.memory` counts.
+    """
+
+    shares: float
+    seconds: float
+    memory: float = math.inf
+
+
+def fewest_ranks(
+    training: Training, cluster: Cluster, budget: Budget, most: int = 10_000
+) -> tuple[int, Choice] | None:
+    """Return the least number of ranks that keep within a budget, and how; None if none do.
+
+    R ranks make 1 / R of the steps of one. Looked at are parts of a node, then whole nodes: twice
+    as many each time until they do, and then between the last two, as more ranks are not slower.
+    """
+    node = cluster.ranks_per_node
+    numbers = [*range(1, min(node, most + 1)), *range(node, most + 1, node)]
+    end = len(numbers) - 1
+    last = -1
+    for index in sorted({min((1 << power) - 1, end) for power in range(end.bit_length() + 1)}):
+        if found := _within(training, cluster, budget, numbers[index]):
+            break
+        last = index
+    else:
+        return None
+    while index - last > 1:
+        middle = (last + index) // 2
+        if choice := _within(training, cluster, budget, numbers[middle]):
+            index, found = middle, choice
+        else:
+            last = middle
+    return numbers[index], found
+
+
+def _within(training: Training, cluster: Cluster, budget: Budget, ranks: int) -> Choice | None:
+    """Return the most cautious way in which so many ranks keep within a budget."""
+    limit = budget.seconds * ranks / budget.shares
+    for choice in _candidates(training, cluster, ranks):
+        if choice.seconds <= limit and choice.memory(training, cluster, ranks) <= budget.memory:
+            return choice
+    return None
 
 
 def search(training: Training, cluster: Cluster, ranks: int) -> Choice:

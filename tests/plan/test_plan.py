@@ -25,6 +25,7 @@ from tagi_ddp.plan import (
     search,
     table,
 )
+from tagi_ddp.plan.search import Budget, fewest_ranks
 
 PLAN = ["plan", "--step-ms", "12", "--parameters", "11e6"]
 CLUSTER = Cluster(node=Link(1e-3, 1e6), across=Link(1e-2, 1e5), ranks_per_node=2)
@@ -193,6 +194,39 @@ def test_the_search_finds_nothing_slower(training: Training, cluster: Cluster, r
         for bits in (32, 8)
     )
     assert training.step <= found.seconds <= 1.05 * least * ROUNDING
+
+
+@settings(max_examples=30)
+@given(TRAININGS, CLUSTERS, st.floats(0.01, 1e4), st.floats(1e-3, 10))
+def test_the_fewest_ranks_within_a_budget(
+    training: Training, cluster: Cluster, speed: float, memories: float
+) -> None:
+    """What is found keeps within it; none is found where the most ranks would not do either."""
+    budget = Budget(1e6, 1e6 * training.step / speed, memories * 20 * 8 * training.parameters)
+    found = fewest_ranks(training, cluster, budget, 64)
+    if found is None:
+        most = 64 // cluster.ranks_per_node * cluster.ranks_per_node or 64
+        choice = search(training, cluster, most)
+        assert speed * choice.seconds * ROUNDING >= training.step * most or (
+            choice.memory(training, cluster, most) > budget.memory
+        )
+        return
+    ranks, choice = found
+    assert choice.seconds * budget.shares / ranks <= budget.seconds
+    assert choice.memory(training, cluster, ranks) <= budget.memory
+    assert ranks >= speed / ROUNDING
+
+
+def test_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--step-ms", "36", "--parameters", "1000", "--ranks", "1", "--hours", "1"]
+    cluster = ["--ranks-per-node", "4", "--shares", "1e6"]
+    assert main([*given, *cluster]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("1,000,000 shares within 1 h: 12 ranks, 3 nodes, by sum: 0.8")
+    assert main([*given, *cluster, "--memory-gb", "1e-9"]) == 0
+    assert "1e-09 GB: no number of ranks up to 10,000 keeps" in capsys.readouterr().out
+    assert main(given) == 2
+    assert "needs both --hours and --shares" in capsys.readouterr().err
 
 
 @given(TRAININGS, CLUSTERS, RANKS)

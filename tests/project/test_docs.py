@@ -220,10 +220,15 @@ def test_commands_exist(page: Path, help_of: dict[str, str]) -> None:
 
 
 def test_the_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = (b for b in blocks(ROOT / "docs" / "planning.md") if b.kind == "console")
-    (command,) = block.commands
+    first, second = (b for b in blocks(ROOT / "docs" / "planning.md") if b.kind == "console")
+    (command,) = first.commands
     assert main(shlex.split(command)[1:]) == 0
-    assert f"$ {command}\n{capsys.readouterr().out}" == block.text
+    assert f"$ {command}\n{capsys.readouterr().out}" == first.text
+    (command,) = second.commands
+    begin, last = command.split(" | ")
+    assert last == "tail -1"
+    assert main(shlex.split(begin)[1:]) == 0
+    assert f"$ {command}\n{capsys.readouterr().out.splitlines()[-1]}\n" == second.text
 
 
 # --- names -------------------------------------------------------------------------------------
