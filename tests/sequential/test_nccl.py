@@ -139,9 +139,7 @@ def abort_in_a_step(comm: Any, operation: str) -> tuple[str, bool]:
     return str(error.value), same
 
 
-@pytest.mark.parametrize(
-    "operation", ["ncclAllReduce", pytest.param("ncclAllGather", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("operation", ["ncclAllReduce", "ncclAllGather"])
 def test_failed_step_changes_nothing(nccl: RankPool, operation: str) -> None:
     for text, same in nccl.run(abort_in_a_step, operation, size=2, fresh=True, limit=60):
         assert same

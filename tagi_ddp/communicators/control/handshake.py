@@ -17,8 +17,9 @@ from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
 _SLICE = 0.02  # seconds in the engine between two looks at the messages
-# Seconds in which the messages should explain an engine's error: a silent host is noticed by then.
-_GRACE = SILENCE + 2.0
+# Seconds in which the messages should explain an engine's error: that a rank has ended, and that a
+# host has fallen silent.
+_GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 
@@ -247,7 +248,8 @@ class Handshake:
         call = self._call
         late = time.monotonic() > call.deadline - _SLICE  # the engine's own limit is the call's
         try:
-            self._channel.until(self._interrupted, min(call.deadline, time.monotonic() + _GRACE))
+            grace = _GRACE if self._channel.one_host else _GRACE_OF_HOSTS
+            self._channel.until(self._interrupted, min(call.deadline, time.monotonic() + grace))
             if late:
                 self._time_out(self._to_blame(self._unfinished()))
         except CommunicatorError as reason:
