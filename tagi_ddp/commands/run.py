@@ -6,7 +6,9 @@ import argparse
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 from tagi_ddp.checks import count, positive
@@ -21,8 +23,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         help="run a script on several processes",
-        usage="tagi-ddp run [-n N] [--timeout S] [--nnodes K --node-rank R --rendezvous HOST:PORT]"
-        " (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        usage="tagi-ddp run [-n N] [--timeout S] [--max-restarts N]"
+        " [--nnodes K --node-rank R --rendezvous HOST:PORT] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Run a Python script on several processes of this host, the ranks; "
         "DDPConfig.from_env() in it finds the rank. Output lines carry the rank. When a rank fails "
         "all are ended. OMP_NUM_THREADS is set to cores / N unless it is set already. With "
@@ -38,6 +40,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--nnodes", type=count, metavar="K", help="number of hosts; default: this one"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=partial(count, low=0),
+        default=0,
+        metavar="N",
+        help="when a rank fails, start all again up to N times; the script goes on where "
+        "tagi_ddp.checkpoint resumes it; default: 0",
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="of this host, from 0")
     parser.add_argument(
@@ -60,15 +70,12 @@ def _run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"tagi-ddp: {error}", file=sys.stderr)
         return 2
-    kind = "module" if options.module else "script"
+    end = None if options.timeout is None else time.monotonic() + options.timeout
+    left = options.max_restarts
     try:
-        command = [kind, options.target, *options.arguments]
-        supervise(command, options.nprocs, options.timeout, nodes=nodes)
-    except LaunchError as error:
-        # The rank has printed its traceback itself.
-        text = f"rank {error.rank} failed first" if error.traceback else str(error)
-        print(f"tagi-ddp: {text}; all ranks were ended", file=sys.stderr)
-        return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
+        while (status := _attempt(options, nodes, end, left)) and left:
+            left -= 1
+            nodes = _nodes(options)
     except TimeoutError as error:
         print(f"tagi-ddp: {error}", file=sys.stderr)
         return 124
@@ -81,6 +88,22 @@ def _run(options: argparse.Namespace) -> int:
     except OSError as error:
         print(f"tagi-ddp: {error.strerror or error}", file=sys.stderr)
         return 2
+    return status
+
+
+def _attempt(options: argparse.Namespace, nodes: Nodes | None, end: float | None, left: int) -> int:
+    """Run all ranks once, with ``left`` restarts left; return the job's exit status."""
+    kind = "module" if options.module else "script"
+    command = [kind, options.target, *options.arguments]
+    timeout = None if end is None else max(0.0, end - time.monotonic())
+    try:
+        supervise(command, options.nprocs, timeout, nodes=nodes)
+    except LaunchError as error:
+        # The rank has printed its traceback itself.
+        text = f"rank {error.rank} failed first" if error.traceback else str(error)
+        then = "ended, and start again" if left else "ended"
+        print(f"tagi-ddp: {text}; all ranks were {then}", file=sys.stderr, flush=True)
+        return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster.slurm import LIMIT, Slurm, cluster, missing
+from support.resumes import RESUMES
 
 pytestmark = [
     pytest.mark.slow,
@@ -87,6 +88,26 @@ def test_sbatch(slurm: Slurm, script: Path) -> None:
     )
     assert done.returncode == 0, output.read_text()
     assert sorted(output.read_text().splitlines()) == expected("gloo")
+
+
+def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    """A step fails, the batch script asks for another start, and that begins at the checkpoint."""
+    (tmp_path / "train.py").write_text(RESUMES)
+    output, folder = tmp_path / "output", tmp_path / "checkpoints"
+    batch = tmp_path / "job.sh"
+    batch.write_text(
+        f"""#!/bin/sh
+#SBATCH --requeue --open-mode=append --nodes=1 --ntasks-per-node=2 --output={output}
+srun {sys.executable} {tmp_path / "train.py"} {folder} 0:5 || scontrol requeue $SLURM_JOB_ID
+"""
+    )
+    assert slurm.run("sbatch", batch).returncode == 0
+    deadline = time.monotonic() + 5 * LIMIT
+    while not output.exists() or "hash" not in output.read_text():
+        assert time.monotonic() < deadline, output.read_text() if output.exists() else "no output"
+        time.sleep(0.5)
+    starts = [line for line in output.read_text().splitlines() if line.startswith("from")]
+    assert starts == ["from 0", "from 3"]
 
 
 def test_a_killed_rank_ends_all_by_name(slurm: Slurm, script: Path) -> None:

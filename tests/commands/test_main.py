@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.resumes import RESUMES
 
 COMMAND = [Path(sys.executable).with_name("tagi-ddp")]
 
@@ -237,3 +238,49 @@ def test_version():
     assert done.stdout.startswith("tagi-ddp 0."), done.stderr
     module = [sys.executable, "-m", "tagi_ddp", "--version"]
     assert subprocess.check_output(module, text=True, timeout=60) == done.stdout
+
+
+def trained(tmp_path, *kills, restarts=0, launcher="tagi-ddp"):
+    """Return the exit status, from where each attempt went on, and the hash of the replicas."""
+    path = tmp_path / "train.py"
+    path.write_text(RESUMES)
+    folder = tmp_path / f"checkpoints {len(kills)}"
+    options = {"tagi-ddp": ("run", "-n", "2"), "torchrun": ("--nproc-per-node", "2")}[launcher]
+    done = subprocess.run(
+        [
+            *(Path(sys.executable).with_name(launcher), *options),
+            *(f"--max-restarts={restarts}", path, folder, *kills),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    starts = [int(line.split()[-1]) for line in done.stdout.splitlines() if "from" in line]
+    return done, starts, {line.split()[-1] for line in done.stdout.splitlines() if "hash" in line}
+
+
+def test_restarted_ranks_go_on_from_the_last_checkpoint(tmp_path):
+    done, starts, expected = trained(tmp_path)
+    assert (done.returncode, starts, len(expected)) == (0, [0], 1), done.stderr
+    done, starts, found = trained(tmp_path, "0:5", "3:10", restarts=2)
+    assert (done.returncode, starts, found) == (0, [0, 3, 9], expected), done.stderr
+    assert (
+        done.stderr.count("rank 1 of 2 was killed by SIGKILL; all ranks were ended, and start a")
+        == 2
+    )
+
+
+def test_no_more_restarts_than_asked_for(tmp_path):
+    path = script(tmp_path, "print('here', flush=True)", "sys.exit(3 if rank else 0)")
+    done = run("run", "--max-restarts", 2, path)
+    assert done.returncode == 3
+    assert done.stdout.count("[1] here") == 3
+    assert done.stderr.rstrip().endswith("all ranks were ended")
+    assert run("run", "--max-restarts", -1, path).returncode == 2
+
+
+def test_torchruns_restarts(tmp_path):
+    _, _, expected = trained(tmp_path)
+    done, starts, found = trained(tmp_path, "0:5", restarts=1, launcher="torchrun")
+    assert (done.returncode, starts, found) == (0, [0, 3], expected), done.stderr[-2000:]

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -30,6 +30,9 @@ with tagi_ddp.init() as comm:
     print("at", comm.backend, comm.rank, int(total[0]), *place, flush=True)
     if "fails" in sys.argv and comm.rank == int(sys.argv[2]):
         raise ValueError("the cause")
+    if "once" in sys.argv and comm.rank == 2 and not os.path.exists("failed"):
+        open("failed", "w").close()
+        os._exit(7)
     if "wait" in sys.argv:
         time.sleep(60)
     comm.barrier()
@@ -50,10 +53,12 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
     (tmp_path / "script.py").write_text(SCRIPT)
     with ExitStack() as stack:
 
-        def start(node: int, ranks: int, *arguments: str) -> subprocess.Popen[str]:
+        def start(
+            node: int, ranks: int, *arguments: str, options: Sequence[str] = ()
+        ) -> subprocess.Popen[str]:
             where = ["--nnodes", "2", "--node-rank", str(node), "--rendezvous", f"localhost:{port}"]
             process = subprocess.Popen(
-                [COMMAND, "run", "-n", str(ranks), *where, "script.py", *arguments],
+                [COMMAND, "run", "-n", str(ranks), *where, *options, "script.py", *arguments],
                 cwd=tmp_path,
                 env={**os.environ, "TAGI_DDP_SECRET": "ours", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
@@ -103,6 +108,16 @@ def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> N
     assert [process.returncode for process in processes] == [1, 1], texts
     assert all(f"rank {rank} failed first; all ranks were ended" in text for text in texts), texts
     assert sum("ValueError: the cause" in text for text in texts) >= 1
+
+
+def test_all_nodes_start_again(start: Start) -> None:
+    """One attempt more, in which rank 2 does not fail any more."""
+    processes = [start(node, 2, "once", options=["--max-restarts", "1"]) for node in (1, 0)]
+    texts = outputs(*processes)
+    assert [process.returncode for process in processes] == [0, 0], texts
+    for text in texts:
+        assert "rank 2 of 4 ended with exit status 7; all ranks were ended, and start" in text
+        assert text.count("at gloo") == 4
 
 
 @pytest.mark.parametrize("lost", [0, 1])
