@@ -229,7 +229,7 @@ class _Team:
                     return self._end_job(None)
             if now >= deadline:
                 raise TimeoutError(
-                    f"ranks {running} of {self.world_size} were still running after {timeout} "
+                    f"ranks {running} of {self.world_size} were still running after {timeout:g} "
                     "seconds; all were ended"
                 )
 

@@ -135,7 +135,7 @@ def test_blocks_are_marked(page: Path) -> None:
 
 def commands(page: Path) -> list[list[str]]:
     """Return the words of the commands in blocks, and of those in backticks."""
-    typed = [command for block in blocks(page) for command in block.commands]
+    typed = [line.split(" | ")[0] for block in blocks(page) for line in block.commands]
     typed += [span for span in spans(page) if span.split()[0] in CHECKS]
     return [[word for word in shlex.split(line) if "=" not in word] for line in typed]
 
