@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,15 @@ DATASETS = (
 )
 
 
+# How a split is trained, in front of its rows' names.
+PLAIN, HETEROSCEDASTIC, STOPPING = KINDS = (
+    "",
+    "heteroscedastic, ",
+    "heteroscedastic, early stopping, ",
+)
+PATIENCE, IMPROVEMENT = 5, 0.01  # epochs, and of the held-out rows' mean log-likelihood
+
+
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """RMSE and likelihood of all splits, by ranks side by side; and one split by all together.
 
@@ -157,13 +167,12 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         return [Row("UCI", reason, reason, "", None)]
     epochs = 1 if quick else EPOCHS
     table: list[Row] = []
-    for heteroscedastic in (False, True):
+    for kind in KINDS:
         start = time.perf_counter()
-        results = _all_splits(communicator, heteroscedastic, epochs, 1 if quick else None)
+        results = _all_splits(communicator, kind, epochs, 1 if quick else None)
         seconds = time.perf_counter() - start
         for dataset in DATASETS:
-            table += _compare(dataset, heteroscedastic, results[dataset.name])
-        kind = "heteroscedastic, " * heteroscedastic
+            table += _compare(dataset, kind, results[dataset.name])
         limit = Figure.single(SECONDS)
         table.append(Row(f"{kind}all sets and splits", Figure.single(seconds), limit, "s", 1.0))
     for dataset in DATASETS:
@@ -204,17 +213,31 @@ class Split:
         self.test_x = np.ascontiguousarray(scaled[test], np.float32)
         self.test_y = target[test]
 
+    def hold_out(self) -> Callable[[Any, Dataset], float]:
+        """Take a tenth of the training rows away; return what tells their log-likelihood."""
+        order = np.random.default_rng(1).permutation(len(self.x))
+        held, kept = np.split(order, [len(order) // 10])
+        x, y = self.x[held], self.y[held, 0].astype(np.float64) * self.scale + self.center
+        self.x, self.y = self.x[kept], self.y[kept]
+        return lambda model, dataset: self._score(model, dataset, True, x, y)["ll"]
+
     def score(self, model: Any, dataset: Dataset, heteroscedastic: bool) -> dict[str, float]:
         """Return RMSE and mean log-likelihood of the test rows, in the target's units."""
+        return self._score(model, dataset, heteroscedastic, self.test_x, self.test_y)
+
+    def _score(
+        self, model: Any, dataset: Dataset, heteroscedastic: bool, x: np.ndarray, y: np.ndarray
+    ) -> dict[str, float]:
         model.eval()
-        mean, variance = model(self.test_x)
+        mean, variance = model(x)
+        model.train()
         if heteroscedastic:
             mean, variance = mean[::2], variance[::2] + mean[1::2]
         else:
             variance = variance + np.float32(dataset.sigma_v) ** 2
         mean = mean.astype(np.float64) * self.scale + self.center
         variance = variance.astype(np.float64) * self.scale**2
-        error = self.test_y - mean
+        error = y - mean
         likelihood = -0.5 * (np.log(2 * np.pi * variance) + error**2 / variance)
         return {"rmse": float(np.sqrt((error**2).mean())), "ll": float(likelihood.mean())}
 
@@ -241,8 +264,12 @@ def train(
     heteroscedastic: bool,
     rank: int = 0,
     ranks: int = 1,
+    after_epoch: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train on each batch's rows number ``rank``, ``rank + ranks``, ..."""
+    """Train on each batch's rows number ``rank``, ``rank + ranks``, ... until all epochs are over.
+
+    Or ``after_epoch`` says that it is enough.
+    """
     rng = np.random.default_rng(0)
     noise = np.full_like(split.y, dataset.sigma_v**2)
     for _ in range(epochs):
@@ -256,28 +283,51 @@ def train(
             # A noise that is predicted as zero or infinite leaves nothing to learn from.
             with suppress(NotFiniteError):
                 model.learn(x[own], y[own])
+        if after_epoch():
+            return
 
 
-def _train_split(item: tuple[int, int, int, bool]) -> dict[str, float]:
-    place, number, epochs, heteroscedastic = item
+def train_until_it_is_enough(model: Any, dataset: Dataset, split: Split, epochs: int) -> None:
+    """Train until the likelihood of a tenth of the rows improves no more; keep the best epoch's."""
+    likelihood = split.hold_out()
+    best, waited, state = -np.inf, 0, model.state_dict()
+
+    def enough() -> bool:
+        nonlocal best, waited, state
+        now = likelihood(model, dataset)
+        waited += 1
+        if now > best + IMPROVEMENT:
+            best, waited, state = now, 0, model.state_dict()
+        return waited == PATIENCE
+
+    train(model, dataset, split, epochs, True, after_epoch=enough)
+    model.load_state_dict(state)
+
+
+def _train_split(item: tuple[int, int, int, str]) -> dict[str, float]:
+    place, number, epochs, kind = item
     dataset = DATASETS[place]
     split = Split(dataset, number)
+    heteroscedastic = kind != PLAIN
     model = accelerate(network(dataset, split.x.shape[1], heteroscedastic))
     start = time.perf_counter()
-    train(model, dataset, split, epochs, heteroscedastic)
+    if kind == STOPPING:
+        train_until_it_is_enough(model, dataset, split, epochs)
+    else:
+        train(model, dataset, split, epochs, heteroscedastic)
     seconds = time.perf_counter() - start
     return {**split.score(model, dataset, heteroscedastic), "seconds": seconds}
 
 
 def _all_splits(
-    communicator: Communicator, heteroscedastic: bool, epochs: int, most: int | None
+    communicator: Communicator, kind: str, epochs: int, most: int | None
 ) -> dict[str, list[dict[str, float]]]:
     items, weights = [], []
     for place, dataset in enumerate(DATASETS):
         arrays = _read(Path(os.environ[FOLDER]), dataset)
         assert not isinstance(arrays, str)
         for number in range(len(arrays[1]))[:most]:
-            items.append((place, number, epochs, heteroscedastic))
+            items.append((place, number, epochs, kind))
             weights.append(float(len(arrays[0]) * dataset.hidden))
     results = map_networks(_train_split, items, weights=weights, communicator=communicator)
     by_set: dict[str, list[dict[str, float]]] = {}
@@ -286,9 +336,9 @@ def _all_splits(
     return by_set
 
 
-def _compare(dataset: Dataset, heteroscedastic: bool, results: list[dict[str, float]]) -> list[Row]:
-    published = dataset.heteroscedastic if heteroscedastic else dataset.plain
-    name = f"{dataset.name}, {'heteroscedastic, ' * heteroscedastic}"
+def _compare(dataset: Dataset, kind: str, results: list[dict[str, float]]) -> list[Row]:
+    published = dataset.plain if kind == PLAIN else dataset.heteroscedastic
+    name = f"{dataset.name}, {kind}"
     rmse = np.array([result["rmse"] for result in results])
     likelihood = np.array([result["ll"] for result in results])
     seconds = np.median([result["seconds"] for result in results])
@@ -306,7 +356,7 @@ def _compare(dataset: Dataset, heteroscedastic: bool, results: list[dict[str, fl
         other = np.exp(-published.log_likelihood)
         theirs, theirs_p = Figure.single(published.rmse), Figure.single(other)
         bars = published.rmse / (published.rmse + error), float(np.exp(-spread))
-        if heteroscedastic:
+        if kind == HETEROSCEDASTIC:  # which was published with early stopping
             bars = None, None
     return [
         Row(f"{name}RMSE, {seconds:.2f} s a split", ours, theirs, "RMSE", bars[0]),

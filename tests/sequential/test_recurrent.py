@@ -15,6 +15,7 @@ from support.networks import distance, learn, parameters
 from support.rank_pool import RankPool
 
 from tagi_ddp import DDPSequential
+from tagi_ddp.checkpoint import Checkpoints
 from tagi_ddp.sequential import accelerate
 
 STEPS = 6
@@ -118,3 +119,23 @@ def test_each_rank_smooths_its_series(shm: RankPool) -> None:
         for own, other in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
     assert not np.allclose(native[0][0], native[1][0])
+
+
+def checkpointed(comm: Any, compute: Any, folder: str) -> bool:
+    """Do the same with a checkpoint, which needs no hand."""
+    whole = DDPSequential(network(), average=False, communicator=comm, compute=compute)
+    values = series(comm.rank)
+    with Checkpoints(folder, whole) as checkpoints:
+        train(whole, values, range(STEPS))
+        checkpoints.save(STEPS)
+        train(whole, values, range(STEPS, 2 * STEPS))
+
+    resumed = DDPSequential(network(), average=False, communicator=comm, compute=compute)
+    with Checkpoints(folder, resumed) as checkpoints:
+        train(resumed, values, range(checkpoints.resume(), 2 * STEPS))
+    return bool(resumed.check_replicas() == whole.check_replicas())
+
+
+@pytest.mark.parametrize("compute", [*COMPUTES, "auto"])
+def test_resumed_from_a_checkpoint(shm: RankPool, compute: str, tmp_path: Path) -> None:
+    assert all(shm.run(checkpointed, compute, str(tmp_path), size=2))
