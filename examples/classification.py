@@ -14,7 +14,6 @@ import pytagi
 from images import DATASETS, load_images
 from networks import NETWORKS
 from pytagi import HRCSoftmaxMetric, Utils
-from pytagi.nn import OutputUpdater
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, progress, reduce_metrics
 
@@ -47,23 +46,13 @@ def train(options):
 def fit(model, metric, x, y, options):
     targets, nodes, depth = Utils().label_to_obs(y, CLASSES)
     targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
-    updater = OutputUpdater("cpu")
     sampler = DistributedSampler(x)
     seconds = 0.0
     for epoch in (bar := progress(range(options.epochs), unit="epoch")):
         sampler.set_epoch(epoch)
         start, wrong, seen = time.perf_counter(), 0, 0
         for share in sampler.batches(options.batch_size):  # this rank's part of each batch
-            mean, variance = model(x[share])
-            updater.update_using_indices(
-                model.output_z_buffer,
-                targets[share].ravel(),
-                np.full(targets[share].size, SIGMA_V**2, np.float32),
-                nodes[share].ravel(),
-                model.input_delta_z_buffer,
-            )
-            model.backward()
-            model.step()
+            mean, variance = model.learn(x[share], targets[share], SIGMA_V**2, nodes[share])
             wrong += np.sum(metric.get_predicted_labels(mean, variance) != y[share])
             seen += len(share)
         seconds += time.perf_counter() - start

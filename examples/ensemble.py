@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 import numpy as np
 from matplotlib.figure import Figure
-from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+from pytagi.nn import Linear, ReLU, Sequential
 from sklearn.datasets import load_diabetes
 
 import tagi_ddp
@@ -32,17 +32,12 @@ NAMES = ("one network", "ensemble")
 def train(strategy, x, y, epochs):
     net = Sequential(Linear(x.shape[1], 64), ReLU(), Linear(64, 1))  # drawn by the member's seed
     model = strategy.setup(net)
-    updater = OutputUpdater("cpu")
     group, member = strategy.group, strategy.layout.member
     sampler = DistributedSampler(x, group.size, group.rank, seed=member)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for share in sampler.batches(BATCH):  # this rank's part of each batch
-            model(x[share])
-            noise = np.full(len(share), SIGMA**2, np.float32)
-            updater.update(model.output_z_buffer, y[share], noise, model.input_delta_z_buffer)
-            model.backward()
-            model.step()
+            model.learn(x[share], y[share], SIGMA**2)
     return model
 
 

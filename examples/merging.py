@@ -16,7 +16,6 @@ import pytagi
 from images import DATASETS, load_images
 from networks import NETWORKS
 from pytagi import HRCSoftmaxMetric, Utils
-from pytagi.nn import OutputUpdater
 
 import tagi_ddp
 from tagi_ddp import DDPSequential, DistributedSampler, reduce_metrics
@@ -30,7 +29,7 @@ def train(model, data, options, scheduled):
     """Return the seconds that training took."""
     targets, nodes, depth = Utils().label_to_obs(data.y_train, CLASSES)
     targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
-    metric, updater = HRCSoftmaxMetric(CLASSES), OutputUpdater("cpu")
+    metric = HRCSoftmaxMetric(CLASSES)
     sampler = DistributedSampler(data.x_train)
     start = time.perf_counter()
     for epoch in range(options.epochs):
@@ -39,16 +38,8 @@ def train(model, data, options, scheduled):
         if scheduled:
             model.begin_epoch(len(batches))
         for share in batches:  # this rank's part of each batch
-            mean, variance = model(data.x_train[share])
-            updater.update_using_indices(
-                model.output_z_buffer,
-                targets[share].ravel(),
-                np.full(targets[share].size, SIGMA_V**2, np.float32),
-                nodes[share].ravel(),
-                model.input_delta_z_buffer,
-            )
-            model.backward()
-            model.step()
+            x = data.x_train[share]
+            mean, variance = model.learn(x, targets[share], SIGMA_V**2, nodes[share])
             wrong += np.sum(metric.get_predicted_labels(mean, variance) != data.y_train[share])
         if scheduled:
             model.end_epoch(wrong / max(1, sum(map(len, batches))))

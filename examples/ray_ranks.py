@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 import pytagi
 import ray
-from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+from pytagi.nn import Linear, ReLU, Sequential
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler
 
@@ -63,18 +63,12 @@ def train(epochs):
     y = np.sin(2 * x)
     pytagi.manual_seed(1)
     network = Sequential(Linear(1, 32), ReLU(), Linear(32, 1))
-    updater, sampler = OutputUpdater("cpu"), DistributedSampler(x)
+    sampler = DistributedSampler(x)
     with DDPSequential(network, DDPConfig.from_env(), average=False) as model:
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
             for share in sampler.batches(32):
-                model(x[share])
-                noise = np.full(len(share), 0.1**2, np.float32)
-                updater.update(
-                    model.output_z_buffer, y[share].ravel(), noise, model.input_delta_z_buffer
-                )
-                model.backward()
-                model.step()
+                model.learn(x[share], y[share], 0.1**2)
         mean, _ = model(x)
         error = float(np.sqrt(np.mean((mean - y.ravel()) ** 2)))
         communicator = model.communicator

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 import pytagi
 from matplotlib.figure import Figure
-from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
+from pytagi.nn import Linear, ReLU, Sequential
 from sklearn.datasets import load_diabetes
 
 import tagi_ddp
@@ -30,16 +30,11 @@ def train(comm, x, y, sigma, epochs):
     pytagi.manual_seed(0)
     net = Sequential(Linear(x.shape[1], 32), ReLU(), Linear(32, 1))
     model = tagi_ddp.DDPSequential(net, average=False, communicator=comm)
-    updater = OutputUpdater("cpu")
     sampler = DistributedSampler(x, comm.size, comm.rank)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for share in sampler.batches(BATCH):  # this rank's part of each batch
-            model(x[share])
-            noise = np.full(len(share), sigma**2, np.float32)
-            updater.update(model.output_z_buffer, y[share], noise, model.input_delta_z_buffer)
-            model.backward()
-            model.step()
+            model.learn(x[share], y[share], sigma**2)
     model.check_replicas()
     return model
 

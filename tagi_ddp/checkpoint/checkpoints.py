@@ -136,19 +136,23 @@ class Checkpoints(Closing):
                 tensors, in dicts, lists and tuples.
 
         Raises:
-            CheckpointError: on all ranks, where one could not write the checkpoint before.
-            TypeError: something in ``extra`` or in a part's state cannot be saved.
-            RuntimeError: between `backward` and `step`; see `DDPSequential.run_state`.
+            CheckpointError: on all ranks, where one could not write the checkpoint before, or has
+                something that cannot be saved.
+            RuntimeError: on all ranks, between `backward` and `step`: `DDPSequential.run_state`.
         """
-        step = integer("step", step, 0)
-        self._agree(lambda: [("step", str(step))], wait=True)
+        self._agree(lambda: [("step", str(integer("step", step, 0)))], wait=True)
         try:
-            generators = {name: state_of(each) for name, each in self._generators.items()}
-            state = {"parts": self._states(), "generators": generators, "extra": extra}
-            self._snapshot.take(state)
+            parts = self._states()
         except BaseException as error:
             self._give_up(error)
             raise
+
+        def copy() -> list[Entry]:
+            generators = {name: state_of(each) for name, each in self._generators.items()}
+            self._snapshot.take({"parts": parts, "generators": generators, "extra": extra})
+            return []
+
+        self._agree(copy)
         checkpoint = self._folder.checkpoint(self._number, step)
         self._number += 1
         rank = self._communicator.rank
@@ -175,9 +179,11 @@ class Checkpoints(Closing):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Wait for all ranks' files if the block has ended well, and close."""
-        if error is None:
-            self.wait()
-        super().__exit__(kind, error, trace)
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            super().__exit__(kind, error, trace)
 
     # --- resuming -----------------------------------------------------------------------------
 
@@ -195,7 +201,7 @@ class Checkpoints(Closing):
         Raises:
             CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
                 this step, the sampler is another one, or a file is damaged.
-            ValueError: on all ranks, too: the network is another one.
+            RanksDiffer: a ValueError, on all ranks, too: the network is another one.
         """
         found = self._choose(step)
         if found is None:
@@ -260,9 +266,9 @@ class Checkpoints(Closing):
     def _check_run(self, checkpoint: Checkpoint) -> None:
         saved, now = checkpoint.run, self._run(checkpoint.step)
         for name in ("format", "parts", "sampler", "generators"):
-            if saved[name] != now[name]:
+            if saved.get(name) != now[name]:
                 raise ValueError(
-                    f"{name} is {now[name]} now, and was {saved[name]} in {checkpoint.path}"
+                    f"{name} is {now[name]} now, and was {saved.get(name)} in {checkpoint.path}"
                 )
 
     # --- what is saved beside the parts -------------------------------------------------------

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
+from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.replica.protocol import Replica
@@ -22,6 +23,10 @@ _NAMES = (*PARAMETERS, "mu_ra", "var_ra", "first_batch")
 _DECISIVE = ("reduction", "sync_every", "merge", "compress")
 
 Entries = Callable[[int, str], Any]
+
+
+class NotBetweenSteps(AllRanksRaise, RuntimeError):
+    """There is no state to save on some rank: it is in the middle of a step."""
 
 
 class RunStateInterface(MergeInterface, SequentialInterface):
@@ -44,7 +49,8 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         `no_sync` and `local_batches`.
         """
         remedy = "Save after step(), on all ranks."
-        require_equal(self.communicator, self._check_between_steps, "run states", remedy)
+        check = self._check_between_steps
+        require_equal(self.communicator, check, "run states", remedy, NotBetweenSteps)
         with self._or_abort():
             self._exchange.raise_refused(everything=True)
             self._replica.pull()
@@ -140,7 +146,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
 
     def _check_between_steps(self) -> list[Entry]:
         if not self._accumulation.between_steps:
-            raise RuntimeError("there are deltas of a backward() that no step() has applied yet")
+            raise NotBetweenSteps("there are deltas of a backward() that no step() has applied")
         return []
 
     def _check_fits(self, parameters: Mapping[str, NDArray[Any]]) -> None:
@@ -148,7 +154,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         saved = {name: array.size for name, array in parameters.items()}
         if own != saved:
             name = next(n for n in [*own, *saved] if own.get(n) != saved.get(n))
-            raise ValueError(
+            raise RanksDiffer(
                 f"{name} has {saved.get(name, 'no')} numbers in what was saved, and "
                 f"{own.get(name, 'none')} in this network: give the network that was saved"
             )

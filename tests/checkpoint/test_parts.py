@@ -240,9 +240,9 @@ def test_calls(tmp_path: Path) -> None:
     model = accelerate(fresh("mlp"))
     x, y = NETWORKS["mlp"].batch(0, 4)
     with Checkpoints(tmp_path, model) as checkpoints:
-        with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        with pytest.raises(CheckpointError, match="step must be at least 0, got -1"):
             checkpoints.save(-1)
-        with pytest.raises(TypeError, match="extra/x is a set"):
+        with pytest.raises(CheckpointError, match="extra/x is a set"):
             checkpoints.save(1, {"x": {1}})
         learn(model, x, y)
         with pytest.raises(RuntimeError, match=r"deltas of a backward\(\) that no step\(\)"):
@@ -318,3 +318,34 @@ def test_generators_of_other_ranks(shm: RankPool, tmp_path: Path) -> None:
     for told in shm.run(noisy, str(tmp_path), size=3):
         assert len(told) == 1
         assert "the generator 'noise' was another one on each of the ranks" in told[0]
+
+
+def recovering(comm: Any, folder: str) -> list[Report]:
+    """One rank is not ready, or gives what cannot be saved; the group can go on after it."""
+    model = DDPSequential(fresh("mlp"), communicator=comm)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 4)
+    with Checkpoints(folder, model) as checkpoints:
+        learn(model, x, y)
+        model.step()
+        if comm.rank == 1:
+            learn(model, x, y)
+        reports = [report(lambda: checkpoints.save(1))]
+        if comm.rank == 0:
+            learn(model, x, y)
+        model.step()
+        reports.append(report(lambda: checkpoints.save(2, {1} if comm.rank else None)))
+        checkpoints.save(2)
+        checkpoints.wait()
+        assert checkpoints.resume() == 2
+        learn(model, x, y)
+        model.step()
+        model.check_replicas()
+    return reports
+
+
+def test_an_error_of_one_rank_leaves_the_group_as_it_is(shm: RankPool, tmp_path: Path) -> None:
+    for first, second in shm.run(recovering, str(tmp_path), size=2):
+        assert first[0] == "NotBetweenSteps"
+        assert "deltas of a backward() that no step() has applied" in first[1]
+        assert second[0] == "CheckpointError"
+        assert "extra is a set, which cannot be saved" in second[1]

@@ -75,7 +75,10 @@ LOSSES_BETWEEN = [1.0, 0.5, *[0.25] * 4]
         (2, 2, LOSSES_BETWEEN, 11, {"local_skip_factor": 1, "sending_chunk_size": 7}),
         (2, 2, LOSSES_BETWEEN, 7, {"local_weight": 0.5, "max_global_skips": 5}),
         pytest.param(3, 2, LOSSES_BETWEEN, 10, {}, marks=pytest.mark.slow),
-        (3, 2, LOSSES_BETWEEN[:4], 9, {"downcast_type": torch.half, "sending_chunk_size": 5}),
+        pytest.param(
+            *(3, 2, LOSSES_BETWEEN[:4], 9, {"downcast_type": torch.half, "sending_chunk_size": 5}),
+            marks=pytest.mark.slow,
+        ),
         (1, 4, LOSSES_BETWEEN, 9, {}),
         (2, 1, LOSSES, 18, {}),
         (2, 1, LOSSES_BETWEEN, 17, {"downcast_type": torch.bfloat16}),

@@ -152,6 +152,7 @@ exec ip netns exec $host unshare --uts sh -c "hostname $host; $*"
 """
 
 
+@pytest.mark.slow
 def test_mpirun_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpirun is None:

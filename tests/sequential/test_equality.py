@@ -8,8 +8,8 @@ from support.networks import EQUAL_TO_ONE_PROCESS, NETWORKS
 from support.rank_pool import RankPool
 
 # Global batches on both sides of 256, where the engine's cap factor changes; uneven shares.
-SHARES = [(96,), (40, 56), (50, 151, 99), (30, 70, 20, 137)]
-MORE_SHARES = [(130, 129), (150, 150), (60, 20, 16)]
+SHARES = [(96,), (40, 56), (50, 151, 99)]
+MORE_SHARES = [(130, 129), (150, 150), (60, 20, 16), (30, 70, 20, 137)]
 SHARES += [pytest.param(shares, marks=pytest.mark.slow) for shares in MORE_SHARES]
 
 

@@ -168,6 +168,7 @@ def compiled(comm: Any) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled(shm: RankPool) -> None:
     shm.run(compiled, size=2, limit=60)
 

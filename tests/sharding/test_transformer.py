@@ -110,6 +110,7 @@ def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all)) > 30
 
 
+@pytest.mark.slow
 def test_nccl(nccl: RankPool) -> None:
     """On a stand-in for it."""
     assert min(nccl.run(check_all, size=3)) > 30
