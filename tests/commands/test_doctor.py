@@ -270,8 +270,10 @@ def test_a_torch_that_cannot_compute_on_gpus(
 @pytest.mark.parametrize(
     ("variable", "value", "detail", "usable"),
     [
-        ("DEVICES", "0", "CUDA_ERROR_NO_DEVICE", 0),
-        ("FAULT", "cuDeviceTotalMem_v2=2", "cuDeviceTotalMem", 0),
+        pytest.param("DEVICES", "0", "CUDA_ERROR_NO_DEVICE", 0, marks=pytest.mark.slow),
+        pytest.param(
+            "FAULT", "cuDeviceTotalMem_v2=2", "cuDeviceTotalMem", 0, marks=pytest.mark.slow
+        ),
         ("FAULT", "cuDevicePrimaryCtxRetain=2#4", "cuda:3 cannot be used", 3),
     ],
 )

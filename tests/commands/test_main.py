@@ -271,6 +271,7 @@ def test_restarted_ranks_go_on_from_the_last_checkpoint(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_no_more_restarts_than_asked_for(tmp_path):
     path = script(tmp_path, "print('here', flush=True)", "sys.exit(3 if rank else 0)")
     done = run("run", "--max-restarts", 2, path)
@@ -280,6 +281,7 @@ def test_no_more_restarts_than_asked_for(tmp_path):
     assert run("run", "--max-restarts", -1, path).returncode == 2
 
 
+@pytest.mark.slow
 def test_torchruns_restarts(tmp_path):
     _, _, expected = trained(tmp_path)
     done, starts, found = trained(tmp_path, "0:5", restarts=1, launcher="torchrun")

@@ -110,6 +110,7 @@ def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> N
     assert sum("ValueError: the cause" in text for text in texts) >= 1
 
 
+@pytest.mark.slow
 def test_all_nodes_start_again(start: Start) -> None:
     """One attempt more, in which rank 2 does not fail any more."""
     processes = [start(node, 2, "once", options=["--max-restarts", "1"]) for node in (1, 0)]

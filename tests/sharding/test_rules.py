@@ -79,7 +79,9 @@ def gradients(comm: Any) -> None:
     )
 
 
-@EVERYWHERE
+@pytest.mark.parametrize(
+    "backend", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi"))]
+)
 def test_gradients(pool: RankPool) -> None:
     pool.run(gradients, size=2)
 
