@@ -215,13 +215,7 @@ void bind_parameters(nb::module_& module) {
 
     nb::class_<AdaptiveSum>(module, "AdaptiveSum",
                             "Sums of changes, damped where ranks agree; see adaptive_sum.h.")
-        .def(
-            "__init__",
-            [](AdaptiveSum* self, const Parameters& parameters, int ranks) {
-                if (ranks < 1) throw std::invalid_argument("ranks must be at least 1");
-                new (self) AdaptiveSum(parameters, ranks);
-            },
-            "parameters"_a, "ranks"_a)
+        .def(nb::init<const Parameters&>(), "parameters"_a)
         .def_ro_static("BLOCK", &AdaptiveSum::block_floats)
         .def_ro_static("LEEWAY", &AdaptiveSum::leeway)
         .def_ro_static("SURPRISE", &AdaptiveSum::surprise)
@@ -237,14 +231,15 @@ void bind_parameters(nb::module_& module) {
             "Write the square of the weighted half of a rank's change, of each block.")
         .def(
             "damp",
-            [](AdaptiveSum& self, Floats change, Floats before, Floats squares) {
+            [](AdaptiveSum& self, Floats change, Floats before, Floats squares, int ranks) {
+                if (ranks < 1) throw std::invalid_argument("ranks must be at least 1");
                 self.check(change.size(), before.size(), squares.size());
                 nb::gil_scoped_release unlocked;
-                return self.damp(change.data(), before.data(), squares.data());
+                return self.damp(change.data(), before.data(), squares.data(), ranks);
             },
-            "change"_a, "before"_a, "squares"_a,
-            "Damp the sum of all ranks' changes; squares are the sums of theirs. Returns by layer "
-            "how far the ranks agree: 0 orthogonal, 1 the same.")
+            "change"_a, "before"_a, "squares"_a, "ranks"_a,
+            "Damp the sum of the changes of so many ranks; squares are the sums of theirs. Returns "
+            "by layer how far the ranks agree: 0 orthogonal, 1 the same.")
         .def("restart", &AdaptiveSum::restart, "Forget the sums before.")
         .def_prop_ro(
             "previous",

@@ -320,7 +320,10 @@ void bind_shm(nb::module_& module) {
         .def_prop_ro("size", &PyShmCommunicator::size)
         .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })
         .def_prop_ro("device", [](const PyShmCommunicator&) { return "cpu"; })
-        .def_prop_ro("timeout", &PyShmCommunicator::timeout)
+        .def_prop_rw("timeout", &PyShmCommunicator::timeout,
+                     [](PyShmCommunicator& self, double seconds) {
+                         self.set_timeout(checked_timeout(seconds));
+                     })
         .def_prop_ro("seconds_waited", &PyShmCommunicator::seconds_waited,
                      "How long operations have waited for other ranks so far.")
         .def("all_reduce", &PyShmCommunicator::all_reduce, "buffer"_a, "op"_a = "sum",

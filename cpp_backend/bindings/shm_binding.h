@@ -23,6 +23,7 @@ class PyShmCommunicator {
     int rank() const { return communicator_->rank(); }
     int size() const { return communicator_->size(); }
     double timeout() const { return timeout_; }
+    void set_timeout(double seconds) { timeout_ = seconds; }
     double seconds_waited() const { return communicator_->seconds_waited(); }
     ShmCommunicator& get() { return *communicator_; }
 

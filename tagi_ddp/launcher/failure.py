@@ -24,6 +24,13 @@ class LaunchError(RuntimeError):
 
 
 @dataclass
+class Restarts:
+    """How many times more a rank, or all of them, may be started again."""
+
+    left: int
+
+
+@dataclass
 class Failure:
     """What is known of a rank that has failed; ``time`` is by this host's monotonic clock."""
 

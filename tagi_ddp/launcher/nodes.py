@@ -2,7 +2,8 @@
 
 Node 0's launcher listens; each of the others connects to it, and proves that it has the job's
 secret. They tell it of their ranks' failures and ends, and it tells them when the job is over. A
-lost connection is a lost host.
+lost connection is a lost host. What the ranks of an elastic job say goes on to node 0, and what it
+tells them comes back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import hmac
 import json
 import os
 import secrets
+import socket
 import time
+from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -19,6 +23,7 @@ from typing import Any
 
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.environment import job_secret
+from tagi_ddp.launcher.elastic import number_of
 from tagi_ddp.launcher.failure import Failure
 
 _MEET = 300.0  # seconds in which all launchers must come
@@ -58,9 +63,17 @@ class Nodes:
         self._others: dict[int, Connection] = {}  # of node 0 all, of any other node 0
         self._firsts = [0] * count  # the first rank of each node
         self._running: set[int] = set()
-        self._told: set[int] = set()  # ranks whose failures node 0 has been told of
+        self._told: set[tuple[int, float]] = set()  # failures that node 0 has been told of
+        self._ended: set[str] = set()  # ranks of this host
+        self._counts = [0] * count  # how many ranks each has
+        self._ends: dict[int, tuple[str, int]] = {}  # where a node's rank could listen
         self.failures: list[Failure] = []
         """What node 0 has heard of the other nodes' ranks."""
+        self._said: list[tuple[str, dict[str, Any] | None]] = []
+        self._passed: list[tuple[str, str]] = []
+        self._survived: list[int] = []
+        self.lost: list[int] = []
+        """The numbers of ranks whose host is lost."""
         self.over = False
         """Whether node 0 has said that the job is over, because of `verdict`."""
         self.verdict: Failure | None = None
@@ -93,13 +106,19 @@ class Nodes:
             # Kubernetes may call this host localhost, where other hosts would not find rank 0.
             names = [self._address, *(guest["address"] for guest in guests)]
             self._address = next((name for name in names if name not in _LOOPBACK), names[0])
+            self._counts = counts
             self._firsts = [sum(counts[:node]) for node in range(self._count)]
+            self._ends = {0: (self._address, port)}
+            for node, guest in zip(others, guests, strict=True):
+                with socket.socket(fileno=os.dup(self._others[node].fileno())) as end:
+                    host = end.getpeername()[0].removeprefix("::ffff:")  # IPv4 by a socket of both
+                self._ends[node] = host, guest["port"]
             place = Place(0, sum(counts), new_job(), "", "", port)
             for node in others:
                 self._send(node, {"place": asdict(replace(place, first=self._firsts[node]))})
             self._running = set(others)
         else:
-            self._send(0, {"ranks": nprocs, "address": self._address})
+            self._send(0, {"ranks": nprocs, "address": self._address, "port": port})
             wait([self._others[0]], deadline - time.monotonic())
             answer = self._receive(0)
             if "place" not in answer:
@@ -132,20 +151,67 @@ class Nodes:
             found = {} if connection is None else {0: connection}
         return found, [node for node in others if node not in found]
 
-    def exchange(self, failures: list[Failure], done: bool) -> None:
-        """Tell node 0 of this host's ``failures``, and whether it is done; hear what is new."""
+    def end_of(self, rank: int) -> tuple[int, str, int]:
+        """Return, as node 0, a rank's node, and where a rank could listen there."""
+        node = self.node_of(rank)
+        return node, *self._ends[node]
+
+    def node_of(self, rank: int) -> int:
+        """Return, as node 0, where a rank is."""
+        return bisect_right(self._firsts, rank) - 1
+
+    def say(self, name: str, message: dict[str, Any] | None) -> None:
+        """Pass on to node 0 what a rank has said; None: it has ended."""
+        self._send(0, {"says": [name, message]})
+
+    def tell(self, name: str, text: str) -> None:
+        """Pass on to a rank, as node 0, what it is told."""
+        self._send(self.node_of(number_of(name)), {"tell": [name, text]})
+
+    def survive(self, outlives: Callable[[int], bool]) -> list[Failure]:
+        """Let other nodes' ranks that the job outlives be lost, as node 0, and return how."""
+        survived = [failure for failure in self.failures if outlives(failure.rank)]
+        self.failures = [failure for failure in self.failures if failure not in survived]
+        for failure in survived:
+            self._send(self.node_of(failure.rank), {"survived": failure.rank})
+        return survived
+
+    def take_said(self) -> list[tuple[str, dict[str, Any] | None]]:
+        """Return what node 0 has heard that ranks, by name, have said; None: they have ended."""
+        said, self._said = self._said, []
+        return said
+
+    def take_told(self) -> list[tuple[str, str]]:
+        """Return what this node has heard from node 0 for its ranks, by name."""
+        told, self._passed = self._passed, []
+        return told
+
+    def take_survived(self) -> list[int]:
+        """Return ranks of this node without which, node 0 says, the others go on."""
+        survived, self._survived = self._survived, []
+        return survived
+
+    def exchange(self, failures: list[Failure], ended: list[str], done: bool) -> None:
+        """Tell node 0 of this host's ``failures``, who has ended, if it is done; hear what is new.
+
+        It hears of an end after the failure, so that it takes none for a success.
+        """
         if not self.decides:
             for failure in failures:
-                if failure.rank not in self._told:
-                    self._told.add(failure.rank)
+                if (failure.rank, failure.time) not in self._told:
+                    self._told.add((failure.rank, failure.time))
                     self._send(0, {"failure": asdict(failure)})
+            for name in set(ended) - self._ended:
+                self.say(name, None)
+            self._ended.update(ended)
             if done and self._running:
                 self._running = set()
                 self._send(0, {})
         numbers = {connection: node for node, connection in self._others.items()}
-        for connection in wait(list(numbers), 0):
-            assert isinstance(connection, Connection)
-            self._take(numbers[connection], self._receive(numbers[connection]))
+        while not self.over and (there := wait(list(self._others.values()), 0)):
+            for connection in there:
+                assert isinstance(connection, Connection)
+                self._take(numbers[connection], self._receive(numbers[connection]))
 
     def _take(self, node: int, message: dict[str, Any]) -> None:
         if "failure" in message:
@@ -154,6 +220,12 @@ class Nodes:
             self.over = True
             if message["verdict"] is not None:
                 self.verdict = Failure(**message["verdict"])
+        elif "says" in message:
+            self._said.append(tuple(message["says"]))
+        elif "tell" in message:
+            self._passed.append(tuple(message["tell"]))
+        elif "survived" in message:
+            self._survived.append(message["survived"])
         else:
             self._running.discard(node)
 
@@ -168,7 +240,7 @@ class Nodes:
             connection.close()
 
     def _send(self, node: int, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # what reads finds the end
+        with suppress(OSError, KeyError):  # what reads finds the end
             self._others[node].send_bytes(json.dumps(message).encode())
 
     def _receive(self, node: int) -> dict[str, Any]:
@@ -180,6 +252,8 @@ class Nodes:
             lost = asdict(Failure(self._firsts[node], text, 1, time.monotonic()))
             self._others.pop(node).close()
             self._running.discard(node)
+            if self.decides:
+                self.lost += range(self._firsts[node], self._firsts[node] + self._counts[node])
             return {"failure": lost} if self.decides else {"verdict": lost}
         return message
 

@@ -39,10 +39,12 @@ class Screen:
 class RankStream:
     """One rank's stdout or stderr on its way to ``file``."""
 
-    def __init__(self, screen: Screen, rank: int, file: TextIO) -> None:
+    def __init__(self, screen: Screen, rank: int, file: TextIO, bars: bool = True) -> None:
+        """Write to ``file``; of bars only the last state, unless ``bars`` are seen as such."""
         self.prefix = f"[{rank}] "
         self.file = file
         self._screen = screen
+        self._bars = bars
         self._pending = b""
         self._drawn: bytes | None = None
         self._in_bar = False
@@ -69,6 +71,6 @@ class RankStream:
         self._drawn = None
 
     def _draw(self, text: bytes) -> None:
-        if text and text != self._drawn:
+        if self._bars and text and text != self._drawn:
             self._screen.bar(self, text.decode(errors="replace"))
             self._drawn = text

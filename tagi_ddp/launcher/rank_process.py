@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypedDict
 
 from tagi_ddp.communicators.errors import PeerLost
+from tagi_ddp.launcher.meeting import open_meeting
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,11 +39,13 @@ class Report(TypedDict, total=False):
 
 
 def main() -> None:
-    """Run ``parent-pid gate-fd report-fd kind target arguments...``, as sys.argv says."""
-    parent, gate, report_fd = (int(text) for text in sys.argv[1:4])
-    kind, target, *arguments = sys.argv[4:]
+    """Run ``parent-pid gate-fd report-fd meeting-fd kind target arguments...``, by sys.argv."""
+    parent, gate, report_fd, meeting_fd = (int(text) for text in sys.argv[1:5])
+    kind, target, *arguments = sys.argv[5:]
     die_with_parent(parent)
-    os.set_inheritable(report_fd, False)
+    for descriptor in (report_fd, meeting_fd):
+        os.set_inheritable(descriptor, False)
+    open_meeting(meeting_fd)
     # The supervisor opens the gate once it knows all ranks; if it gave up before, it is closed.
     if not os.read(gate, 1):
         os._exit(1)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
-import pickle
 import secrets
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import IO
 
-from tagi_ddp.launcher.failure import Failure, LaunchError
+from tagi_ddp.environment import shows_bars
+from tagi_ddp.launcher.elastic import ElasticJob, name_of, number_of
+from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
+from tagi_ddp.launcher.meeting import variables
 from tagi_ddp.launcher.nodes import Nodes, Place, new_job
 from tagi_ddp.launcher.rank_output import RankStream, Screen
-from tagi_ddp.launcher.rank_process import Report
+from tagi_ddp.launcher.started_rank import Start, StartedRank
 
 # Seconds: between looks at the ranks; to let the cause of a lost peer come to light; between
 # SIGTERM and SIGKILL; for the kernel to carry out SIGKILL; to read what is left in the pipes.
@@ -37,6 +41,7 @@ def supervise(
     *,
     pass_fds: Sequence[int] = (),
     nodes: Nodes | None = None,
+    restarts: Restarts | None = None,
 ) -> list[bytes | None]:
     """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all are done.
 
@@ -44,8 +49,11 @@ def supervise(
     ranks' pickled results, for a script None. Raises LaunchError for the first rank that failed,
     TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the ranks started is
     gone too, and what they printed has been written.
+
+    A job is elastic if its ranks ask for it (`meeting.Meeting.come`): when one of them is lost the
+    others go on, and a new one takes its place while there are ``restarts``.
     """
-    team = _Team(nodes)
+    team = _Team(nodes, restarts or Restarts(0))
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
@@ -58,89 +66,24 @@ def supervise(
             failure.exitcode,
             failure.traceback,
         )
-    return [rank.report.get("result") for rank in team.ranks]
-
-
-class _Rank:
-    """One process and what it has reported."""
-
-    def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        self.number = number
-        self.process = process
-        self.report: Report = {}
-        self.exitcode: int | None = None
-        self.failure: Failure | None = None
-        self._received = bytearray()
-
-    def receive(self, data: bytes) -> None:
-        """Take a piece of the report; b"" is its end."""
-        self._received += data
-        if data or not self._received:
-            return
-        try:
-            self.report = pickle.loads(self._received)
-        except (pickle.UnpicklingError, EOFError):  # killed while it wrote
-            return
-        self._received.clear()
-        if "time" not in self.report:
-            return
-        status, text = self.report.get("status", 1), self.report.get("traceback", "")
-        self.failure = Failure(
-            self.number,
-            f"failed:\n\n{text}" if text else f"ended with exit status {status}",
-            status,
-            self.report["time"],
-            self.report["consequence"],
-            text,
-        )
-
-    @property
-    def leaving(self) -> bool:
-        """Whether the process ends by itself, and may still have something to write."""
-        return "status" in self.report and self.exitcode is None
-
-    def poll(self) -> None:
-        """Notice the end of the process, without reaping it: its pid names its group until then."""
-        if self.exitcode is not None:
-            return
-        info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if info is not None:
-            exited = info.si_code == os.CLD_EXITED
-            self.exitcode = info.si_status if exited else -info.si_status
-
-    def judge(self, needs_result: bool) -> None:
-        """Decide whether a process that has ended has failed."""
-        if self.failure is not None or self.exitcode is None:
-            return
-        self.receive(b"")  # a process that it forked may hold the pipe open
-        if self.exitcode < 0:
-            text = f"was killed by {_signal_name(-self.exitcode)}"
-        elif self.exitcode > 0:
-            text = f"ended with exit status {self.exitcode}"
-        elif needs_result and "result" not in self.report:
-            text = "ended with exit status 0 before the function returned"
-        else:
-            return
-        if self.failure is None:
-            self.failure = Failure(self.number, text, self.exitcode, time.monotonic())
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and all that it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+    return [rank.report.get("result") for rank in sorted(team.ranks, key=lambda r: r.number)]
 
 
 class _Team:
     """All ranks and their pipes."""
 
-    def __init__(self, nodes: Nodes | None) -> None:
-        self.ranks: list[_Rank] = []
+    def __init__(self, nodes: Nodes | None, restarts: Restarts) -> None:
+        self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
+        self._restarts = restarts
+        self._losses: list[Failure] = []  # of ranks without which the others have gone on
+        self._attempts: Counter[int] = Counter()
+        self._job: ElasticJob | None = None  # of all hosts' ranks, if they meet here
         self._port = reserve_port("127.0.0.1" if nodes is None else "")
         self._screen = Screen()
         self._selector = selectors.DefaultSelector()
-        self._pipes: dict[int, IO[bytes]] = {}  # that may still hold something, by descriptor
+        self._pipes: dict[int, IO[bytes] | socket.socket] = {}  # that may hold something
 
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
         """Start all ranks; none goes on when this is interrupted."""
@@ -150,50 +93,106 @@ class _Team:
         else:
             place = self._nodes.join(nprocs, port)
         self.world_size = place.world_size
+        starts = [
+            Start(place.first + local, command, _environment(local, nprocs, place), pass_fds)
+            for local in range(nprocs)
+        ]
+        self._start_ranks(starts)
+        if self._nodes is None or self._nodes.decides:
+            names = [name_of(number, 1) for number in range(self.world_size)]
+            self._job = ElasticJob(names, self._tell, partial(self._end_of, place))
+
+    def _end_of(self, place: Place, name: str) -> tuple[int, str, int]:
+        if self._nodes is not None:
+            return self._nodes.end_of(number_of(name))
+        return 0, place.address, place.port
+
+    def _start_ranks(self, starts: Sequence[Start]) -> None:
         gate, opener = os.pipe()
         try:
-            for local in range(nprocs):
-                environment = _environment(local, nprocs, place)
-                self._start_rank(place.first + local, command, gate, pass_fds, environment)
-            os.write(opener, bytes(nprocs))
+            for start in starts:
+                self._start_rank(start, gate)
+            os.write(opener, bytes(len(starts)))
         finally:
             os.close(gate)
             os.close(opener)
 
-    def _start_rank(
-        self,
-        number: int,
-        command: Sequence[str],
-        gate: int,
-        pass_fds: Sequence[int],
-        environment: dict[str, str],
-    ) -> None:
-        # The rank finds this package where this process found it.
-        code = (
-            f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
-            "from tagi_ddp.launcher.rank_process import main; main()"
-        )
-        reader, writer = os.pipe()
-        report = open(reader, "rb", buffering=0)  # noqa: SIM115  (closed with the pipes)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code, str(os.getpid()), str(gate), str(writer), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=[gate, writer, *pass_fds],
-                env=environment,
-                start_new_session=True,  # a group to signal, and no Ctrl-C of the terminal
-            )
-        finally:
-            os.close(writer)
-        rank = _Rank(number, process)
+    def _start_rank(self, start: Start, gate: int) -> None:
+        self._attempts[start.number] += 1
+        rank = StartedRank(start, self._attempts[start.number], gate)
         self.ranks.append(rank)
-        self._read_from(report, rank.receive)
+        self._read_from(rank.reports, rank.receive)
+        self._read_from(rank.meeting, partial(self._hear, rank))
+        process = rank.process
         for pipe, file in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None
-            self._read_from(pipe, RankStream(self._screen, number, file).feed)
+            stream = RankStream(self._screen, rank.number, file, shows_bars(file))
+            self._read_from(pipe, stream.feed)
+
+    # --- elastic jobs -------------------------------------------------------------------------
+
+    def _hear(self, rank: StartedRank, data: bytes) -> None:
+        if self._job is not None:
+            self._job.hear(rank.name, json.loads(data) if data else None, time.monotonic())
+        elif self._nodes is not None and data:
+            self._nodes.say(rank.name, json.loads(data))
+
+    def _tell(self, name: str, message: str) -> None:
+        for rank in self.ranks:
+            if rank.name == name:
+                with contextlib.suppress(OSError):  # it may have ended
+                    rank.meeting.send(message.encode())
+                return
+        if self._nodes is not None and self._nodes.decides:
+            self._nodes.tell(name, message)
+
+    def _meet(self, job: ElasticJob, now: float) -> None:
+        """Let the ranks of an elastic job go on without those that are lost, and with new ones."""
+        for rank in self.ranks:
+            if rank.exitcode is not None:
+                job.gone(rank.name)
+        if self._nodes is not None:
+            for name, message in self._nodes.take_said():
+                job.hear(name, message, now)
+            job.lose(self._nodes.lost)
+        if job.update(now):
+            self._losses.clear()
+        self._survive([rank.number for rank in self.ranks if job.outlives(rank.number)])
+        for failure in [] if self._nodes is None else self._nodes.survive(job.outlives):
+            self._losses.append(failure)
+            if self._nodes and failure.rank in self._nodes.lost:  # its launcher cannot say so
+                self._say(f"rank {failure.rank} {failure.text}; the others go on")
+
+    def _fatal(self, job: ElasticJob) -> list[Failure]:
+        """Return the failures that end the job, with those that it has outlived until now."""
+        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
+        if self._nodes is not None:
+            failures += self._nodes.failures
+        failures = [failure for failure in failures if not job.outlives(failure.rank)]
+        return failures + self._losses if failures or job.lost else []
+
+    def _survive(self, numbers: Collection[int]) -> None:
+        """Go on without those of these ranks that have ended in a failure."""
+        for rank in [each for each in self.ranks if each.number in numbers]:
+            if rank.exitcode is not None and rank.failure is not None:
+                self._go_on_without(rank, rank.failure)
+
+    def _go_on_without(self, rank: StartedRank, failure: Failure) -> None:
+        rank.send_signal(signal.SIGKILL)  # what it has started
+        rank.process.wait(_KILL)
+        self.ranks.remove(rank)
+        self._losses.append(failure)
+        what = "failed" if failure.traceback else failure.text
+        then = "the others go on"
+        if self._restarts.left:
+            self._restarts.left -= 1
+            self._start_ranks([rank.start])
+            then += ", and a new one starts"
+        self._say(f"rank {rank.number} {what}; {then}")
+
+    def _say(self, text: str) -> None:
+        self._screen.end_bar()
+        print(f"tagi-ddp: {text}", file=sys.stderr, flush=True)
 
     def watch(self, timeout: float | None, needs_result: bool) -> Failure | None:
         """Wait until all ranks have ended well (None) or it is known which one failed first."""
@@ -203,7 +202,7 @@ class _Team:
             self._pump(_TICK)
             for rank in self.ranks:
                 rank.poll()
-            running = [rank.number for rank in self.ranks if rank.exitcode is None]
+            running = [rank.number for rank in self.ranks if self._counts(rank)]
             self._pump(0)  # the last words of ranks that have ended are in the pipes
             for rank in self.ranks:
                 rank.judge(needs_result)
@@ -213,11 +212,18 @@ class _Team:
             more = False  # whether other hosts' ranks run
             if self._nodes is not None:
                 told = [failure for failure in failures if failure.rank not in leaving]
-                self._nodes.exchange(told, done=not running and not failures)
+                ended = [rank.name for rank in self.ranks if rank.exitcode is not None]
+                self._nodes.exchange(told, ended, done=not running and not failures)
                 if self._nodes.over:
                     return self._nodes.verdict
-                failures += self._nodes.failures
+                for name, text in self._nodes.take_told():
+                    self._tell(name, text)
+                self._survive(self._nodes.take_survived())
                 more = self._nodes.running
+            if self._job is not None:
+                self._meet(self._job, now)
+                failures = self._fatal(self._job)
+                more = more and not self._job.ended
             if self._nodes is None or self._nodes.decides:
                 if failures:
                     first = min(failures, key=Failure.order)
@@ -227,11 +233,17 @@ class _Team:
                         return self._end_job(first)
                 elif not (running or more):
                     return self._end_job(None)
-            if now >= deadline:
+            if timeout is not None and now >= deadline:
                 raise TimeoutError(
-                    f"ranks {running} of {self.world_size} were still running after {timeout:g} "
-                    "seconds; all were ended"
+                    f"ranks {running} of {self.world_size} were still running after "
+                    f"{round(timeout, 2):g} seconds; all were ended"
                 )
+
+    def _counts(self, rank: StartedRank) -> bool:
+        """Tell whether the job waits for its end; not if it has not become one of a group."""
+        job = self._job
+        waits = job is None or not job.used or rank.name in job.group
+        return rank.exitcode is None and waits
 
     def _end_job(self, verdict: Failure | None) -> Failure | None:
         if self._nodes is not None:
@@ -272,13 +284,16 @@ class _Team:
     def _pump(self, seconds: float) -> None:
         """Wait up to ``seconds`` for output or reports; pass on a piece of each."""
         for key, _ in self._selector.select(seconds):
-            data = os.read(key.fd, 1 << 16)  # as much as a pipe holds
+            try:
+                data = os.read(key.fd, 1 << 16)  # as much as a pipe holds
+            except ConnectionResetError:  # a rank ended before it had read what it was told
+                data = b""
             key.data(data)
             if not data:
                 self._selector.unregister(key.fd)
                 self._pipes.pop(key.fd).close()
 
-    def _read_from(self, pipe: IO[bytes], take: Callable[[bytes], None]) -> None:
+    def _read_from(self, pipe: IO[bytes] | socket.socket, take: Callable[[bytes], None]) -> None:
         self._pipes[pipe.fileno()] = pipe
         self._selector.register(pipe.fileno(), selectors.EVENT_READ, take)
 
@@ -287,22 +302,14 @@ def _environment(local: int, nprocs: int, job: Place) -> dict[str, str]:
     """Return this process's environment with the rank's place in it, as torchrun sets it too."""
     # torch would ask the agent of an outer torchrun for the address of rank 0.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    place = {
-        "RANK": str(job.first + local),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-    }
+    place = (job.first + local, job.world_size, local, nprocs)
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
+        "TAGI_DDP_TERMINAL": str(int(shows_bars(sys.stderr))),
         **inherited,
-        **place,
-        **{f"TAGI_DDP_{name}": value for name, value in place.items()},
-        "TAGI_DDP_JOB": job.job,
+        **variables(*place, job.job, job.address, job.port),
         "TAGI_DDP_SECRET": job.secret,
-        "MASTER_ADDR": job.address,
-        "MASTER_PORT": str(job.port),
     }
 
 
@@ -315,10 +322,3 @@ def reserve_port(address: str = "127.0.0.1") -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
     return holder
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # the real-time signals have no names
-        return f"signal {number}"

@@ -12,9 +12,8 @@ from tagi_ddp.replica.device_parameters import DeviceParameters
 class DeviceAdaptiveSum:
     """What `_backend.AdaptiveSum` does, on flat tensors."""
 
-    def __init__(self, parameters: DeviceParameters, ranks: int) -> None:
+    def __init__(self, parameters: DeviceParameters) -> None:
         length = AdaptiveSum.BLOCK
-        self._ranks = ranks
         # (begin, whole blocks, parameters that are left) of each run of weights or biases
         self._runs = [(begin, *divmod(count, length)) for begin, count in parameters.blocks]
         counts = [[length] * whole + [rest] * (rest > 0) for _, whole, rest in self._runs]
@@ -31,14 +30,14 @@ class DeviceAdaptiveSum:
         weighted = change.chunk(2)[1]
         squares.copy_(self._product(weighted, weighted, before.chunk(2)[1]))
 
-    def damp(self, change: Tensor, before: Tensor, squares: Tensor) -> list[float]:
-        """Damp the sum of changes; return the agreement by layer."""
+    def damp(self, change: Tensor, before: Tensor, squares: Tensor, ranks: int) -> list[float]:
+        """Damp the sum of the ranks' changes; return the agreement by layer."""
         precision, weighted = change.chunk(2)
         variances = before.chunk(2)[1]
         total, last = (self._product(w, w, variances) for w in (weighted, self.previous))
         every = squares.double()
         ratio = torch.where(every > 0, total / every, 0.0)
-        alike = ((ratio - 1) / max(1, self._ranks - 1)).clamp(0, 1)
+        alike = ((ratio - 1) / max(1, ranks - 1)).clamp(0, 1)
         alike = torch.where(torch.isfinite(every), alike, 1.0)
         grown = self._product(precision, variances, torch.ones_like(variances)).clamp(min=0)
         counts = torch.where(every > 0, 1 / (1 + (AdaptiveSum.SURPRISE * grown / every) ** 4), 0.0)
@@ -46,7 +45,7 @@ class DeviceAdaptiveSum:
         cosine = self._product(weighted, self.previous, variances) / (total.sqrt() * last.sqrt())
         trust = (self.trust + cosine + AdaptiveSum.LEEWAY).clamp(0, 1)
         self.trust = torch.where((total > 0) & (last > 0), trust, self.trust)
-        priors = (self._ranks - 1) * counts * (1 - self.trust * (1 - alike))
+        priors = (ranks - 1) * counts * (1 - self.trust * (1 - alike))
         self.previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
         growth = precision.double() * variances
         part = (1 / (1 + priors).sqrt()).repeat_interleave(self._counts)

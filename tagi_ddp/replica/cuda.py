@@ -120,8 +120,8 @@ class CudaReplica(DeviceReplica):
         self._write()
         return agreement
 
-    def share(self, communicator: Communicator) -> None:
-        super().share(communicator)
+    def share(self, communicator: Communicator, root: int = 0) -> None:
+        super().share(communicator, root)
         self._write()
 
     def arrays(self) -> list[dict[str, Any]]:

@@ -137,8 +137,8 @@ class DeviceReplica:
     def codec(self, bits: int) -> DeviceCodec:
         return DeviceCodec(bits, self.parameters.mu.device)
 
-    def adaptive_sum(self, ranks: int) -> DeviceAdaptiveSum:
-        return DeviceAdaptiveSum(self.parameters, ranks)
+    def adaptive_sum(self) -> DeviceAdaptiveSum:
+        return DeviceAdaptiveSum(self.parameters)
 
     def step_alone(self, samples: int, alone_of: int) -> str:
         """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""
@@ -206,21 +206,21 @@ class DeviceReplica:
         self._ahead = True
         return agreement
 
-    def share(self, communicator: Communicator) -> None:
+    def share(self, communicator: Communicator, root: int = 0) -> None:
         self._host.pull()
         if communicator.device == "cpu":
             for _, array in self.state():
                 if array.size:
-                    communicator.broadcast(array)
+                    communicator.broadcast(array, root)
             self.push()
             return
         self.push()
         tensors = [self.parameters.mu, self.parameters.var, *self.statistics.tensors]
         for tensor in tensors:
             if tensor.numel():
-                communicator.broadcast(tensor)
+                communicator.broadcast(tensor, root)
         flags = all_gather_object(communicator, [flag.tolist() for flag in self.statistics.flags])
-        for flag, first in zip(self.statistics.flags, flags[0], strict=True):
+        for flag, first in zip(self.statistics.flags, flags[root], strict=True):
             flag[:] = first
         self._ahead = True
 

@@ -103,12 +103,12 @@ class HostReplica(ABC):
             for array in arrays.values()
         ]
 
-    def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's state."""
+    def share(self, communicator: Communicator, root: int = 0) -> None:
+        """Give every rank the state of rank ``root``."""
         self.pull()
         for _, array in self.state():
             if array.size:
-                communicator.broadcast(array)
+                communicator.broadcast(array, root)
         self.push()
 
     def zeros(self) -> FloatArray:
@@ -121,8 +121,8 @@ class HostReplica(ABC):
     def codec(self, bits: int) -> HostCodec:
         return HostCodec(bits)
 
-    def adaptive_sum(self, ranks: int) -> AdaptiveSum:
-        return AdaptiveSum(self.parameters, ranks)
+    def adaptive_sum(self) -> AdaptiveSum:
+        return AdaptiveSum(self.parameters)
 
     def step_alone(self, samples: int, alone_of: int) -> str:
         """Apply the own deltas, capped; return a layer that forbids it, or ""."""

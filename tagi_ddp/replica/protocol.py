@@ -112,8 +112,8 @@ class AdaptiveSum(Protocol):
         """Write the square of the weighted half of a rank's change since then, of each block."""
         ...
 
-    def damp(self, change: Any, before: Any, squares: Any) -> list[float]:
-        """Damp the sum of all ranks' changes; squares are the sums of theirs.
+    def damp(self, change: Any, before: Any, squares: Any, ranks: int) -> list[float]:
+        """Damp the sum of the changes of so many ranks; squares are the sums of theirs.
 
         Returns by layer how far the ranks agree: 0, orthogonal, to 1, the same.
         """
@@ -201,8 +201,8 @@ class Replica(Protocol):
         """Make the engine's memory, and `state`, show the present state, wherever that is kept."""
         ...
 
-    def share(self, communicator: Communicator) -> None:
-        """Give every rank rank 0's means, variances and running statistics."""
+    def share(self, communicator: Communicator, root: int = 0) -> None:
+        """Give every rank the means, variances and running statistics of rank ``root``."""
         ...
 
     def zeros(self) -> Buffer:
@@ -217,8 +217,8 @@ class Replica(Protocol):
         """Return what brings floats into 8 or 16 bits."""
         ...
 
-    def adaptive_sum(self, ranks: int) -> AdaptiveSum:
-        """Return what damps sums of the changes of so many ranks."""
+    def adaptive_sum(self) -> AdaptiveSum:
+        """Return what damps sums of ranks' changes."""
         ...
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:

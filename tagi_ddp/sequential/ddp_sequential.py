@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from numpy.typing import ArrayLike
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.guard import CanAbort, Closing, giving_up, or_abort, report
+from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import (
     Choice,
     ComputeByBatch,
@@ -27,9 +28,11 @@ from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
+from tagi_ddp.sequential.elastic import ElasticInterface, check_elastic
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
 from tagi_ddp.sequential.files import FileInterface
 from tagi_ddp.sequential.learning import AtOnce, LearnInterface
+from tagi_ddp.sequential.membership import make_membership
 from tagi_ddp.sequential.placement import (
     bring_together,
     place,
@@ -53,7 +56,7 @@ from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import refusal
 
 
-class DDPSequential(LearnInterface, FileInterface, RunStateInterface, Closing):
+class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -95,6 +98,9 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, Closing):
             the local rank for NCCL, else the CPU. Reading through this updates the wrapped model.
         precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
             digits of each factor, and sums in float32.
+        elastic: True: when ranks are lost the others go on, and new ones may join, with `steps`; a
+            number: so many seconds, not 300, after which a rank that does not come counts as lost.
+            On the CPU, under ``tagi-ddp run`` (docs/reliability.md).
 
     Raises:
         BackendUnavailable, Timeout, PeerLost: the ranks could not be brought together.
@@ -117,10 +123,17 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, Closing):
         compute: Choice = "auto",
         device: str | None = None,
         precision: Precision = "float32",
+        elastic: bool | float = False,
     ) -> None:
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
         self._own_communicator = communicator is None
-        self.communicator, device = bring_together(config, communicator, device)
+        if elastic is not False:
+            check_elastic(reduction, sync_every, node_size, sharded, device)
+            self._membership = make_membership(config, elastic)
+            # Alone until all is there that it needs in a group, so that nobody waits for it.
+            self.communicator, device = SingleCommunicator(), "cpu"
+        else:
+            self.communicator, device = bring_together(config, communicator, device)
         self.model = model
         self.config = config or DDPConfig(
             [], "auto", self.communicator.rank, self.communicator.size
@@ -160,21 +173,30 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, Closing):
             "compress": scheme.compress,
         }
         schedule = {"sync_every": vars(sync_every)} if times is not sync_every else {}
-        check_structure(self.communicator, replica, {**self._options, **schedule})
+        elastic = self._membership is not None
+        if not elastic:
+            check_structure(self.communicator, replica, {**self._options, **schedule})
         bucket = None
         if chosen != "engine" and device == "cpu":
-            bucket = host_bucket(self.communicator, replica.parameters.size)
+            size = replica.parameters.size
+            # What the ranks of one group share is gone with the group.
+            bucket = replica.zeros() if elastic else host_bucket(self.communicator, size)
         kit = self.model, replica, bucket, device, precision
         self.compute = make_compute(chosen, *kit)
         if chosen == "auto" and isinstance(self.compute, NativeCompute):
             self._by_batch = ComputeByBatch(
-                self.model, self.compute, functools.partial(make_compute, "torch", *kit)
+                self.model, self.compute, partial(make_compute, "torch", *kit)
             )
         self._replica = self.compute.replica
         self._accumulation = Accumulation(self._replica)
         threads = threads_for(self.model, self._replica, self.communicator)
         if threads or chosen != "engine":
             self.set_threads(threads or self.model._cpp_backend.num_threads)
+        if elastic:
+            self._shares_cores = threads is not None
+            assert not isinstance(sync_every, SyncSchedule)  # `check_elastic`
+            self._begin_elastic(scheme, sync_every)
+            return
         self._replica.share(self.communicator)
         setting = Setting(self.communicator, self._replica, self.average, bucket, sharded)
         self._exchange: Exchange = (
@@ -264,7 +286,11 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, Closing):
         rank is NaN or infinite. Where the replicas live on devices and no deltas go over the host,
         nobody waits to learn that: it is raised eight steps later, or by `check_replicas`.
         """
-        self._exchange(self._accumulation.take())
+        samples = self._accumulation.take()
+        if self._membership is None:
+            self._exchange(samples)
+        else:
+            self._together(partial(self._exchange, samples))
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -184,6 +184,7 @@ class MergeInterface:
     _exchange: Exchange
     _replica: Replica
     _or_abort: Callable[[], AbstractContextManager[None]]
+    _together: Callable[[Callable[[], object]], None]
 
     def merge(self) -> None:
         """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
@@ -198,7 +199,7 @@ class MergeInterface:
         Raises NotFiniteError on all ranks if a step of any was refused since the merge before.
         """
         with self._or_abort():
-            self._merging("merge", Merging).merge()
+            self._together(self._merging("merge", Merging).merge)
 
     def local_batches(self, share: Any, size: int) -> Iterator[Any]:
         """Yield parts of this rank's share of a batch, for a step of its own each.
@@ -223,7 +224,7 @@ class MergeInterface:
             for first in range(0, len(share), size):
                 yield share[first : first + size]
         with self._or_abort():
-            merging.end_share()
+            self._together(merging.end_share)
 
     def begin_epoch(self, batches: int) -> None:
         """Tell the schedule how many steps an epoch has, the same number on all ranks."""

@@ -25,21 +25,24 @@ class Consensus:
         adaptive: bool,
         compress: Compress | None,
     ) -> None:
-        self._communicator = communicator
         self._replica = replica
-        self._damping = None
-        if adaptive and communicator.size > 1:
-            self._damping = replica.adaptive_sum(communicator.size)
+        self._compress = compress
+        self._damping = replica.adaptive_sum() if adaptive else None
         self.gaussians = replica.zeros()
         size = len(self.gaussians)
         # A change, and of each of its blocks the square.
         self.bucket = replica.bucket(communicator, self._damping.blocks if self._damping else 0)
         self.change, self._squares = self.bucket[:size], self.bucket[size:]
-        self._compressed = None
-        if compress and communicator.size > 1:
-            self._compressed = CompressedSum(communicator, replica, compress)
         self.agreement = [0.0] * len(replica.layers)
+        self.enter(communicator)
         self.begin()
+
+    def enter(self, communicator: Communicator) -> None:
+        """Be that of another group, whose ranks know the same; what rounding kept is forgotten."""
+        self._communicator = communicator
+        self._compressed = None
+        if self._compress and communicator.size > 1:
+            self._compressed = CompressedSum(communicator, self._replica, self._compress)
 
     def begin(self) -> None:
         """Begin anew with the present state."""
@@ -65,6 +68,12 @@ class Consensus:
         remember(self._damping, state["damping"])
         if self._compressed:
             self._compressed.load_state_dict(state["compressed"])
+
+    def take_over(self, source: int) -> None:
+        """Know what rank ``source`` knows; a collective call."""
+        memory = [self._damping.previous, self._damping.trust] if self._damping else []
+        for buffer in (self.gaussians, *memory):
+            broadcast(self._communicator, buffer, source)
 
     def merge(self, now: Buffer) -> list[int]:
         """Take in what each rank has learned, which has led it ``now`` to another posterior.
@@ -94,7 +103,8 @@ class Consensus:
     def agree(self) -> None:
         """Make of the sum of all changes, in `change`, what is taken in."""
         if self._damping:
-            self.agreement = self._damping.damp(self.change, self.gaussians, self._squares)
+            ranks = self._communicator.size
+            self.agreement = self._damping.damp(self.change, self.gaussians, self._squares, ranks)
 
 
 def memory_of(damping: AdaptiveSum | None) -> dict[str, Any] | None:

@@ -110,6 +110,8 @@ class HostExchange(Exchange):
         agreement = self._exchange(Contribution(samples, not culprit, finished))
         if agreement.applies:
             self._replica.average_statistics(self._communicator, samples, agreement.batch)
+            # The last, so that parameters are as they were where a rank is lost before.
+            self._apply(agreement)
             self._replica.updated()
         if ranks := agreement.not_finite:
             raise NotFiniteError(refusal("step", ranks, culprit), ranks)
@@ -121,10 +123,13 @@ class HostExchange(Exchange):
 
     @abstractmethod
     def _exchange(self, own: Contribution) -> Agreement:
-        """Return what the ranks agree on; the update is applied if that allows it."""
+        """Return what the ranks agree on; the deltas are summed if that allows the update."""
+
+    def _apply(self, agreement: Agreement) -> None:
+        """Apply the update, unless that is a part of the exchange."""
 
     @traced("applying")
-    def _apply(self, bucket: FloatArray, agreement: Agreement) -> None:
+    def _apply_sums(self, bucket: FloatArray, agreement: Agreement) -> None:
         self._replica.parameters.apply(
             bucket, agreement.divisor(self._average), agreement.cap(self._average)
         )
@@ -184,12 +189,15 @@ class Bucket(HostExchange):
         elif not self._in_place:
             self._replica.parameters.pack(self._bucket)
         self._reduce(self._bucket)
-        self._apply(self._bucket, agreement)
         return agreement
 
     @traced("reducing")
     def _reduce(self, bucket: FloatArray) -> None:
         self._communicator.all_reduce(bucket)
+
+    def _apply(self, agreement: Agreement) -> None:
+        assert self._bucket is not None
+        self._apply_sums(self._bucket, agreement)
 
 
 class Overlapped(InMemory):
@@ -244,9 +252,10 @@ class Overlapped(InMemory):
             self.start_nothing()
         agreement = vote(self._communicator, own)
         self.discard()
-        if agreement.applies:
-            self._apply(self._bucket, agreement)
         return agreement
+
+    def _apply(self, agreement: Agreement) -> None:
+        self._apply_sums(self._bucket, agreement)
 
 
 class Queued(Exchange):

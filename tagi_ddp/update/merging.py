@@ -161,6 +161,8 @@ class Merging(Exchange):
         was refused: all others have been merged.
         """
         agreement, culprit = self._vote(finished), self._culprit
+        if agreement.batch:
+            self._replica.average_statistics(self._communicator, self._samples, agreement.batch)
         with self._hierarchy.naming():
             self._merge_node()
             if self._sender is not None:
@@ -170,8 +172,6 @@ class Merging(Exchange):
                 self._receive()
                 self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
         self._write()
-        if agreement.batch:
-            self._replica.average_statistics(self._communicator, self._samples, agreement.batch)
         self._begin()
         if ranks := agreement.not_finite:
             raise NotFiniteError(refusal("steps since the last merge were", ranks, culprit), ranks)

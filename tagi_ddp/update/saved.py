@@ -50,7 +50,7 @@ def _merged(replica: Replica, posteriors: Sequence[Buffer], consensus: dict[str,
     fill(common, consensus["gaussians"])
     damping = None
     if consensus["damping"] is not None:
-        damping = replica.adaptive_sum(len(posteriors))
+        damping = replica.adaptive_sum()
         remember(damping, consensus["damping"])
     blocks = damping.blocks if damping else 0
     square, squares = replica.zeros()[:blocks], replica.zeros()[:blocks]
@@ -61,6 +61,6 @@ def _merged(replica: Replica, posteriors: Sequence[Buffer], consensus: dict[str,
             damping.squares(change, common, square)
             squares += square
     if damping:
-        damping.damp(total, common, squares)
+        damping.damp(total, common, squares, len(posteriors))
     parameters.add_change(common, common, total)
     return common

@@ -11,6 +11,7 @@ import pytest
 from chaos.faults import KINDS, Fault, Report, broken_promises
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
+ELASTIC = Path(__file__).with_name("elastic.py")
 FAULTS = 30
 
 
@@ -20,6 +21,14 @@ def test_a_short_campaign() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "; 0 broke a promise" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_short_campaign_of_elastic_jobs() -> None:
+    command = [sys.executable, str(ELASTIC), "--events", "24", "--first", "7000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.stdout.count("| sums") == done.stdout.count("| merges") == 2
 
 
 def test_faults_are_the_same_each_time_and_of_all_kinds() -> None:

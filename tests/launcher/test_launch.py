@@ -366,7 +366,9 @@ def test_output_lines_are_whole_and_carry_the_rank(capsys):
     assert len(captured.err.splitlines()) == 600
 
 
-def test_a_progress_bar_stays_on_its_line(capsys):
+def test_a_progress_bar_stays_on_its_line(capsys, monkeypatch):
+    monkeypatch.setenv("TAGI_DDP_TERMINAL", "1")
+
     def fn():
         from tagi_ddp.data import progress
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +20,7 @@ from tagi_ddp.launcher.nodes import Nodes
 from tagi_ddp.launcher.supervisor import reserve_port
 
 Start = Callable[..., "subprocess.Popen[str]"]
+ELASTIC = Path(__file__).parents[1] / "support" / "elastic_rank.py"
 COMMAND = Path(sys.executable).with_name("tagi-ddp")
 SCRIPT = """
 import os, sys, time
@@ -54,11 +57,15 @@ def start(tmp_path: Path, port: int) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start(
-            node: int, ranks: int, *arguments: str, options: Sequence[str] = ()
+            node: int,
+            ranks: int,
+            *arguments: str,
+            options: Sequence[str] = (),
+            script: str = "script.py",
         ) -> subprocess.Popen[str]:
             where = ["--nnodes", "2", "--node-rank", str(node), "--rendezvous", f"localhost:{port}"]
             process = subprocess.Popen(
-                [COMMAND, "run", "-n", str(ranks), *where, *options, "script.py", *arguments],
+                [COMMAND, "run", "-n", str(ranks), *where, *options, script, *arguments],
                 cwd=tmp_path,
                 env={**os.environ, "TAGI_DDP_SECRET": "ours", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
@@ -119,6 +126,48 @@ def test_all_nodes_start_again(start: Start) -> None:
     for text in texts:
         assert "rank 2 of 4 ended with exit status 7; all ranks were ended, and start" in text
         assert text.count("at gloo") == 4
+
+
+def elastic_ranks(
+    start: Start, folder: Path, restarts: int, **what: object
+) -> list[subprocess.Popen[str]]:
+    case = {"backend": "auto", "options": {"average": False}, "network": "mlp", **what}
+    options = ["--max-restarts", str(restarts)]
+    arguments = (2, str(folder), json.dumps(case))
+    return [start(node, *arguments, options=options, script=str(ELASTIC)) for node in (0, 1)]
+
+
+@pytest.mark.slow
+def test_an_elastic_job_on_two_nodes_goes_on_and_is_joined(start: Start, tmp_path: Path) -> None:
+    what = {"kills": {"0": 5, "3": 5}, "await": 4, "epochs": 40}
+    processes = elastic_ranks(start, tmp_path, 1, **what)
+    texts = outputs(*processes)
+    assert [process.returncode for process in processes] == [0, 0], texts
+    for rank, text in zip((0, 3), texts, strict=True):
+        assert f"rank {rank} was killed by SIGKILL; the others go on, and a new one" in text
+    answers = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [answer["number"] for answer in answers] == [0, 1, 2, 3]
+    assert {(a["hash"], a["steps"], a["backend"]) for a in answers} == {
+        (answers[0]["hash"], 480, "gloo")
+    }
+    assert [answer["changes"][-1]["size"] for answer in answers] == [4] * 4
+
+
+@pytest.mark.slow
+def test_an_elastic_job_outlives_a_host(start: Start, tmp_path: Path) -> None:
+    processes = elastic_ranks(start, tmp_path, 0, **{"await": 5, "epochs": 20})
+    while len(list(tmp_path.glob("*.begun"))) < 4:
+        time.sleep(0.05)
+        assert processes[0].poll() is None
+    processes[1].kill()
+    (text,) = outputs(processes[0])
+    assert processes[0].returncode == 0, text
+    assert "rank 2 was lost with its host: the launcher of node 1 has gone; the others" in text
+    answers = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [(a["number"], a["backend"], a["changes"][-1]["size"]) for a in answers] == [
+        (0, "shm", 2),
+        (1, "shm", 2),
+    ]
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -60,8 +60,8 @@ class Expected:
         return np.concatenate([damped, result])
 
 
-def on_device(table: _backend.Parameters, ranks: int) -> DeviceAdaptiveSum:
-    return DeviceAdaptiveSum(DeviceParameters(table, torch.device("cpu")), ranks)
+def on_device(table: _backend.Parameters) -> DeviceAdaptiveSum:
+    return DeviceAdaptiveSum(DeviceParameters(table, torch.device("cpu")))
 
 
 def as_tensor(values: FloatArray) -> torch.Tensor:
@@ -77,7 +77,7 @@ def summed(
         squares.append(convert(np.zeros(damping.blocks, np.float32)))
         damping.squares(convert(change), convert(prior), squares[-1])
     total = convert(np.sum(changes, axis=0))
-    agreement = damping.damp(total, convert(prior), sum(squares[1:], squares[0]))
+    agreement = damping.damp(total, convert(prior), sum(squares[1:], squares[0]), len(changes))
     return np.asarray(total), agreement
 
 
@@ -86,8 +86,8 @@ def summed(
 def test_is_the_formula(layers: list[tuple[int, int]], ranks: int, seed: int) -> None:
     """Three merges in turn, on the host and on a device."""
     rng, table = np.random.default_rng(seed), table_of(layers)
-    damping = _backend.AdaptiveSum(table, ranks)
-    device, expected = on_device(table, ranks), Expected(layers, ranks)
+    damping = _backend.AdaptiveSum(table)
+    device, expected = on_device(table), Expected(layers, ranks)
     assert damping.blocks == device.blocks == len(expected.blocks)
     common = rng.normal(size=2 * table.size)
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_equal_changes_are_averaged_and_orthogonal_ones_summed(
     prior = gaussians(rng, size)
     change = change_of(table, learned(rng, prior), prior)
     change[:size] = np.minimum(change[:size], 0)  # means move, and nobody knows better
-    alike, agreement = summed(_backend.AdaptiveSum(table, ranks), [change] * ranks, prior)
+    alike, agreement = summed(_backend.AdaptiveSum(table), [change] * ranks, prior)
     together, alone = prior.copy(), prior.copy()
     table.add_change(together, together, alike)
     table.add_change(alone, alone, change)
@@ -128,7 +128,7 @@ def test_equal_changes_are_averaged_and_orthogonal_ones_summed(
     apart = [change.copy() for _ in range(ranks)]  # each has learned of other parameters
     for rank, own in enumerate(apart):
         own[size:][np.arange(size) % ranks != rank] = 0
-    different, agreement = summed(_backend.AdaptiveSum(table, ranks), apart, prior)
+    different, agreement = summed(_backend.AdaptiveSum(table), apart, prior)
     np.testing.assert_allclose(different[size:], change[size:], rtol=1e-4)
     np.testing.assert_allclose(agreement, 0, atol=1e-5)
 
@@ -143,7 +143,7 @@ def test_moves_that_precisions_account_for_are_summed(ranks: int, seed: int) -> 
     change[:256] = np.abs(change[:256])
     growth, squares = change[:256] @ prior[256:], change[256:] ** 2 @ prior[256:]
     change[256:] *= np.sqrt(0.01 * growth / squares)
-    total, agreement = summed(_backend.AdaptiveSum(table, ranks), [change] * ranks, prior)
+    total, agreement = summed(_backend.AdaptiveSum(table), [change] * ranks, prior)
     np.testing.assert_allclose(total, ranks * change, rtol=1e-3)
     np.testing.assert_allclose(agreement, 1, atol=1e-5)
 
@@ -153,7 +153,7 @@ def test_moves_that_precisions_account_for_are_summed(ranks: int, seed: int) -> 
 def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> None:
     """Ranks that tremble: what one merge does the next undoes."""
     rng, table = np.random.default_rng(seed), table_of([(300, 0)])
-    prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table, ranks)
+    prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table)
     changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
     for change in changes:
         change[:300] = 0  # nobody knows better
@@ -164,7 +164,7 @@ def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> N
     assert (np.abs(total[300:] - start / ranks) <= 1e-6 * scale).all()
     damping.restart()
     again, _ = summed(damping, changes, prior)
-    fresh, _ = summed(_backend.AdaptiveSum(table, ranks), changes, prior)
+    fresh, _ = summed(_backend.AdaptiveSum(table), changes, prior)
     assert again.tolist() == fresh.tolist()
 
 
@@ -174,9 +174,9 @@ def test_the_order_of_ranks_does_not_matter(order: list[int], seed: int) -> None
     rng, table = np.random.default_rng(seed), table_of([(400, 7)])
     prior = gaussians(rng, 407)
     changes = [change_of(table, learned(rng, prior), prior) for _ in range(5)]
-    first, agreement = summed(_backend.AdaptiveSum(table, 5), changes, prior)
+    first, agreement = summed(_backend.AdaptiveSum(table), changes, prior)
     mixed = [changes[rank] for rank in order]
-    other, same = summed(_backend.AdaptiveSum(table, 5), mixed, prior)
+    other, same = summed(_backend.AdaptiveSum(table), mixed, prior)
     scale = np.abs(np.array(changes)).sum(0)
     assert (np.abs(first - other) <= 1e-5 * scale).all()
     np.testing.assert_allclose(same, agreement, atol=1e-5)
@@ -190,7 +190,7 @@ def test_it_makes_no_difference_when_a_change_arrives(ranks: int, seed: int) -> 
     prior = gaussians(rng, 305)
     posteriors = [learned(rng, prior) for _ in range(ranks)]
     changes = [change_of(table, posterior, prior) for posterior in posteriors]
-    total, _ = summed(_backend.AdaptiveSum(table, ranks), changes, prior)
+    total, _ = summed(_backend.AdaptiveSum(table), changes, prior)
     waited, went_on = prior.copy(), posteriors[0].copy()
     table.add_change(waited, waited, total)
     table.add_change(went_on, prior, total, changes[0])
@@ -209,8 +209,8 @@ def test_what_is_not_finite_counts_as_nothing() -> None:
     changes[1][512 + 5] = np.nan
     changes[2][512 + 300] = np.inf
     for damping, convert in (
-        (_backend.AdaptiveSum(table, 3), np.copy),
-        (on_device(table, 3), as_tensor),
+        (_backend.AdaptiveSum(table), np.copy),
+        (on_device(table), as_tensor),
     ):
         total, agreement = summed(damping, changes, prior, convert)
         bad = [512 + 5, 512 + 300]

@@ -158,14 +158,17 @@ class ControlChannel:
             self.notes.lose(rank)
 
     def _flush(self) -> None:
-        """Send what is to be sent; ranks that are gone do not get it."""
+        """Send what is to be sent; ranks that are gone, or have never come, do not get it."""
         with self._send_lock:
             while self.notes.outbox:
                 rank, message = self.notes.outbox.popleft()
+                connection = self._connections.get(rank)
+                if connection is None:
+                    continue
                 try:
-                    self._connections[rank].send_bytes(message)
+                    connection.send_bytes(message)
                 except OSError:  # half a message would spoil the rest
-                    mesh.cut(self._connections[rank])
+                    mesh.cut(connection)
 
     @property
     def one_host(self) -> bool:

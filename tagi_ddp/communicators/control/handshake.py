@@ -88,13 +88,19 @@ class Handshake:
         return contents
 
     def _await_senders(self) -> None:
-        call, until = self._call, self._channel.until
-        until(lambda: self._senders_here() or self._is_asked(), call.deadline - call.limit / 2)
-        if self._senders_here():
-            return
-        self._announce()
-        if not until(self._senders_here, call.deadline):
+        if not self._until(self._senders_here, self._call.deadline):
             self._time_out(self._to_blame(self._absent()) or self._absent())
+
+    def _until(self, ready: Callable[[], bool], end: float) -> bool:
+        """Wait for messages until ``end`` at most; if it takes long, tell that this rank waits."""
+        call, until = self._call, self._channel.until
+        half = call.deadline - call.limit / 2
+        until(lambda: ready() or self._is_asked(), min(end, half))
+        if ready():
+            return True
+        if time.monotonic() >= half or self._is_asked():
+            self._announce()
+        return until(ready, end)
 
     def _known_to(self, rank: int) -> list[int]:
         """Return the ranks that have come if a message of ``rank`` has."""

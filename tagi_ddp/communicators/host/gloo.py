@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.checked import open_channel, opened
-from tagi_ddp.communicators.errors import BackendUnavailable, Timeout, timeout_text
+from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout, timeout_text
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.communicators.host.gloo_engine import GlooEngine
 from tagi_ddp.environment import job_secret, rendezvous_endpoint
@@ -98,6 +98,13 @@ def _connect(
         return record if hmac.compare_digest(signed, signature(name, record)) else None
 
     def exchange(record: bytes) -> Sequence[bytes]:
+        try:
+            return meet(record)
+        except dist.DistError as error:
+            what = f"the store at which the ranks meet is gone, with rank 0 it may be: {error}"
+            raise PeerLost(f"init on rank {rank} of {size} (gloo): {what}", [0]) from error
+
+    def meet(record: bytes) -> Sequence[bytes]:
         # Each rank counts its own exchanges, which come in the same order on all ranks.
         order = store.add(f"tagi_ddp/{rank}", 1)
         names = [f"tagi_ddp/{order}/{r}" for r in range(size)]
@@ -158,8 +165,13 @@ def _environment_store(rank: int, deadline: float) -> Store:
             f"({error})"
         ) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not hosts:
-        _await_listener(address, port, deadline)
+    nobody = (
+        f"init on rank {rank} (gloo): no store at {address}, port {port} "
+        "(MASTER_ADDR, MASTER_PORT), where rank 0 should listen"
+    )
+    blamed = [0] if rank else []
+    if not hosts and not _await_listener(address, port, deadline):
+        raise Timeout(nobody, blamed)  # a TCPStore would try for another second
     limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
     try:
         return TCPStore(
@@ -173,11 +185,7 @@ def _environment_store(rank: int, deadline: float) -> Store:
             master_listen_fd=_loopback_port(address, port) if hosts else None,
         )
     except RuntimeError as error:
-        raise Timeout(
-            f"init on rank {rank} (gloo): no store at {address}, port {port} "
-            f"(MASTER_ADDR, MASTER_PORT), where rank 0 should listen: {error}",
-            [0] if rank else [],
-        ) from error
+        raise Timeout(f"{nobody}: {error}", blamed) from error
 
 
 def _loopback_port(address: str, port: int) -> int | None:
@@ -191,8 +199,8 @@ def _loopback_port(address: str, port: int) -> int | None:
     return None
 
 
-def _await_listener(address: str, port: int, deadline: float) -> None:
-    """Return when a store listens there, or at the deadline.
+def _await_listener(address: str, port: int, deadline: float) -> bool:
+    """Return True when a store listens there, False at the deadline.
 
     A TCPStore that comes too early tries again after a third of a second or more.
     """
@@ -202,4 +210,5 @@ def _await_listener(address: str, port: int, deadline: float) -> None:
         except OSError:
             time.sleep(_STORE_SLICE)
         else:
-            return
+            return True
+    return False

@@ -34,7 +34,7 @@ if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
 import mpi4py
 
 if "mpi4py.MPI" not in sys.modules:
-    # `_start` does it, as it may wait for other ranks. MPI ends with the process in any case.
+    # `start` does it, as it may wait for other ranks. MPI ends with the process in any case.
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 
 from mpi4py import MPI  # loads the library
@@ -47,8 +47,11 @@ _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
 _REDUCE = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
+_FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
+
 _broken = False
-_pending: set[_Request] = set()  # MPI may write to their buffers, even when nothing waits
+_outlives = False  # whether this process goes on in other groups when one is broken
+_pending: set[Request] = set()  # MPI may write to their buffers, even when nothing waits
 
 
 class MpiEngine:
@@ -107,13 +110,13 @@ class MpiEngine:
         return ready
 
     def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
-        return _Request(self._mpi.Ibcast([array, _type(array)], root)).ready
+        return Request(self._mpi.Ibcast([array, _type(array)], root)).ready
 
     def all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
     ) -> Ready:
         kind = _type(array)
-        return _Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind])).ready
+        return Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind])).ready
 
     def all_to_all(
         self,
@@ -124,22 +127,22 @@ class MpiEngine:
         limit: float,
     ) -> Ready:
         kind = _type(array)
-        return _Request(
+        return Request(
             self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
         ).ready
 
     def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
-        return _Request(self._mpi.Isend([array, _type(array)], dst)).ready
+        return Request(self._mpi.Isend([array, _type(array)], dst)).ready
 
     def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
-        return _Request(self._mpi.Irecv([array, _type(array)], src)).ready
+        return Request(self._mpi.Irecv([array, _type(array)], src)).ready
 
     def close(self, clean: bool) -> None:
         global _broken
         # A script may have finalized MPI before its model goes.
         if clean and self._mpi != MPI.COMM_NULL and not MPI.Is_finalized():
             self._mpi.Free()
-        _broken = _broken or not clean
+        _broken = _broken or (not clean and not _outlives)
 
 
 class MpiCommunicator(CheckedHostCommunicator):
@@ -171,7 +174,7 @@ class MpiCommunicator(CheckedHostCommunicator):
             part.open_engines(made, Call("init", "", call.left(), deadline=call.deadline))
 
 
-class _Request:
+class Request:
     """A non-blocking operation of MPI, which only advances while it is polled."""
 
     def __init__(self, request: MPI.Request) -> None:
@@ -201,7 +204,7 @@ def create(
     itself does not start in time.
     """
     deadline = time.monotonic() + timeout
-    _start(rank, world_size, timeout)
+    start(rank, world_size, timeout)
     world = MPI.COMM_WORLD
     warn_if_launcher_disagrees(environment, world.rank, world.size)
     if (rank, world_size) != (world.rank, world.size):
@@ -213,7 +216,7 @@ def create(
     return wrap(world, timeout, deadline)
 
 
-def _start(rank: int, size: int, timeout: float) -> None:
+def start(rank: int, size: int, timeout: float) -> None:
     """Start MPI unless it has been; in C it waits for all ranks, and nothing ends that."""
     if MPI.Is_initialized():
         return
@@ -251,7 +254,7 @@ def wrap(
     end = time.monotonic() + timeout if deadline is None else deadline
 
     def complete(request: MPI.Request, what: str) -> None:
-        if not _Request(request).ready(end - time.monotonic()):
+        if not Request(request).ready(end - time.monotonic()):
             where = f"init on rank {rank} of {size} (mpi)"
             raise Timeout(
                 f"{where}: MPI could not {what} within {timeout:g} s. Make the same call on all "
@@ -271,6 +274,12 @@ def wrap(
     return opened(comm, partial(comm.open_engines, MpiEngine(copy)), timeout, end)
 
 
+def outlive_ranks() -> None:
+    """Let a broken group be no reason to end all ranks; see `ulfm`."""
+    global _outlives
+    _outlives = True
+
+
 def _type(array: np.ndarray) -> MPI.Datatype:
     return _TYPES[array.itemsize]
 
@@ -280,7 +289,18 @@ def _end_job() -> None:
     """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
     close_all()
     failed = _broken or getattr(sys, "last_value", None) is not None
-    if failed and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
+    if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    if failed:
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+    elif _outlives:
+        # Open MPI 5.0 sometimes waits for the dead here, and nothing ends that.
+        thread = threading.Thread(target=ctypes.CDLL(MPI.__file__).MPI_Finalize, daemon=True)
+        thread.start()
+        thread.join(_FINALIZE)
+        if thread.is_alive():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

@@ -91,9 +91,7 @@ def import_torch(what: str) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise BackendUnavailable(f"{what} needs torch here: pip install 'tagi-ddp[torch]'") from (
-            error
-        )
+        raise BackendUnavailable(f"{what} needs torch here: pip install torch") from (error)
     return torch
 
 

@@ -43,7 +43,7 @@ class StreamHandshake(Handshake):
 
         The time of the call's own limit counts from when the operation begins on the device.
         """
-        call, channel = self._call, self._channel
+        call = self._call
         call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             now = time.monotonic()
@@ -58,7 +58,7 @@ class StreamHandshake(Handshake):
             if time.monotonic() > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)
-        if not channel.until(self._settled, min(end, call.deadline)):
+        if not self._until(self._settled, min(end, call.deadline)):
             if time.monotonic() < call.deadline:
                 return False
             self._time_out(call.waits_for())

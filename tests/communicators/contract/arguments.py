@@ -103,6 +103,7 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "timeout of nothing": (("timeout", "0"), lambda c: c.barrier(timeout=0)),
     "timeout negative": (("timeout", "-1"), lambda c: c.all_reduce(zeros(1), timeout=-1)),
     "timeout without end": (("timeout", "inf"), lambda c: c.barrier(timeout=float("inf"))),
+    "timeout set to nothing": (("timeout", "0"), lambda c: setattr(c, "timeout", 0)),
     "color negative": (("color", "-1"), lambda c: c.split(-1)),
     "color no integer": (("color",), lambda c: c.split("red")),
     "key no integer": (("key",), lambda c: c.split(0, "first")),

@@ -116,6 +116,24 @@ def late_for_one(comm: Any) -> Report | None:
     return report(lambda: comm.all_reduce(ones(), timeout=0.3))
 
 
+def give_up_first(comm: Any) -> Report | None:
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        time.sleep(2 * LIMIT)
+        return None
+    limit = LIMIT if comm.rank == 0 else 5 * LIMIT
+    return report(lambda: comm.broadcast(ones(), 0, timeout=limit))
+
+
+def late_for_all(comm: Any) -> Report | None:
+    comm.timeout = 0.3
+    assert comm.timeout == 0.3
+    if comm.rank == comm.size - 1:
+        time.sleep(0.8)
+        return None
+    return report(comm.barrier)
+
+
 def differ(comm: Any, last: Callable[[Any], Any], others: Callable[[Any], Any]) -> list[Report]:
     call = last if comm.rank == comm.size - 1 else others
     return [report(lambda: call(comm)), report(comm.barrier)]
@@ -282,6 +300,18 @@ class FailuresContract:
 
     def test_limit_of_one_call(self, pool: RankPool, size: int) -> None:
         for answer in pool.run(late_for_one, size=size, fresh=True)[:-1]:
+            kind, ranks, text, seconds = answer
+            assert (kind, ranks) == (Timeout, (size - 1,)), text
+            assert "0.3 s" in text
+            assert 0.25 < seconds < 0.3 + SLACK
+
+    def test_those_that_wait_longer_are_not_blamed(self, pool: RankPool, size: int) -> None:
+        for answer in pool.run(give_up_first, size=size, fresh=True)[:-1]:
+            kind, ranks, text, _ = answer
+            assert (kind, ranks) == (Timeout, (size - 1,)), text
+
+    def test_a_limit_that_is_set_later(self, pool: RankPool, size: int) -> None:
+        for answer in pool.run(late_for_all, size=size, fresh=True)[:-1]:
             kind, ranks, text, seconds = answer
             assert (kind, ranks) == (Timeout, (size - 1,)), text
             assert "0.3 s" in text

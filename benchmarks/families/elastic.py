@@ -1,0 +1,231 @@
+"""How soon an elastic job goes on after a kill, and has a new rank; see `rows`.
+
+``python -m benchmarks.families.elastic FOLDER WAY HIDDEN`` is a rank of such a job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.families.steps import backward_of
+from benchmarks.harness.launch import ROOT, find_open_mpi
+from benchmarks.harness.measure import Figure, Missing, Row
+from benchmarks.harness.networks import INPUTS, mlp
+from tagi_ddp import Communicator, DDPConfig, DDPSequential, DistributedSampler
+from tagi_ddp.checkpoint import Checkpoints
+
+BATCH = 16  # per rank
+RANKS = 3
+LIMIT = 120.0  # seconds for what follows a kill
+LAUNCHER = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", str(RANKS)]
+RESTART = "restart"  # no elastic job: all ranks end, and start again from a checkpoint
+KINDS: dict[str, dict[str, Any]] = {
+    "sums": {"average": False},
+    "merges": {"reduction": "precision", "sync_every": 4},
+}
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """(s) from a kill to the others' next step, and from a new rank's coming to its first.
+
+    Against all ranks' new start from a checkpoint, at 11 million parameters.
+    """
+    hidden, kills = (16, 1) if quick else (2944, 5)
+    ways = [("shm", "sums"), ("gloo", "sums"), ("shm", "merges"), ("gloo", "merges")]
+    mpi = find_open_mpi()
+    restart = _seconds(RESTART, "sums", hidden, min(kills, 3))["next step"]
+    found = []
+    for way, kind in ways[:2] if quick else ways:
+        figures = _seconds(way, kind, hidden, kills)
+        found += [
+            Row(
+                f"{kind} over {way}, {RANKS} ranks: {what}",
+                figure,
+                restart,
+                "s",
+                None if "process" in what else 1.0,
+            )
+            for what, figure in figures.items()
+        ]
+    over_mpi = Missing("Open MPI is not there") if mpi is None else None
+    figure = over_mpi or _seconds("mpi", "sums", hidden, 2)["next step"]
+    found.append(Row(f"sums over mpi, {RANKS} ranks: next step", figure, restart, "s", 1.0))
+    return found
+
+
+def _seconds(way: str, kind: str, hidden: int, kills: int) -> dict[str, Figure]:
+    """Return what an event took, over so many kills in one job."""
+    taken: dict[str, list[float]] = {"next step": []}
+    if way not in ("mpi", RESTART):
+        taken |= {"a new rank's first step, since it came": [], "since its process began": []}
+    with tempfile.TemporaryDirectory(prefix="elastic.") as name:
+        folder = Path(name)
+        command = [sys.executable] if way == "mpi" else []
+        launcher = [*LAUNCHER, "--max-restarts", str(kills)]
+        if way == "mpi":
+            root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            options = ["--oversubscribe", "--with-ft", "ulfm", "-n", str(RANKS)]
+            launcher = [str(find_open_mpi()), *root, *options]
+        script = ["-m", "benchmarks.families.elastic", name, way, kind, str(hidden)]
+        with _running([*launcher, *command, *script], folder / "output") as job:
+            for number in range(kills):
+                ranks = RANKS - number if way == "mpi" else RANKS
+                _await(job, partial(_ready, folder, way, ranks), "all ranks make steps")
+                time.sleep(0.5)
+                before = _steps(folder)
+                victim = sorted(before)[number % RANKS]
+                moment = time.monotonic()
+                os.kill(victim, signal.SIGKILL)
+                (folder / f"{victim}.jsonl").unlink()
+                _await_next(job, folder, way, before, victim, moment, taken)
+            (folder / "over").touch()
+            job.wait(LIMIT)
+    return {what: _figure(seconds) for what, seconds in taken.items()}
+
+
+def _ready(folder: Path, way: str, ranks: int) -> bool:
+    saved = way != RESTART or (folder / "checkpoints" / "latest").exists()
+    return saved and len(_steps(folder)) == ranks
+
+
+def _await_next(
+    job: subprocess.Popen[bytes],
+    folder: Path,
+    way: str,
+    before: dict[int, dict[str, Any]],
+    victim: int,
+    moment: float,
+    taken: dict[str, list[float]],
+) -> None:
+    """Wait until all go on after a kill, and put down how long it took."""
+    if way == RESTART:
+        for pid in before:
+            (folder / f"{pid}.jsonl").unlink(missing_ok=True)
+        _await(job, lambda: len(_steps(folder)) == RANKS, "all ranks make steps again")
+        taken["next step"].append(max(each["first"] for each in _steps(folder).values()) - moment)
+        return
+    survivors = before.keys() - {victim}
+
+    def went_on() -> bool:
+        now = _steps(folder)
+        return all(now[pid]["group"] > before[pid]["group"] for pid in survivors)
+
+    _await(job, went_on, "survivors go on")
+    taken["next step"].append(max(_steps(folder)[pid]["first"] for pid in survivors) - moment)
+    if way == "mpi":
+        return
+    _await(job, lambda: len(_steps(folder)) == RANKS, "a new rank")
+    (new,) = _steps(folder).keys() - survivors
+    line = _steps(folder)[new]
+    _, *measured = taken
+    for what, since in zip(measured, ("came", "born"), strict=True):
+        taken[what].append(line["first"] - line[since])
+
+
+def _figure(seconds: list[float]) -> Figure:
+    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+    return Figure(float(middle), float(low), float(high))
+
+
+@contextmanager
+def _running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    inherited = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TAGI_DDP_", "OMPI_", "PMIX_", "PRTE_")
+    clean = {name: each for name, each in os.environ.items() if not name.startswith(inherited)}
+    with (
+        open(output, "wb") as file,
+        subprocess.Popen(command, cwd=ROOT, env=clean, stdout=file, stderr=file) as job,
+    ):
+        try:
+            yield job
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}: {output.read_text()[-2000:]}") from None
+        finally:
+            job.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(10)
+            job.kill()
+
+
+def _await(job: subprocess.Popen[bytes], there: Any, what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not there():
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not within {LIMIT:g} s, or the job has ended")
+        time.sleep(0.02)
+
+
+def _steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what each process said of its last group."""
+    found = {}
+    for path in folder.glob("*.jsonl"):
+        with suppress(FileNotFoundError):
+            lines = path.read_text().rpartition("\n")[0].splitlines()
+            if lines:
+                found[int(path.stem)] = json.loads(lines[-1])
+    return found
+
+
+def main() -> None:
+    """Train until there is a file "over", and tell of the first step in each group."""
+    folder, way, kind, hidden = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    born = _began()
+    elastic = way != RESTART
+    config = DDPConfig.from_env(way if elastic else "shm")
+    sampler = DistributedSampler(BATCH * RANKS, 1, 0)
+    with DDPSequential(mlp(hidden), config, elastic=elastic, **KINDS[kind]) as model:
+        samples = np.random.default_rng(0).standard_normal((BATCH, INPUTS), np.float32)
+        step = backward_of(model, samples)
+        if not elastic:
+            sampler.rank, sampler.num_replicas = model.communicator.rank, RANKS
+        with (
+            Checkpoints(folder / "checkpoints", model) as checkpoints,
+            open(folder / f"{os.getpid()}.jsonl", "w", buffering=1) as file,
+        ):
+            first = checkpoints.resume()
+            steps = partial(model.steps, sampler) if elastic else sampler.steps
+            told = 0
+            for number, _ in steps(BATCH * RANKS, 100_000, first):
+                step()
+                model.step()
+                if number == first + 2 and not elastic:
+                    checkpoints.save(number + 1)
+                    checkpoints.wait()
+                group = model.changes[-1].group if elastic and model.changes else 1
+                if group > told:
+                    times = {"first": time.monotonic(), "came": _came(model), "born": born}
+                    file.write(json.dumps({"group": group, **times}) + "\n")
+                    told = group
+                if (folder / "over").exists():
+                    os._exit(0)
+
+
+def _came(model: DDPSequential) -> float:
+    """Return when a new rank was ready for the others, as time.monotonic() counts."""
+    if not (model.elastic and model.joined):
+        return 0.0
+    joining = model.changes[0]
+    return time.monotonic() - (time.time() - joining.time) - joining.seconds
+
+
+def _began() -> float:
+    """Return when this process was started, as time.monotonic() counts."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - uptime)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Ranks of an MPI job that go on without those that are lost: user-level failure mitigation.
+
+With Open MPI that is ``mpirun --with-ft ulfm``, the environment of whose ranks says so. MPI tells
+which ranks are left when all of those shrink their group; new ones do not join.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout
+from tagi_ddp.communicators.host import mpi
+from tagi_ddp.environment import detect
+
+T = TypeVar("T")
+
+
+class Survivors:
+    """The ranks that are left of MPI's world."""
+
+    def __init__(self, limit: float) -> None:
+        """Start MPI, with all ranks, within ``limit`` seconds; raise BackendUnavailable, Timeout.
+
+        From here on an end of this process does not wait for the other ranks.
+        """
+        if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112  (so Open MPI calls it)
+            raise BackendUnavailable(
+                "MPI ends all ranks when one is lost, but for Open MPI 5 with its fault tolerance: "
+                "start the ranks with mpirun --with-ft ulfm"
+            )
+        environment = detect()
+        mpi.start(environment.rank, environment.world_size, limit)
+        mpi.outlive_ranks()
+        self._group: MPI.Intracomm = MPI.COMM_WORLD
+
+    def gather(self, words: list[int], limit: float) -> np.ndarray:
+        """Return what all ranks say, a row of as many words from each that is left, in their order.
+
+        A call of all that are left; raises Timeout where one of them does not come in ``limit``
+        seconds.
+        """
+        table = self._gathered(words, limit)
+        while table is None:
+            self._group = MPI.Intracomm(_in_time(self._group.Shrink, limit))
+            table = self._gathered(words, limit)
+        return table
+
+    def _gathered(self, words: list[int], limit: float) -> np.ndarray | None:
+        """Return the rows, the same on all ranks; None: a rank is lost."""
+        table = np.empty((self._group.size, len(words)), np.int64)
+
+        def gather() -> bool:
+            try:
+                self._group.Allgather(np.array(words, np.int64), table)
+            except MPI.Exception:
+                self._group.Revoke()  # nobody waits for this one
+                return False
+            return True
+
+        well = _in_time(gather, limit)
+        try:  # some may have got all, and others not
+            agreed = _in_time(lambda: self._group.Agree(int(well)), limit)
+        except MPI.Exception:
+            return None
+        return table if agreed else None
+
+    def connect(self, limit: float) -> mpi.MpiCommunicator:
+        """Return a communicator of the ranks that are left; raises PeerLost, Timeout."""
+        try:
+            return mpi.wrap(self._group, limit)
+        except MPI.Exception as error:
+            raise PeerLost(f"a rank was lost while the others connected: {error}", ()) from error
+
+
+def _in_time(call: Callable[[], T], limit: float) -> T:
+    """Return what a call returns that nothing ends, or raise Timeout."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise Timeout(
+            f"a rank did not come within {limit:g} s, and MPI "
+            "cannot go on without one that is not dead: end its process"
+        )
+    return done[0]

@@ -1,0 +1,137 @@
+"""How a rank and the launcher of its elastic job talk: what either says, and the rank's side.
+
+By a socket that the rank has from its launcher and nobody else, so its end is the rank's. Each
+message is JSON, in a packet of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MOST_BYTES = 1 << 16  # of a message
+_SLACK = 30.0  # seconds that the launcher may take to leave out those who did not come in time
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in its next group.
+
+    number: of the group. source: the rank whose state is the latest; behind: those that take it.
+    address, port: where rank 0 can listen, as all ranks reach it.
+    """
+
+    number: int
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    source: int
+    behind: tuple[int, ...]
+    address: str
+    port: int
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Seat:
+        """Return what `message` has told."""
+        return cls(**{**told, "behind": tuple(told["behind"])})
+
+    def enter(self, job: str) -> None:
+        """Let this process's environment tell the place, as rank of a group of ``job``."""
+        place = (self.rank, self.size, self.local_rank, self.local_size)
+        name = f"{job}/{self.number}"  # no group hears what is left of another
+        os.environ.update(variables(*place, name, self.address, self.port))
+
+    def message(self) -> str:
+        """Return what tells a rank of it."""
+        return json.dumps({"seat": asdict(self)})
+
+
+def variables(
+    rank: int, size: int, local_rank: int, local_size: int, job: str, address: str, port: int
+) -> dict[str, str]:
+    """Return the variables that tell a rank its place, as torchrun sets them, too."""
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+    }
+    return {
+        **place,
+        **{f"TAGI_DDP_{name}": value for name, value in place.items()},
+        "TAGI_DDP_JOB": job,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+class Meeting:
+    """This rank's side of the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._called = False
+        self._why: int | None = None
+
+    def called(self, progress: int, exchanging: bool) -> bool:
+        """Tell whether this rank should come, which has taken ``progress`` updates of all ranks.
+
+        That is where it would exchange with the others, or if one waits that has taken less.
+        """
+        while self._poll.poll(0):
+            self._take(self._receive())
+        return self._called and (exchanging or (self._why is not None and self._why < progress))
+
+    def come(
+        self, progress: int | None, blamed: Sequence[int], patience: float, done: bool = False
+    ) -> Seat | None:
+        """Return the place in the next group, once that is known; None: all have been done.
+
+        The arguments are those of `roll_call.Coming`. Raises ConnectionError where the launcher is
+        gone, TimeoutError where it does not answer.
+        """
+        told = {"progress": progress, "blamed": list(blamed), "patience": patience, "done": done}
+        self._connection.send(json.dumps({"come": told}).encode())
+        deadline = time.monotonic() + patience + _SLACK
+        while self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            message = self._receive()
+            if "seat" in message:
+                self._called = False
+                return Seat.of(message["seat"])
+            if "over" in message:
+                return None
+        raise TimeoutError(f"the launcher did not answer within {patience + _SLACK:g} s")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "called" in message:
+            self._called, self._why = True, message["called"]
+
+    def _receive(self) -> dict[str, Any]:
+        data = self._connection.recv(MOST_BYTES)
+        if not data:
+            raise ConnectionError("the launcher of this job is gone")
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+
+_meeting: Meeting | None = None
+
+
+def open_meeting(descriptor: int) -> None:
+    """Take the socket of this process's launcher, before anything else runs."""
+    global _meeting
+    _meeting = Meeting(socket.socket(fileno=descriptor))
+
+
+def meeting() -> Meeting | None:
+    """Return how this process meets the other ranks of its job; None: it has no such launcher."""
+    return _meeting

@@ -1,0 +1,260 @@
+"""DDPSequential in a job whose ranks may be lost, and others join."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from tagi_ddp.checks import integer
+from tagi_ddp.communicators import Communicator, CommunicatorError, PeerLost, Timeout
+from tagi_ddp.communicators.guard import CanAbort, report
+from tagi_ddp.communicators.topology import topology_of
+from tagi_ddp.data import DistributedSampler
+from tagi_ddp.optim.schedule import SyncSchedule
+from tagi_ddp.sequential.config import DDPConfig
+from tagi_ddp.sequential.equality import check_state, check_structure
+from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
+from tagi_ddp.sequential.membership import Group, Membership
+from tagi_ddp.update.elastic import ElasticExchange, ElasticMerging, ElasticSum, NextGroup
+from tagi_ddp.update.exchange import Setting
+from tagi_ddp.update.merging import Reduction, Scheme
+
+log = logging.getLogger("tagi_ddp")
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """Ranks were lost, or joined, and this rank has become one of the next group.
+
+    group: its number, from 2. step: the steps made. rank, size: in it. hash: of all parameters and
+    running statistics, equal on all ranks. time: in seconds since the epoch; seconds: since this
+    rank knew of it. joined: whether this rank was new.
+    """
+
+    group: int
+    step: int
+    rank: int
+    size: int
+    hash: str
+    time: float
+    seconds: float
+    joined: bool
+
+
+def check_elastic(
+    reduction: Reduction | None,
+    sync_every: int | SyncSchedule,
+    node_size: int | None,
+    sharded: bool,
+    device: str | None,
+) -> None:
+    """Raise ValueError that names what cannot be had in an elastic job."""
+    given = {
+        "sharded": sharded,
+        "sync_every": isinstance(sync_every, SyncSchedule) and sync_every,
+        "node_size": node_size,
+        "device": device if device != "cpu" else None,
+    }
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name} cannot be {value!r} with elastic: leave it out")
+
+
+class ElasticInterface(MergeInterface, SequentialInterface):
+    """What DDPSequential adds where ``elastic`` is given."""
+
+    communicator: Communicator
+    config: DDPConfig
+    reduction: Reduction
+    changes: list[GroupChange]
+    _options: dict[str, Any]
+    _groups: Callable[[], Iterator[CanAbort]]
+    _membership: Membership | None = None
+    _shares_cores = False  # whether threads follow the number of ranks
+    _began = False  # whether this rank has a state that others may take
+    _entered = False  # whether it has been a rank of a group
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job goes on when ranks are lost."""
+        return self._membership is not None
+
+    @property
+    def steps_made(self) -> int:
+        """How many steps all ranks have made, in a job that is elastic: the next one's number."""
+        return self._elastic("steps_made").steps_made
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank is one of an elastic job that others had begun."""
+        return bool(self.changes) and self.changes[0].joined
+
+    def steps(
+        self, sampler: DistributedSampler, global_batch_size: int, epochs: int, first: int = 0
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield (step, share) for each step of an elastic job, as `DistributedSampler.steps` does.
+
+        ``for step, share in model.steps(sampler, 256, epochs=10):`` one `step`, or `learn`, on the
+        share. A step comes again, with shares of other sizes, if a rank was lost before it was
+        made; one that joins begins where the others are. The last one returns when all ranks have
+        ended theirs, with their posteriors merged.
+
+        Args:
+            sampler: the same on all ranks; its rank and number of replicas follow the group's.
+            global_batch_size, epochs, first: as for `DistributedSampler.steps`.
+
+        Raises:
+            RuntimeError: the model is not elastic, or a turn of the loop made no step.
+        """
+        exchange = self._elastic("steps")
+        if not self.joined:
+            exchange.steps_made = max(exchange.steps_made, integer("first", first, 0))
+        while True:
+            yield from self._turns(sampler, global_batch_size, epochs)
+            if self.unmerged_steps:
+                self.merge()
+            elif self._end():
+                return
+
+    def _turns(
+        self, sampler: DistributedSampler, global_batch_size: int, epochs: int
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        drawn = None
+        while drawn is not self.communicator:
+            drawn = self.communicator
+            sampler.rank, sampler.num_replicas = drawn.rank, drawn.size
+            for step, share in sampler.steps(global_batch_size, epochs, self.steps_made):
+                yield step, share
+                if drawn is not self.communicator:
+                    break
+                if self.steps_made != step + 1:
+                    raise RuntimeError(
+                        f"{self.steps_made - step} steps were made of step {step}: call step() or "
+                        "learn() once for each share, an empty one, too"
+                    )
+
+    def regroup(self, lost: Sequence[int] = ()) -> None:
+        """Make a group of the ranks that are left; an elastic job does so by itself at `step`.
+
+        For what a script lets its ranks do together beside: when that raises PeerLost or Timeout,
+        call this with the error's ``ranks``. All ranks that are left must come, here or by a
+        `step`.
+        """
+        self._elastic("regroup")
+        self._meet_again(lost, time.monotonic())
+
+    # --- for DDPSequential --------------------------------------------------------------------
+
+    def _together(self, exchange: Callable[[], object]) -> None:
+        """Exchange with the other ranks; if one is lost, or wants to join, go on in a new group."""
+        try:
+            exchange()
+            return
+        except (NextGroup, PeerLost, Timeout) as error:
+            if self._membership is None:
+                raise
+            began, reason = time.monotonic(), error
+        report(self._groups(), reason)
+        self._meet_again(reason.ranks if isinstance(reason, CommunicatorError) else (), began)
+
+    def _begin_elastic(self, scheme: Scheme, every: int) -> None:
+        """Become a rank of the first group."""
+        membership = self._membership
+        assert membership is not None
+
+        setting = Setting(self.communicator, self._replica, self.reduction == "mean")
+        self._exchange = (
+            ElasticMerging(setting, scheme, every, membership.called)
+            if self.reduction == "precision"
+            else ElasticSum(setting, membership.called)
+        )
+        self.changes = []
+        self._meet_again((), time.monotonic())
+
+    def _meet_again(self, blamed: Sequence[int], began: float) -> None:
+        membership = self._membership
+        assert membership is not None
+        while True:
+            self._leave()
+            met = membership.meet(self._progress, blamed)
+            if met is None:
+                raise PeerLost("this elastic job has ended: there is no other group", blamed)
+            try:
+                self._enter(met, began)
+                return
+            except (PeerLost, Timeout) as error:
+                blamed = error.ranks
+
+    def _end(self) -> bool:
+        """Return whether all ranks are done; if not, this one is in a new group."""
+        assert self._membership is not None
+        began = time.monotonic()
+        met = self._membership.meet(self._progress, (), done=True)
+        if met is None:
+            return True
+        self._leave()
+        try:
+            self._enter(met, began)
+        except (PeerLost, Timeout) as error:
+            self._meet_again(error.ranks, began)
+        return False
+
+    @property
+    def _progress(self) -> int | None:
+        return self._elastic("step").progress if self._began else None
+
+    def _leave(self) -> None:
+        self._exchange.close()
+        self.communicator.close()
+
+    def _enter(self, group: Group, began: float) -> None:
+        """Become a rank of a group; a collective call."""
+        communicator = group.communicator
+        rank, size = communicator.rank, communicator.size
+        known, new = self._began, not self._entered
+        joins = new and (known or rank in group.behind)
+        behind = rank in group.behind or (not known and rank != group.source)
+        self.communicator = communicator
+        self.config = DDPConfig(self.config.device_ids, self.config.backend, 0, size)
+        self.config.rank = rank
+        topology_of(communicator)  # all at the same place
+        check_structure(communicator, self._replica, self._options)
+        exchange = self._elastic("step")
+        exchange.enter(communicator)
+        self._began = known and not behind
+        exchange.take_over(group.source, behind)
+        # What the first group agrees on is nobody's state before it is complete.
+        self._began = known or rank in group.behind
+        exchange.settle()
+        self._replica.pull()
+        state = check_state(communicator, self._replica)
+        if any(len(part) for parts in self.compute.get_lstm_states().values() for part in parts):
+            self.compute.reset_lstm_states()  # they are of series that other ranks have now
+        if self._shares_cores:
+            self.set_threads(topology_of(communicator).share_of_cores(rank))
+        self._began = self._entered = True
+        if joins or not new:
+            self.changes.append(
+                GroupChange(
+                    group.number,
+                    exchange.steps_made,
+                    rank,
+                    size,
+                    state,
+                    time.time(),
+                    time.monotonic() - began,
+                    joins,
+                )
+            )
+            if rank == 0:
+                log.warning("%d ranks go on at step %d", size, exchange.steps_made)
+
+    def _elastic(self, name: str) -> ElasticExchange:
+        if isinstance(self._exchange, ElasticExchange):
+            return self._exchange
+        raise RuntimeError(f"{name} needs DDPSequential(..., elastic=True)")

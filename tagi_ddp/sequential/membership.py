@@ -1,0 +1,127 @@
+"""How a process meets the other ranks of its elastic job, again and again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tagi_ddp.checks import seconds
+from tagi_ddp.communicators import BackendUnavailable, Communicator, PeerLost, Timeout, init
+from tagi_ddp.launcher.meeting import Meeting, meeting
+from tagi_ddp.launcher.roll_call import who_leads
+from tagi_ddp.sequential.config import DDPConfig
+
+_PATIENCE = 300.0  # seconds; also for processes that start, which some take long to do
+# All ranks of a group are there when they connect: one that does not come has been lost meanwhile.
+_CONNECT = 0.5
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a process is a rank of until the next meeting; see `roll_call.Group`."""
+
+    communicator: Communicator
+    number: int
+    source: int
+    behind: tuple[int, ...]
+
+
+class Membership(Protocol):
+    """This process's part in the meetings."""
+
+    def called(self, progress: int, exchanging: bool) -> bool:
+        """Tell whether this rank should come; see `Meeting.called`."""
+        ...
+
+    def meet(self, progress: int | None, blamed: Sequence[int], done: bool = False) -> Group | None:
+        """Return the next group; None: all are ``done``. See `Meeting.come`."""
+        ...
+
+
+def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membership:
+    """Return that of a rank whose job may lose others.
+
+    Raises ValueError, TypeError, BackendUnavailable: what starts the ranks must outlive them.
+    """
+    patience = _PATIENCE if elastic is True else seconds("elastic", elastic)
+    if config is None:
+        raise ValueError("elastic needs config, not communicator: ranks connect again")
+    if config.backend == "mpi":
+        return _Survivors(config, patience)
+    if config.backend == "nccl":
+        raise BackendUnavailable(
+            "elastic is for backend 'auto', 'shm', 'gloo' or 'mpi', not 'nccl': its ranks are "
+            "on the CPU"
+        )
+    found = meeting()
+    if found is None:
+        raise BackendUnavailable(
+            "elastic needs a launcher that outlives its ranks and lets them meet again: start "
+            "them with tagi-ddp run, or with mpirun --with-ft ulfm for backend 'mpi'"
+        )
+    return _Launched(config.backend, found, patience)
+
+
+def _patience(seconds: float, progress: int | None) -> float:
+    """Return for how long a rank waits for the others: longer if it, too, has only begun."""
+    return seconds if progress is not None else max(seconds, _PATIENCE)
+
+
+class _Launched:
+    """Under ``tagi-ddp run``, whose launcher calls the roll."""
+
+    def __init__(self, backend: str, found: Meeting, patience: float) -> None:
+        self._backend = backend
+        self._meeting = found
+        self._patience = patience
+        self._job = os.environ["TAGI_DDP_JOB"]
+        self.called = found.called
+
+    def meet(self, progress: int | None, blamed: Sequence[int], done: bool = False) -> Group | None:
+        limit, patience = _CONNECT, _patience(self._patience, progress)
+        while (seat := self._meeting.come(progress, blamed, patience, done)) is not None:
+            seat.enter(self._job)
+            try:
+                communicator = init(self._backend, seat.rank, seat.size, timeout=limit)
+            except (Timeout, PeerLost) as error:
+                blamed = error.ranks
+                limit = min(2 * limit, self._patience)
+                continue
+            communicator.timeout = self._patience
+            return Group(communicator, seat.number, seat.source, seat.behind)
+        return None
+
+
+class _Survivors:
+    """Of ranks that MPI itself lets go on; new ones do not join."""
+
+    def __init__(self, config: DDPConfig, patience: float) -> None:
+        try:
+            from tagi_ddp.communicators.host.ulfm import Survivors
+        except (ImportError, RuntimeError):
+            init("mpi", config.rank, config.world_size)  # says what is missing
+            raise
+        self._survivors = Survivors(_patience(patience, None))
+        self._patience = patience
+        self._groups = 0
+
+    def called(self, progress: int, exchanging: bool) -> bool:
+        return False
+
+    def meet(self, progress: int | None, blamed: Sequence[int], done: bool = False) -> Group | None:
+        limit, patience = _CONNECT, _patience(self._patience, progress)
+        while True:
+            table = self._survivors.gather([-1 if progress is None else progress, done], patience)
+            if table[:, 1].all():
+                return None
+            source, behind = who_leads([None if each < 0 else int(each) for each in table[:, 0]])
+            self._groups += 1
+            try:
+                communicator = self._survivors.connect(limit)
+            except (Timeout, PeerLost):
+                limit = min(2 * limit, self._patience)
+                continue
+            communicator.timeout = self._patience
+            return Group(communicator, self._groups, source, behind)

@@ -1,0 +1,193 @@
+"""Exchanges of a group that loses and wins ranks: what goes on from one group to the next.
+
+``called`` tells whether the ranks are wanted for the next group: `launcher.meeting.Meeting.called`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.update.exchange import Bucket, Exchange, Setting
+from tagi_ddp.update.merging import Merging, Scheme
+from tagi_ddp.update.not_finite import NotFiniteError
+
+Called = Callable[[int, bool], bool]
+
+
+class NextGroup(Exception):
+    """The ranks are wanted for the next group; nothing has been exchanged."""
+
+
+class ElasticExchange(Exchange):
+    """One that goes from group to group with its rank; it begins alone, and joins by `enter`.
+
+    ``progress`` counts the updates of all ranks that the replica has taken.
+    """
+
+    progress: int
+    steps_made: int
+    """The number of steps that the posterior knows of."""
+
+    @abstractmethod
+    def enter(self, communicator: Communicator) -> None:
+        """Belong to another group; a collective call of its ranks."""
+
+    @abstractmethod
+    def take_over(self, source: int, behind: bool) -> None:
+        """Go on from where rank ``source`` is, as this one may be ``behind``; a collective call."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Make the replicas equal, which are at one place now; a collective call."""
+
+
+class ElasticSum(Bucket, ElasticExchange):
+    """Sums or means of deltas: the step that a rank leaves half is made by none of the others.
+
+    Or by some of them, whose replicas the others take then. Steps that were refused count, too.
+    """
+
+    def __init__(self, setting: Setting, called: Called) -> None:
+        super().__init__(replace(setting, bucket=None))
+        self._bucket = setting.replica.zeros()  # of no group
+        self._called = called
+        self.progress = 0
+        self._statistics = copies(setting.replica)
+
+    @property
+    def steps_made(self) -> int:
+        return self.progress
+
+    @steps_made.setter
+    def steps_made(self, steps: int) -> None:
+        self.progress = steps
+
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        """Make the step with all ranks; raise `NextGroup` if they are wanted."""
+        if self._called(self.progress, True):
+            raise NextGroup("all ranks meet again")
+        try:
+            super().__call__(samples)
+        except NotFiniteError:
+            self._end_step()
+            raise
+        self._end_step()
+        return False
+
+    def _end_step(self) -> None:
+        self.progress += 1
+        self._statistics = copies(self._replica)
+
+    def restart(self) -> None:
+        self._statistics = copies(self._replica)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restart()
+
+    def enter(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def take_over(self, source: int, behind: bool) -> None:
+        # Forward has counted a batch in them that will come again.
+        for array, copy in zip(statistics_of(self._replica), self._statistics, strict=True):
+            array[...] = copy
+        everyone = all_gather_object(self._communicator, [self.progress, behind])
+        if any(late for _, late in everyone):
+            self._replica.share(self._communicator, source)
+            self._statistics = copies(self._replica)
+        self.progress = everyone[source][0]
+
+    def settle(self) -> None:
+        """Do nothing: all ranks are equal."""
+
+
+class ElasticMerging(Merging, ElasticExchange):
+    """Merges, of which a rank that is lost takes with it what it has learned since the last one.
+
+    ``progress`` counts merges.
+    """
+
+    def __init__(self, setting: Setting, scheme: Scheme, every: int, called: Called) -> None:
+        super().__init__(setting, replace(scheme, node_size=None), every)
+        self._called = called
+        self.progress = 0
+        for memory in (self._now, self._node.bucket):
+            memory.fill(0)  # it is there before others wait for this rank
+
+    @property
+    def steps_made(self) -> int:
+        return self._all_shares
+
+    @steps_made.setter
+    def steps_made(self, steps: int) -> None:
+        self._all_shares = steps
+
+    def end_share(self, finished: bool = False) -> bool:
+        """Do as other merges do; raise `NextGroup` if one waits that has merged less often."""
+        done = super().end_share(finished)
+        if self._called(self.progress, False):
+            raise NextGroup("all ranks meet again")
+        return done
+
+    def merge(self, finished: bool = False) -> bool:
+        """Merge, unless the ranks are wanted."""
+        if self._called(self.progress, True):
+            raise NextGroup("all ranks meet again")
+        self.settle()
+        return False
+
+    def enter(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._hierarchy = Hierarchy(communicator, communicator.size)
+        self._node.enter(self._hierarchy.node)
+        self._alone_of = communicator.size if self._warms_up else 1
+
+    def take_over(self, source: int, behind: bool) -> None:
+        comm, replica = self._communicator, self._replica
+        everyone = all_gather_object(comm, [self.progress, self.steps_made, behind])
+        self.progress = everyone[source][0]
+        # Ranks that were slower leave out what is left of the steps since the last merge.
+        self._all_shares = max(steps for _, steps, _ in everyone)
+        if not any(late for _, _, late in everyone):
+            return
+        replica.pull()
+        self._node.take_over(source)
+        for array in statistics_of(replica):
+            comm.broadcast(array if behind else array.copy(), source)
+        if behind:  # the others have what it has learned, or have left that behind
+            self._begin()
+            self._write()
+
+    def settle(self) -> None:
+        """Merge what the ranks have learned since the last merge; a collective call."""
+        try:
+            super().merge()
+        except NotFiniteError:  # all else has been merged
+            self.progress += 1
+            raise
+        self.progress += 1
+
+
+def statistics_of(replica: Replica) -> list[NDArray[Any]]:
+    """Return views of the running statistics and their flags."""
+    return [
+        array
+        for arrays in replica.arrays()
+        for name, array in arrays.items()
+        if name not in PARAMETERS
+    ]
+
+
+def copies(replica: Replica) -> list[NDArray[Any]]:
+    """Return the running statistics as they are now."""
+    return [np.array(array) for array in statistics_of(replica)]

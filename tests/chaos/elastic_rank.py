@@ -1,0 +1,89 @@
+"""A rank of an elastic job that something happens to: ``elastic_rank.py FOLDER KIND STEPS``.
+
+It tells what it does, line by line, in a file of its own, and goes slowly until there is a file
+"hurry", and more slowly near the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pytagi import manual_seed
+from pytagi.nn import Linear, ReLU, Sequential
+
+from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sums over shm": ("shm", {"average": False}),
+    "sums over gloo": ("gloo", {"average": False}),
+    "merges over shm": ("shm", {"reduction": "precision", "sync_every": 8}),
+    "merges over gloo": ("gloo", {"reduction": "precision", "sync_every": 8}),
+}
+PATIENCE = 1.0  # seconds
+# Enough for what is learned to depend little on the order of the data: by 0.001.
+SAMPLES, BATCH, NOISE = 16_000, 32, 0.3
+EPOCH = SAMPLES // BATCH
+PACE, LAST, SLOWLY = 0.005, 400, 0.05
+
+
+def samples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and noisy targets."""
+    random = np.random.default_rng(seed)
+    x = random.uniform(-2, 2, (count, 3)).astype(np.float32)
+    y = np.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:] / 2
+    return x, (y + NOISE * random.standard_normal(y.shape)).astype(np.float32)
+
+
+def negative_log_likelihood(model: Any) -> float:
+    """Return that of unseen samples, their mean."""
+    x, y = samples(2000, 1)
+    mean, variance = (part.reshape(y.shape) for part in model(x.ravel()))
+    total = variance + NOISE**2
+    return float(np.mean((y - mean) ** 2 / total + np.log(2 * np.pi * total)) / 2)
+
+
+def train(model: Any, folder: Path, steps: int, tell: Any) -> None:
+    """Make all steps, and tell of each and of changes of the group."""
+    x, y = samples(SAMPLES, 0)
+    noise = np.full_like(y, NOISE**2)
+    changes = 0
+    hurry = folder / "hurry"
+    for step, share in model.steps(DistributedSampler(len(x)), BATCH, steps // EPOCH):
+        if not hurry.exists():
+            time.sleep(SLOWLY if step > steps - LAST else PACE)
+        model.learn(x[share], y[share], noise[share])
+        for change in model.changes[changes:]:
+            tell(change=vars(change))
+        changes = len(model.changes)
+        tell(step=model.steps_made)
+
+
+def main() -> None:
+    """Train, and tell of it."""
+    folder, (backend, options), steps = Path(sys.argv[1]), KINDS[sys.argv[2]], int(sys.argv[3])
+    with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as file:
+
+        def tell(**what: Any) -> None:
+            file.write(json.dumps({"time": time.monotonic(), **what}) + "\n")
+
+        tell(began=int(os.environ["RANK"]))
+        manual_seed(1)
+        network = Sequential(Linear(3, 64), ReLU(), Linear(64, 1))
+        config = DDPConfig.from_env(backend)
+        with DDPSequential(network, config, elastic=PATIENCE, **options) as model:
+            train(model, folder, steps, tell)
+            tell(
+                hash=model.check_replicas(),
+                steps=model.steps_made,
+                nll=negative_log_likelihood(model),
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What becomes of gloo's ranks that meet at a store that goes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from support.rank_pool import free_port
+from torch._C._distributed_c10d import TCPStore
+
+from tagi_ddp.communicators import PeerLost
+from tagi_ddp.communicators.host.gloo import connect
+
+SERVER = """
+import sys, time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, True, wait_for_workers=False)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_that_is_lost_is_rank_0s_loss() -> None:
+    port = free_port()
+    command = [sys.executable, "-c", SERVER, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        killer = threading.Timer(0.3, server.kill)
+        killer.start()
+        with pytest.raises(PeerLost, match="the store at which the ranks meet is gone") as caught:
+            connect(store, 1, 2, 30.0)
+        killer.join()
+    assert caught.value.ranks == (0,)
