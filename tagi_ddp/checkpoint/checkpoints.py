@@ -6,21 +6,21 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from tagi_ddp.checkpoint.folder import Checkpoint, Folder
 from tagi_ddp.checkpoint.generators import global_generators, set_state, state_of
+from tagi_ddp.checkpoint.parts import check_part, communicator_of, has_run_state, is_elastic
 from tagi_ddp.checkpoint.tree import Snapshot, equal, read_tree
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators import Communicator, PeerLost, Timeout, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import Closing, abort
-from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.data import DistributedSampler
-from tagi_ddp.environment import detect
 
 _FORMAT = 1
 _SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
@@ -67,7 +67,7 @@ class Checkpoints(Closing):
     ) -> None:
         """Agree on the folder, and clear it of what was left half."""
         self._parts = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
-        self._communicator = communicator or _communicator_of(self._parts)
+        self._given = communicator
         self._keep = keep
         self._sampler = sampler
         own = dict(generators or {})
@@ -78,13 +78,19 @@ class Checkpoints(Closing):
         self._writing: Future[None] | None = None
         self._closed = False
         self.extra: Any = None
-        self._agree(self._arguments)
-        self._number = self._begin()
+        self._elastic = next((part for part in self._parts.values() if is_elastic(part)), None)
+        self._joined = self._elastic is not None and self._elastic.joined
+        self._number = 0  # of the next checkpoint
+        if self._joined:  # the others have done so before
+            self._arguments()
+        else:
+            self._agree(self._arguments)
+            self._number = self._begin()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def _arguments(self) -> list[Entry]:
         for name, part in self._parts.items():
-            _check_part(name, part)
+            check_part(name, part)
         integer("keep", self._keep, 1)
         for generator in self._generators.values():
             state_of(generator)
@@ -128,7 +134,9 @@ class Checkpoints(Closing):
     def save(self, step: int, extra: Any = None) -> None:
         """Save the run after ``step`` steps; returns when the state has been copied.
 
-        Waits for the checkpoint before, if that is still being written.
+        Waits for the checkpoint before, if that is still being written. If the model is elastic and
+        a rank is lost meanwhile there is no checkpoint of this step, and the others are in a new
+        group.
 
         Args:
             step: how many steps have been made, the same on all ranks.
@@ -140,7 +148,12 @@ class Checkpoints(Closing):
                 something that cannot be saved.
             RuntimeError: on all ranks, between `backward` and `step`: `DDPSequential.run_state`.
         """
+        with self._surviving():
+            self._save(step, extra)
+
+    def _save(self, step: int, extra: Any) -> None:
         self._agree(lambda: [("step", str(integer("step", step, 0)))], wait=True)
+        self._number = max(all_gather_object(self._communicator, self._number))
         try:
             parts = self._states()
         except BaseException as error:
@@ -165,9 +178,10 @@ class Checkpoints(Closing):
 
     def wait(self) -> None:
         """Return when the last checkpoint is whole, and older ones are gone."""
-        self._agree(list, wait=True)
-        if self._communicator.rank == 0:
-            self._folder.prune(self._keep)
+        with self._surviving():
+            self._agree(list, wait=True)
+            if self._communicator.rank == 0:
+                self._folder.prune(self._keep)
 
     def close(self) -> None:
         """Finish what is being written; may be called again. Raises OSError if that failed."""
@@ -193,7 +207,8 @@ class Checkpoints(Closing):
         On as many ranks as have saved it each has its own state again, to the bit. For another
         number see `DDPSequential.load_run_state`; what other parts, generators and `extra` hold is
         then given to all if it was the same on all. If not, parts are refused, generators stay as
-        they are, with a warning, and `extra` is rank 0's.
+        they are, with a warning, and `extra` is rank 0's. A rank that joins an elastic job has its
+        state from the others, and is told their step.
 
         Args:
             step: go on from that checkpoint, rather than from the last one.
@@ -203,12 +218,15 @@ class Checkpoints(Closing):
                 this step, the sampler is another one, or a file is damaged.
             RanksDiffer: a ValueError, on all ranks, too: the network is another one.
         """
+        if self._joined:
+            assert self._elastic is not None
+            return int(self._elastic.steps_made)
         found = self._choose(step)
         if found is None:
             return 0
         ranks = found.ranks
         own = self._communicator.rank if ranks == self._communicator.size else None
-        others = {n: part for n, part in self._parts.items() if not _has_run_state(part)}
+        others = {n: part for n, part in self._parts.items() if not has_run_state(part)}
         states: dict[str, Any] = {}
         generators: dict[str, Any] = {}
 
@@ -228,7 +246,7 @@ class Checkpoints(Closing):
 
         self._agree(read)
         for name, part in self._parts.items():
-            if _has_run_state(part):
+            if has_run_state(part):
                 part.load_run_state(partial(_run_state_of, found, name), ranks)
         try:
             for name, part in others.items():
@@ -275,7 +293,7 @@ class Checkpoints(Closing):
 
     def _states(self) -> dict[str, Any]:
         return {
-            name: part.run_state() if _has_run_state(part) else part.state_dict()
+            name: part.run_state() if has_run_state(part) else part.state_dict()
             for name, part in self._parts.items()
         }
 
@@ -303,6 +321,20 @@ class Checkpoints(Closing):
 
     # --- together -----------------------------------------------------------------------------
 
+    @property
+    def _communicator(self) -> Communicator:
+        return self._given or communicator_of(self._parts)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """If a rank of an elastic job is lost in the block, go on in a new group."""
+        try:
+            yield
+        except (PeerLost, Timeout) as error:
+            if self._elastic is None:
+                raise
+            self._elastic.regroup(error.ranks)
+
     def _agree(self, describe: Callable[[], list[Entry]], wait: bool = False) -> None:
         """Let all ranks raise what one of them does, or that they differ."""
 
@@ -326,40 +358,8 @@ class Checkpoints(Closing):
         abort([self._communicator], error)
 
 
-def _check_part(name: str, part: Any) -> None:
-    if type(name) is not str or name.startswith("$"):
-        raise TypeError(
-            f"parts must have names that are text and do not begin with $, got {name!r}"
-        )
-    if _has_run_state(part):
-        return
-    if hasattr(part, "_cpp_backend"):
-        raise TypeError(
-            f"{name} is a bare network: give what DDPSequential or accelerate has made of it"
-        )
-    if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
-        raise TypeError(
-            f"{name} is a {type(part).__name__}, which has no state_dict and load_state_dict"
-        )
-
-
-def _has_run_state(part: Any) -> bool:
-    return hasattr(type(part), "load_run_state")
-
-
 def _run_state_of(checkpoint: Checkpoint, part: str, rank: int, name: str) -> Any:
     return read_tree(checkpoint.file_of(rank), "parts", part, name)
-
-
-def _communicator_of(parts: Mapping[str, Any]) -> Communicator:
-    for part in parts.values():
-        for name in ("communicator", "comm"):
-            found = getattr(part, name, None)
-            if isinstance(found, Communicator):
-                return found
-    if (size := detect().world_size) > 1:
-        raise ValueError(f"communicator must be given: there are {size} ranks and no part has one")
-    return SingleCommunicator()
 
 
 def _entry_of(checkpoint: Checkpoint, rank: int | None, *path: str) -> Any:

@@ -4,10 +4,18 @@ Importing this registers torch's backend "tagi_ddp", whose collectives run on th
 communicators.
 """
 
+from tagi_ddp.parallel.callbacks import (
+    BestCheckpoint,
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    TensorBoardLogger,
+)
 from tagi_ddp.parallel.checkpoints import State
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.likelihood import GaussianLoss
 from tagi_ddp.parallel.mixin import ParallelMixin, TrainerParallelConfig
+from tagi_ddp.parallel.posterior import PosteriorStatistics
 from tagi_ddp.parallel.state_dicts import full_state_dict
 from tagi_ddp.parallel.task_model import Task, TaskModel
 from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig, CheckpointConfig
@@ -20,14 +28,20 @@ register()
 __all__ = [
     "BaseTrainer",
     "BaseTrainerConfig",
+    "BestCheckpoint",
+    "CSVLogger",
+    "Callback",
     "CheckpointConfig",
+    "EarlyStopping",
     "GaussianLoss",
     "ParallelConfig",
     "ParallelMixin",
+    "PosteriorStatistics",
     "ProcessGroup",
     "State",
     "Task",
     "TaskModel",
+    "TensorBoardLogger",
     "TrainerParallelConfig",
     "ddp",
     "dp",

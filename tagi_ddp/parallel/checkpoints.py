@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from tagi_ddp.checkpoint.tree import Snapshot, read_tree
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.parallel import groups
+from tagi_ddp.parallel.callbacks import Callback
 from tagi_ddp.parallel.state_dicts import FULL, full_optimizer_state_dict, full_state_dict
 from tagi_ddp.replica.host import attach
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
@@ -45,7 +47,14 @@ class Checkpoints:
         self._saved = -1  # after how many steps the last one was saved
         self._resumed: Checkpoint | None = None  # whose remaining parts are still to be loaded
 
-    def save(self, task_model: Any, optimizer: Any, state: State, only_last: bool) -> None:
+    def save(
+        self,
+        task_model: Any,
+        optimizer: Any,
+        state: State,
+        callbacks: Mapping[str, Callback],
+        only_last: bool,
+    ) -> None:
         """Write the files, whole or not at all, if there were steps; a collective call."""
         if state.num_steps == self._saved:
             return
@@ -67,6 +76,7 @@ class Checkpoints:
             if groups.rank_and_size()[0] > 0:
                 return
         tree["state"] = asdict(state)
+        tree["callbacks"] = {name: each.state_dict() for name, each in callbacks.items()}
         snapshot = Snapshot()
         snapshot.take(tree)
         number = all_gather_object(comm, self._number(comm.rank))[0]
@@ -101,11 +111,14 @@ class Checkpoints:
         self._resumed = checkpoint
         return State(**read_tree(file, "state"))
 
-    def resume(self, task_model: Any, optimizer: Any) -> None:
+    def resume(self, task_model: Any, optimizer: Any, callbacks: Mapping[str, Callback]) -> None:
         """Load what needs the wrapped model, if `load` was called before; a collective call."""
         checkpoint, self._resumed = self._resumed, None
         if checkpoint is None:
             return
+        for name, state in read_tree(checkpoint.file_of(0), "callbacks").items():
+            if name in callbacks:
+                callbacks[name].load_state_dict(state)
         if optimizer is not None:
             saved = read_tree(checkpoint.file_of(0), "optimizer")
             set_optimizer_state_dict(task_model, optimizer, saved, options=FULL)

@@ -192,5 +192,5 @@ def _omegaconf() -> type[OmegaConf]:
     try:
         from omegaconf import OmegaConf
     except ImportError as error:
-        raise ImportError("settings need omegaconf: pip install 'tagi-ddp[parallel]'") from error
+        raise ImportError("settings need omegaconf: pip install omegaconf") from error
     return OmegaConf

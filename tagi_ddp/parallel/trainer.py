@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.batches import Data, check_shares, length_of, take
+from tagi_ddp.parallel.callbacks import HELD_OUT, Callback
 from tagi_ddp.parallel.checkpoints import Checkpoints, State
 from tagi_ddp.parallel.config import EXP_NAME, MISSING, Config
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
@@ -69,6 +70,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
     Files are folders ``exp_dir/checkpoints/<number>-step-<steps>``, with a link ``latest`` to the
     last one, and ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, a line for each epoch.
+    ``should_stop``: set it, on all ranks, to end `train` after the present epoch.
 
     Args:
         config: the settings, a mapping of them, nested ones from nested mappings, or None for the
@@ -91,7 +93,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self.log_dir = self.exp_dir / config.log_dir_name
         self.state = State()
         self.task_model: Any = None
+        self.should_stop = False
+        self._callbacks: dict[str, Callback] = {}
         self._checkpoints = Checkpoints(self.exp_dir / "checkpoints")
+        self._others: dict[str, Checkpoints] = {}
         self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
         self._network: Any = None  # its model if that is no torch module
         self._optimizer: torch.optim.Optimizer | None = None
@@ -107,6 +112,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         batch_size: int,
         optimizer: OptimizerFactory | None = None,
         seed: int = 0,
+        held_out: Data | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> list[float]:
         """Train until ``epochs`` epochs are done, from where ``state`` is; write a checkpoint.
 
@@ -126,9 +133,14 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             optimizer: makes one of the parameters, like ``partial(Adam, lr=0.01)``; None for a
                 Sequential, which has `step`.
             seed: start of the order, the same on all ranks.
+            held_out: data like ``data``, on which `evaluate` finds a "held_out_loss" after each
+                epoch.
+            callbacks: what each epoch's metrics go to, in this order, which also write tables, stop
+                early or keep the best; the same on all ranks. Checkpoints hold their states.
 
         Returns:
-            the mean loss of each epoch, over the samples of all ranks.
+            the mean loss of each epoch, over the samples of all ranks; fewer than ``epochs`` if
+            training was stopped or had begun before.
 
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -147,17 +159,23 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         try:
             task_model = self._prepare(task, model)
             step = self._step_of(task_model, optimizer)
-            self._checkpoints.resume(task_model, self._optimizer)
+            self._callbacks = {f"{i} {type(c).__name__}": c for i, c in enumerate(callbacks)}
+            self._checkpoints.resume(task_model, self._optimizer, self._callbacks)
             sampler = DistributedSampler(length, size, rank, seed=seed)
-            losses = [
-                self._train_epoch(task_model, step, data, sampler, batch_size)
-                for _ in range(self.state.epoch, epochs)
-            ]
+            losses: list[float] = []
+            self.should_stop = False
+            while self.state.epoch < epochs and not self.should_stop:
+                loss = self._train_epoch(task_model, step, data, sampler, batch_size)
+                losses.append(loss)
+                self._end_epoch(task_model, loss, held_out, batch_size)
             self._save(task_model)
         except BaseException as error:
             self._give_up(error)
             self.close()
             raise
+        finally:
+            for callback in self._callbacks.values():
+                callback.on_train_end(self)
         return losses
 
     def evaluate(self, data: Data, *, batch_size: int) -> float:
@@ -281,17 +299,29 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             share, samples = shares[start // batch_size], min(batch_size, length - start)
             loss = task_model(take(data, share, task_model), state)
             weight = len(share) * sampler.num_replicas / samples
+            for callback in self._callbacks.values():
+                callback.on_before_step(self, samples, start + batch_size >= length)
             step(loss * weight if is_module and weight != 1 else loss)
             total = total + (loss.detach() if is_module else float(loss)) * len(share)
             state.num_steps += 1
             state.num_samples += samples
             if start + batch_size < length:
                 self._after_step(task_model)
-        mean = self._sum(float(total)) / (length - begin)
         state.epoch += 1
-        self._log(mean)
+        return self._sum(float(total)) / (length - begin)
+
+    def _end_epoch(
+        self, task_model: Any, loss: float, held_out: Data | None, batch_size: int
+    ) -> None:
+        metrics = {"loss": loss}
+        if held_out is not None:
+            metrics[HELD_OUT] = self.evaluate(held_out, batch_size=batch_size)
+        for callback in self._callbacks.values():
+            callback.on_epoch_end(self, metrics)
+        self._log(metrics)
+        for callback in self._callbacks.values():
+            callback.on_metrics(self, metrics)
         self._after_step(task_model)
-        return mean
 
     def _after_step(self, task_model: Any) -> None:
         every = self.config.checkpoint.save_every_n_steps
@@ -300,7 +330,12 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
     def _save(self, task_model: Any) -> None:
         only_last = self.config.checkpoint.only_save_most_recent
-        self._checkpoints.save(task_model, self._optimizer, self.state, only_last)
+        self._checkpoints.save(task_model, self._optimizer, self.state, self._callbacks, only_last)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write a checkpoint, the only one, to ``exp_dir/<folder>``; a collective call."""
+        checkpoints = self._others.setdefault(folder, Checkpoints(self.exp_dir / folder))
+        checkpoints.save(self.task_model, self._optimizer, self.state, self._callbacks, True)
 
     def _sum(self, value: float) -> float:
         """Return the sum of all ranks' values."""
@@ -315,11 +350,11 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         dist.all_reduce(tensor)
         return tensor.item()
 
-    def _log(self, loss: float) -> None:
+    def _log(self, metrics: Mapping[str, float]) -> None:
         if self.rank == 0:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             with open(self.log_dir / f"{self.exp_name}.jsonl", "a") as file:
-                file.write(json.dumps({**asdict(self.state), "loss": loss}) + "\n")
+                file.write(json.dumps({**asdict(self.state), **metrics}) + "\n")
 
 
 def _check_factory(optimizer: Any, is_module: bool) -> None:

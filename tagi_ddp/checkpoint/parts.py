@@ -1,0 +1,50 @@
+"""What a checkpoint is made of: models, and what has ``state_dict`` and ``load_state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.environment import detect
+
+
+def check_part(name: str, part: Any) -> None:
+    """Raise TypeError unless it can be a part of a checkpoint."""
+    if type(name) is not str or name.startswith("$"):
+        raise TypeError(
+            f"parts must have names that are text and do not begin with $, got {name!r}"
+        )
+    if has_run_state(part):
+        return
+    if hasattr(part, "_cpp_backend"):
+        raise TypeError(
+            f"{name} is a bare network: give what DDPSequential or accelerate has made of it"
+        )
+    if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+        raise TypeError(
+            f"{name} is a {type(part).__name__}, which has no state_dict and load_state_dict"
+        )
+
+
+def is_elastic(part: Any) -> bool:
+    """Tell whether it is a model of an elastic job."""
+    return has_run_state(part) and part.elastic
+
+
+def has_run_state(part: Any) -> bool:
+    """Tell whether it is a model."""
+    return hasattr(type(part), "load_run_state")
+
+
+def communicator_of(parts: Mapping[str, Any]) -> Communicator:
+    """Return that of the first part that has one; ValueError if there must be one."""
+    for part in parts.values():
+        for name in ("communicator", "comm"):
+            found = getattr(part, name, None)
+            if isinstance(found, Communicator):
+                return found
+    if (size := detect().world_size) > 1:
+        raise ValueError(f"communicator must be given: there are {size} ranks and no part has one")
+    return SingleCommunicator()

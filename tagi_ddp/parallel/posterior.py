@@ -1,0 +1,86 @@
+"""How the posterior of a TAGI network develops, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp._backend import cap_factor
+from tagi_ddp.parallel.callbacks import Callback, Metrics, Trainer
+from tagi_ddp.replica.host import attach
+from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.update.merging import Merging
+
+_ROUNDING = 1e-3  # of a step, relative to the greatest that is taken
+
+
+class PosteriorStatistics(Callback):
+    """Adds to an epoch's metrics, for each layer, by its name as in "0 (Linear(8,64))":
+
+    - "mean_abs_mu", "mean_var": the means of |mean| and of variance over weights and biases.
+    - "capped": the share of parameters that the epoch's last step moved as far as the cap lets it,
+      sqrt(variance) / cap factor; many that stay many say that the noise is set too low. Where
+      ranks merge posteriors it is left out.
+    - "negative_variances": how many of the weights' variances that step found not positive.
+    - "agreement": where ranks merge posteriors, how much alike they had learned before the last
+      merge; see `DDPSequential.get_merge_agreement`.
+
+    Raises TypeError for a model that is no TAGI network.
+    """
+
+    def __init__(self) -> None:
+        self._before: NDArray[np.float32] | None = None
+        self._samples = 0
+
+    def on_before_step(self, trainer: Trainer, samples: int, last: bool) -> None:
+        if last and _merging(trainer) is None:
+            self._before, self._samples = _gaussians(_replica(trainer)), samples
+
+    def on_epoch_end(self, trainer: Trainer, metrics: Metrics) -> None:
+        replica, merging = _replica(trainer), _merging(trainer)
+        gaussians = _gaussians(replica)
+        negative = replica.parameters.negative_variances
+        capped = None
+        if self._before is not None:
+            bar = np.sqrt(self._before[1]) / cap_factor(self._samples)
+            moved = np.abs(gaussians - self._before)
+            capped = (moved >= bar * (1 - _ROUNDING)).any(0)
+            self._before = None
+        blocks = replica.parameters.blocks
+        for index, layer in enumerate(replica.layers):
+            (begin, weights), (_, biases) = blocks[2 * index : 2 * index + 2]
+            own = slice(begin, begin + weights + biases)
+            metrics[f"{layer.name}/mean_abs_mu"] = float(np.abs(gaussians[0, own]).mean())
+            metrics[f"{layer.name}/mean_var"] = float(gaussians[1, own].mean())
+            if capped is not None:
+                metrics[f"{layer.name}/capped"] = float(capped[own].mean())
+            metrics[f"{layer.name}/negative_variances"] = negative[index]
+            if merging is not None:
+                metrics[f"{layer.name}/agreement"] = merging.agreement[index]
+
+
+def _replica(trainer: Trainer) -> Replica:
+    model = getattr(trainer.task_model, "model", None)
+    if isinstance(model, SequentialInterface):
+        return model._replica
+    if not hasattr(model, "_cpp_backend"):
+        raise TypeError(f"PosteriorStatistics needs a TAGI network, got a {type(model).__name__}")
+    return attach(model)
+
+
+def _merging(trainer: Trainer) -> Merging | None:
+    exchange = getattr(getattr(trainer.task_model, "model", None), "_exchange", None)
+    return exchange if isinstance(exchange, Merging) else None
+
+
+def _gaussians(replica: Replica) -> NDArray[np.float32]:
+    """Return means and variances of all parameters, [2, size]."""
+    replica.pull()
+    gaussians: Any = replica.zeros()
+    replica.parameters.read_posterior(gaussians)
+    if hasattr(gaussians, "cpu"):
+        gaussians = gaussians.cpu().numpy()
+    return np.asarray(gaussians).reshape(2, -1)
