@@ -1,14 +1,11 @@
-"""The sampler's promises for any length and number of ranks; exact means; the progress bar."""
+"""The sampler's promises for any length and number of ranks."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tagi_ddp.communicators import init
-from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
-from tagi_ddp.launcher.launch import launch
+from tagi_ddp.data import DistributedSampler
 
 LENGTHS = st.integers(0, 60)
 RANKS = st.integers(1, 6)
@@ -98,53 +95,6 @@ def test_wrong_arguments_are_named(arguments, error, text):
         sampler.batches(0)
     with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
         sampler.set_epoch(-1)
-
-
-def test_metrics_of_one_rank():
-    comm = SingleCommunicator()
-    assert reduce_metrics(comm, 3, 4) == 0.75
-    np.testing.assert_array_equal(reduce_metrics(comm, [1.0, 2.0], 4), [0.25, 0.5])
-    with pytest.raises(ValueError, match="count is 0 on all ranks"):
-        reduce_metrics(comm, 0.0, 0)
-    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
-        reduce_metrics(comm, 0.0, -1)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_metrics_of_ranks_with_uneven_shares_are_those_of_one_process(ranks):
-    errors = np.random.default_rng(0).integers(0, 2, (50, 2))
-    shares = [[0, 50], [7, 43], [50, 0]] if ranks == 2 else [[0, 0, 50], [1, 40, 9]]
-
-    def fn():
-        with init("shm", timeout=20) as comm:
-            means = []
-            for counts in shares:
-                start = sum(counts[: comm.rank])
-                mine = errors[start : start + counts[comm.rank]]
-                total = mine.sum(axis=0, dtype=float)
-                means.append(reduce_metrics(comm, total, len(mine)))
-                np.testing.assert_array_equal(total, mine.sum(axis=0))
-            with pytest.raises(ValueError, match="count is 0 on all ranks"):
-                reduce_metrics(comm, 0.0, 0)
-            return means
-
-    for means in launch(fn, ranks, timeout=60):
-        for mean in means:
-            np.testing.assert_array_equal(mean, errors.sum(axis=0) / 50)
-
-
-def test_progress_is_shown_on_rank_0_only(capsys, monkeypatch):
-    for rank in (0, 1):
-        bar = progress(range(3), rank=rank, desc=f"rank {rank}")
-        assert [(i, bar.set_postfix(error=i))[0] for i in bar] == [0, 1, 2]
-    shown = capsys.readouterr().err
-    assert "rank 0: 100%" in shown
-    assert "rank 1" not in shown
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(f"TAGI_DDP_{name}", str(value))
-    list(progress("abc"))
-    list(progress("abc", rank=0, disable=True))
-    assert capsys.readouterr().err == ""
 
 
 @given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 4), st.integers(1, 4), st.data())

@@ -1,21 +1,15 @@
-"""What each rank sees of a dataset, exact means over ranks, and one progress bar for all."""
+"""What each rank sees of a dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Iterator, Sized
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.environment import detect
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
-T = TypeVar("T")
 
 
 class DistributedSampler:
@@ -140,44 +134,3 @@ def share_of(count: int, rank: int, ranks: int) -> slice:
     share, rest = divmod(count, ranks)
     start = rank * share + min(rank, rest)
     return slice(start, start + share + (rank < rest))
-
-
-def reduce_metrics(
-    comm: Communicator, total: npt.ArrayLike, count: int
-) -> float | npt.NDArray[np.float64]:
-    """Return the exact mean over all ranks' samples: the sum of totals over the sum of counts.
-
-    A mean of the ranks' means would be wrong where they saw different numbers of samples.
-
-    Args:
-        comm: the ranks, all of which call this.
-        total: this rank's sum over its samples, one number or an array of several metrics (the same
-            shape on all ranks); zeros on a rank that saw none. Added up in float64.
-        count: how many samples this rank saw.
-
-    Returns:
-        the means as a float, or a float64 array of ``total``'s shape; the same bits on all ranks.
-
-    Raises:
-        ValueError: no rank saw a sample (on all ranks), or ``count`` is negative.
-    """
-    totals = np.array(total, dtype=np.float64)
-    counts = np.array([integer("count", count, 0)], dtype=np.int64)
-    comm.all_reduce(totals)
-    comm.all_reduce(counts)
-    if counts[0] == 0:
-        raise ValueError("count is 0 on all ranks: there is no mean of no samples")
-    mean = totals / counts[0]
-    return mean if totals.ndim else float(mean)
-
-
-def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: Any) -> tqdm[T]:
-    """Iterate with tqdm's progress bar on rank 0 and with a silent one on the others.
-
-    ``rank`` is the launcher's by default; ``tqdm_kwargs`` go to tqdm. The result has tqdm's methods
-    (``set_postfix``, ``write``, ...) on all ranks.
-    """
-    from tqdm import tqdm
-
-    shown = (detect().rank if rank is None else rank) == 0 and not tqdm_kwargs.pop("disable", False)
-    return tqdm(iterable, disable=not shown, **tqdm_kwargs)

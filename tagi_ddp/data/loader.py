@@ -1,0 +1,167 @@
+"""torch's DataLoader, of which each rank draws its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tagi_ddp.checks import integer
+from tagi_ddp.data.sampler import DistributedSampler, share_of
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+# What a DataLoader takes beside the batches, under the names of its attributes.
+_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def prepare(
+    loader: DataLoader[Any],
+    *,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    seed: int = 0,
+) -> PreparedLoader:
+    """Return a loader of this rank's share of each of ``loader``'s batches.
+
+    ``batch_size`` becomes that of all ranks together; all else stays: workers, pinned memory, how
+    samples are put together, whether the last batch is dropped, whether samples are shuffled.
+    The ranks' shares of a batch are those of one process, whatever their number.
+
+    Args:
+        loader: of a data set with a length and indices, with a batch size, shuffled or not.
+        num_replicas, rank: the launcher's by default.
+        seed: of the order, the same on all ranks.
+
+    Raises:
+        TypeError, ValueError: naming what cannot be shared out.
+    """
+    from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"loader must be a torch DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError("loader draws from an IterableDataset, which has no indices to share out")
+    if loader.batch_size is None:
+        raise ValueError("loader has no batch_size: give it one, instead of a batch_sampler")
+    drawn = loader.sampler
+    if not isinstance(drawn, RandomSampler | SequentialSampler) or getattr(
+        drawn, "replacement", False
+    ):
+        raise ValueError(
+            f"loader draws by a {type(drawn).__name__}; shares are for shuffle=True or False"
+        )
+    length: Any = loader.dataset
+    shuffle = isinstance(drawn, RandomSampler)
+    sampler = DistributedSampler(length, num_replicas, rank, shuffle, seed)
+    shares = _Shares(sampler, loader.batch_size, loader.drop_last)
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    collate = _Collate(loader.collate_fn, loader.dataset)
+    return PreparedLoader(
+        DataLoader(loader.dataset, batch_sampler=shares, collate_fn=collate, **options), shares
+    )
+
+
+class PreparedLoader:
+    """The share of a rank; made by `prepare`. Iteration gives one epoch, ``sampler.epoch``.
+
+    A rank whose share of a small last batch is empty gets arrays of no rows, with which it has to
+    step like the others.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
+        self._loader = loader
+        self._shares = shares
+
+    @property
+    def sampler(self) -> DistributedSampler:
+        """What draws the order, for `tagi_ddp.checkpoint.Checkpoints` to know."""
+        return self._shares.sampler
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return self._shares.per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this rank's shares of the batches of an epoch."""
+        first = self.sampler.epoch * len(self)
+        for _, batch in self._steps(first, first + len(self)):
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of this epoch; call it with the same number on all ranks."""
+        self.sampler.set_epoch(epoch)
+
+    def steps(self, epochs: int, first: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield (step, batch) for all batches of ``epochs`` epochs.
+
+        Steps are numbered from 0 over all epochs. A run that has made ``first`` steps goes on with
+        that one, without a look at the samples before: `Checkpoints.resume` tells the number.
+        """
+        last = integer("epochs", epochs, 0) * len(self)
+        return self._steps(integer("first", first, 0), last)
+
+    def _steps(self, first: int, last: int) -> Iterator[tuple[int, Any]]:
+        self._shares.steps = range(first, last)
+        yield from zip(range(first, last), self._loader, strict=True)
+
+
+class _Shares:
+    """The indices of this rank's share of each batch of ``steps``."""
+
+    def __init__(self, sampler: DistributedSampler, batch_size: int, drop_last: bool) -> None:
+        self.sampler = sampler
+        self._size = batch_size
+        self._length = sampler.settings["length"]
+        whole, rest = divmod(self._length, batch_size)
+        self.per_epoch = whole + (rest > 0 and not drop_last)
+        self.steps = range(self.per_epoch)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = None
+        for step in self.steps:
+            epoch, number = divmod(step, self.per_epoch)
+            if order is None or number == 0:
+                self.sampler.set_epoch(epoch)
+                order = self.sampler.order()
+            batch = order[number * self._size : (number + 1) * self._size]
+            yield batch[share_of(len(batch), self.sampler.rank, self.sampler.num_replicas)].tolist()
+
+
+class _Collate:
+    """Puts samples together as another function does; of none it makes arrays of no rows."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
+        self._collate = collate
+        self._dataset = dataset
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self._collate(samples)
+        return _no_rows(self._collate([self._dataset[0]]))
+
+
+def _no_rows(batch: Any) -> Any:
+    """Return what a batch would be of no sample, given that of one."""
+    if isinstance(batch, dict):
+        return {name: _no_rows(part) for name, part in batch.items()}
+    if hasattr(batch, "shape"):
+        return batch[:0]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_no_rows, batch))
+    if isinstance(batch, list | tuple):
+        parts = [_no_rows(part) for part in batch if not isinstance(part, str)]
+        return type(batch)(parts)
+    return batch
