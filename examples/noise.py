@@ -3,49 +3,19 @@
 python examples/noise.py --data boston.npz --plot noise.png
 
 The file holds an array ``data``, [rows, columns], whose last column is the target; without one it
-is scikit-learn's diabetes. The network has two outputs: the value, and the expected variance of
-its noise (AGVI), so nobody has to know that. Each row is predicted by a network of other rows.
+is scikit-learn's diabetes. The network learns the value, and the expected variance of its noise
+(AGVI), so nobody has to know that. Each row is predicted by a network of other rows.
 """
 
 import argparse
 
 import numpy as np
-import pytagi
-from matplotlib.figure import Figure
-from pytagi.nn import EvenExp, Linear, ReLU, Sequential
+from pictures import BLUE, VERMILION, band, interval, panels, save
 from sklearn.datasets import load_diabetes
+from sklearn.model_selection import KFold
 
-from tagi_ddp import accelerate, progress
-
-BATCH, FOLDS = 10, 5
-NOISE_GAIN = 0.1  # of the weights that the noise's output begins with, to those of the value
-
-
-def network(inputs):
-    model = Sequential(Linear(inputs, 50), ReLU(), Linear(50, 2), EvenExp())
-    state = model.state_dict()
-    means, variances, *biases = map(np.array, state["Linear.2"])
-    means[50:] *= NOISE_GAIN
-    variances[50:] *= NOISE_GAIN**2
-    state["Linear.2"] = (means.tolist(), variances.tolist(), *(b.tolist() for b in biases))
-    model.load_state_dict(state)
-    return accelerate(model)
-
-
-def predict(x, y, test, epochs):
-    """Return mean, variance of the mean and variance of the noise of the rows of ``test``."""
-    pytagi.manual_seed(0)
-    rng = np.random.default_rng(0)
-    model = network(x.shape[1])
-    known = np.flatnonzero(~test)
-    for _ in range(epochs):
-        rng.shuffle(known)
-        for begin in range(0, len(known), BATCH):
-            batch = known[begin : begin + BATCH]
-            model.learn(x[batch], y[batch])
-    model.eval()
-    mean, variance = model(x[test])
-    return mean[::2], variance[::2], mean[1::2]
+from tagi_ddp import progress
+from tagi_ddp.sklearn import TAGIRegressor
 
 
 def main():
@@ -56,37 +26,39 @@ def main():
     options = parser.parse_args()
     if options.data is None:
         x, y = load_diabetes(return_X_y=True)
+        target = "progression of diabetes, score"
     else:
         with np.load(options.data, allow_pickle=False) as file:
             x, y = file["data"][:, :-1], file["data"][:, -1]
-    x = ((x - x.mean(0)) / np.maximum(x.std(0), 1e-9)).astype(np.float32)
-    center, scale = y.mean(), y.std()
-    y = ((y - center) / scale).astype(np.float32)
+        target = "target"
 
-    fold = np.random.default_rng(0).permutation(len(x)) % FOLDS
-    parts = np.empty((3, len(x)))
-    for k in progress(range(FOLDS), unit="fold"):
-        parts[:, fold == k] = predict(x, y, fold == k, options.epochs)
-    mean, model_variance, noise = parts
-    deviation = np.sqrt(model_variance + noise)
+    mean, deviation = np.empty((2, len(y)))
+    folds = list(KFold(5, shuffle=True, random_state=0).split(x))
+    for known, test in progress(folds, unit="fold"):
+        model = TAGIRegressor(max_iter=options.epochs, random_state=0).fit(x[known], y[known])
+        mean[test], deviation[test] = model.predict(x[test], return_std=True)
     z = (y - mean) / deviation
-    likelihood = -(z**2 + np.log(2 * np.pi * (scale * deviation) ** 2)) / 2
-    print(f"RMSE {scale * np.sqrt(np.mean((y - mean) ** 2)):.3f}")
+    likelihood = -(z**2 + np.log(2 * np.pi * deviation**2)) / 2
+    print(f"RMSE {np.sqrt(np.mean((y - mean) ** 2)):.3f}")
     print(f"mean log-likelihood {likelihood.mean():.3f}")
-    print(f"{np.mean(np.abs(z) < 1.96):.1%} of the rows are within their 95% interval")
+    within = np.mean(np.abs(z) < 1.96)
+    print(f"{within:.1%} of the rows are within their 95% interval")
 
     order = np.argsort(mean)
-    middle, actual = (center + scale * values[order] for values in (mean, y))
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for width, label in ((deviation, "noise, too"), (np.sqrt(model_variance), "the mean alone")):
-        spread = 1.96 * scale * width[order]
-        axes.fill_between(range(len(x)), middle - spread, middle + spread, alpha=0.3, label=label)
-    axes.plot(actual, ".", markersize=3, label="observed")
-    axes.plot(middle, label="predicted")
-    axes.set(xlabel="rows, by their prediction", ylabel="target, with 95 % intervals")
-    axes.legend()
-    figure.savefig(options.plot, format="png")
+    figure, axes = panels()
+    rows = np.arange(1, len(y) + 1)
+    outside = np.abs(z[order]) >= 1.96
+    band(axes, rows, *interval(mean, deviation**2)[:, order], BLUE, "predicted")
+    axes.plot(rows[~outside], y[order][~outside], "k.", markersize=4, label="observed, within")
+    axes.plot(rows[outside], y[order][outside], "x", color=VERMILION, label="observed, outside")
+    axes.set(
+        xlabel="rows, by their prediction",
+        ylabel=target,
+        xlim=(0, len(y) + 1),
+        title=f"{len(y)} rows, each predicted from others: {100 * within:.1f} % are within",
+    )
+    axes.legend(loc="upper left", ncols=2)
+    save(figure, options.plot)
 
 
 if __name__ == "__main__":

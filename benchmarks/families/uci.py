@@ -6,24 +6,15 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from pytagi.nn import EvenExp, Linear, OutputUpdater, ReLU, Sequential
+from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
 from benchmarks.harness.measure import Figure, Missing, Row
-from tagi_ddp import (
-    Communicator,
-    DDPSequential,
-    NotFiniteError,
-    accelerate,
-    init,
-    map_networks,
-)
+from tagi_ddp import Communicator, map_networks
+from tagi_ddp.sklearn import TAGIRegressor
 
 FOLDER = "TAGI_DDP_UCI_DATA"
 SECONDS = 60.0  # all sets, all splits, on 2 cores
@@ -44,14 +35,12 @@ class Dataset:
     """A set, the settings that its figures were published with, and these.
 
     ``plain``: 100 epochs, with the noise ``sigma_v`` of standardized targets. ``heteroscedastic``:
-    with early stopping, which is another protocol than ours of 100 epochs; ``gains`` are those of
-    the output layer, and of its noise.
+    with early stopping, which is another protocol than ours of 100 epochs.
     """
 
     name: str
     digest: str  # SHA-256 of the file
     sigma_v: float
-    gains: tuple[float, float]
     plain: Published | None
     heteroscedastic: Published
     features: int | None = None  # all but the last column
@@ -65,7 +54,6 @@ DATASETS = (
         "boston",
         "1b6a088f82d727f44fe8bac834a63c7048f2c6fcbd13127d42a214a1fd2b8564",
         sigma_v=0.3,
-        gains=(0.5, 0.01),
         plain=Published(2.913, -2.524),
         heteroscedastic=Published(3.12, -2.541),
     ),
@@ -73,7 +61,6 @@ DATASETS = (
         "concrete",
         "7ac7ee2bcf2d718442c0b39208c82ef8947620f57abaa80d1f05f870d014e42e",
         sigma_v=0.3,
-        gains=(0.5, 0.01),
         plain=Published(5.522, -3.141),
         heteroscedastic=Published(6.048, -3.208),
     ),
@@ -81,7 +68,6 @@ DATASETS = (
         "energy",
         "c9c27c962e0607b9bc65575d1779e4d970ff792e383abfa0c58d41d3ab57a7b7",
         sigma_v=0.1,
-        gains=(0.5, 0.01),
         plain=Published(1.115, -1.56),
         heteroscedastic=Published(1.882, -1.851),
         features=8,
@@ -91,7 +77,6 @@ DATASETS = (
         "yacht",
         "476eb6bc977d5433bf440844fd9ea7b4ea1d6f531c8d4acb0502caf242056fd6",
         sigma_v=0.1,
-        gains=(0.1, 0.1),
         plain=Published(0.979, -1.562),
         heteroscedastic=Published(1.797, -1.643),
         batch=5,
@@ -100,7 +85,6 @@ DATASETS = (
         "wine",
         "a9a7a471d6d5a5414d6a4c35e82a8b7ceafdb5e2c8449993108709852d67fd1e",
         sigma_v=0.7,
-        gains=(0.1, 0.01),
         plain=Published(0.628, -0.968),
         heteroscedastic=Published(0.639, -0.972),
     ),
@@ -108,7 +92,6 @@ DATASETS = (
         "kin8nm",
         "4e028d61d2df721741c406bbe57fc224d1328ac07c2d896ae26f44b95a4935f9",
         sigma_v=0.3,
-        gains=(1.0, 0.01),
         plain=Published(0.0912, 0.953),
         heteroscedastic=Published(0.101, 0.883),
     ),
@@ -116,7 +99,6 @@ DATASETS = (
         "naval",
         "1c11684aec749d53a5d53f21e69106b9bd966d087d12138fb2a94b530b48c8d0",
         sigma_v=0.6,
-        gains=(0.5, 0.01),
         plain=None,
         heteroscedastic=Published(0.006, 3.748),
         features=16,
@@ -126,7 +108,6 @@ DATASETS = (
         "power",
         "5550d2495abf9066ace21e06834b7b3708555a17d3e086576bb11abbf9f7e25c",
         sigma_v=0.2,
-        gains=(0.5, 0.001),
         plain=Published(4.084, -2.863),
         heteroscedastic=Published(4.148, -2.841),
     ),
@@ -134,7 +115,6 @@ DATASETS = (
         "protein",
         "e462248fca30cb27812ea12de70bc0dd134fe71843188c6dfc07bf5c2217ea87",
         sigma_v=0.7,
-        gains=(0.5, 0.1),
         plain=Published(4.546, -2.937),
         heteroscedastic=Published(4.644, -2.924),
         hidden=100,
@@ -148,7 +128,6 @@ PLAIN, HETEROSCEDASTIC, STOPPING = KINDS = (
     "heteroscedastic, ",
     "heteroscedastic, early stopping, ",
 )
-PATIENCE, IMPROVEMENT = 5, 0.01  # epochs, and of the held-out rows' mean log-likelihood
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
@@ -196,7 +175,7 @@ def _read(folder: Path, dataset: Dataset) -> tuple[np.ndarray, np.ndarray] | str
 
 
 class Split:
-    """Standardized training and test rows."""
+    """Training and test rows."""
 
     def __init__(self, dataset: Dataset, number: int) -> None:
         arrays = _read(Path(os.environ[FOLDER]), dataset)
@@ -205,118 +184,36 @@ class Split:
         inputs = data[:, : dataset.features or data.shape[1] - 1]
         target = data[:, dataset.target]
         test = np.isin(np.arange(len(data)), tests[number])
-        mean, deviation = inputs[~test].mean(0), inputs[~test].std(0)
-        scaled = (inputs - mean) / np.where(deviation == 0, 1, deviation)
-        self.center, self.scale = target[~test].mean(), target[~test].std()
-        self.x = np.ascontiguousarray(scaled[~test], np.float32)
-        self.y = ((target[~test] - self.center) / self.scale).astype(np.float32)[:, None]
-        self.test_x = np.ascontiguousarray(scaled[test], np.float32)
-        self.test_y = target[test]
+        self.x, self.y = inputs[~test], target[~test]
+        self.test_x, self.test_y = inputs[test], target[test]
 
-    def hold_out(self) -> Callable[[Any, Dataset], float]:
-        """Take a tenth of the training rows away; return what tells their log-likelihood."""
-        order = np.random.default_rng(1).permutation(len(self.x))
-        held, kept = np.split(order, [len(order) // 10])
-        x, y = self.x[held], self.y[held, 0].astype(np.float64) * self.scale + self.center
-        self.x, self.y = self.x[kept], self.y[kept]
-        return lambda model, dataset: self._score(model, dataset, True, x, y)["ll"]
-
-    def score(self, model: Any, dataset: Dataset, heteroscedastic: bool) -> dict[str, float]:
+    def score(self, model: TAGIRegressor) -> dict[str, float]:
         """Return RMSE and mean log-likelihood of the test rows, in the target's units."""
-        return self._score(model, dataset, heteroscedastic, self.test_x, self.test_y)
-
-    def _score(
-        self, model: Any, dataset: Dataset, heteroscedastic: bool, x: np.ndarray, y: np.ndarray
-    ) -> dict[str, float]:
-        model.eval()
-        mean, variance = model(x)
-        model.train()
-        if heteroscedastic:
-            mean, variance = mean[::2], variance[::2] + mean[1::2]
-        else:
-            variance = variance + np.float32(dataset.sigma_v) ** 2
-        mean = mean.astype(np.float64) * self.scale + self.center
-        variance = variance.astype(np.float64) * self.scale**2
-        error = y - mean
-        likelihood = -0.5 * (np.log(2 * np.pi * variance) + error**2 / variance)
+        mean, deviation = model.predict(self.test_x, return_std=True)
+        error = self.test_y - mean
+        likelihood = -0.5 * (error / deviation) ** 2 - np.log(np.sqrt(2 * np.pi) * deviation)
         return {"rmse": float(np.sqrt((error**2).mean())), "ll": float(likelihood.mean())}
 
 
-def network(dataset: Dataset, inputs: int, heteroscedastic: bool) -> Sequential:
-    """Return a network of one hidden layer; He's initialization."""
-    if not heteroscedastic:
-        return Sequential(Linear(inputs, dataset.hidden), ReLU(), Linear(dataset.hidden, 1))
-    model = Sequential(Linear(inputs, dataset.hidden), ReLU(), Linear(dataset.hidden, 2), EvenExp())
-    # The published gains are of the variances that the output layer begins with.
-    handle = model.layers[2]
-    for name in ("var_w", "var_b"):
-        values = np.array(getattr(handle, name), np.float32).reshape(2, -1)
-        values *= np.array(dataset.gains, np.float32)[:, None]
-        setattr(handle, name, values.ravel().tolist())
-    return model
-
-
-def train(
-    model: Any,
-    dataset: Dataset,
-    split: Split,
-    epochs: int,
-    heteroscedastic: bool,
-    rank: int = 0,
-    ranks: int = 1,
-    after_epoch: Callable[[], bool] = lambda: False,
-) -> None:
-    """Train on each batch's rows number ``rank``, ``rank + ranks``, ... until all epochs are over.
-
-    Or ``after_epoch`` says that it is enough.
-    """
-    rng = np.random.default_rng(0)
-    noise = np.full_like(split.y, dataset.sigma_v**2)
-    for _ in range(epochs):
-        order = rng.permutation(len(split.x))
-        x, y = split.x[order], split.y[order]
-        for begin in range(0, len(x), dataset.batch):
-            own = slice(begin + rank, begin + dataset.batch, ranks)
-            if not heteroscedastic:
-                model.learn(x[own], y[own], noise[own])
-                continue
-            # A noise that is predicted as zero or infinite leaves nothing to learn from.
-            with suppress(NotFiniteError):
-                model.learn(x[own], y[own])
-        if after_epoch():
-            return
-
-
-def train_until_it_is_enough(model: Any, dataset: Dataset, split: Split, epochs: int) -> None:
-    """Train until the likelihood of a tenth of the rows improves no more; keep the best epoch's."""
-    likelihood = split.hold_out()
-    best, waited, state = -np.inf, 0, model.state_dict()
-
-    def enough() -> bool:
-        nonlocal best, waited, state
-        now = likelihood(model, dataset)
-        waited += 1
-        if now > best + IMPROVEMENT:
-            best, waited, state = now, 0, model.state_dict()
-        return waited == PATIENCE
-
-    train(model, dataset, split, epochs, True, after_epoch=enough)
-    model.load_state_dict(state)
+def regressor(dataset: Dataset, split: Split, epochs: int, kind: str = PLAIN) -> TAGIRegressor:
+    """Return what is trained, with the settings of the set."""
+    return TAGIRegressor(
+        hidden_layer_sizes=(dataset.hidden,),
+        noise=dataset.sigma_v * split.y.std() if kind == PLAIN else None,
+        max_iter=epochs,
+        batch_size=dataset.batch,
+        early_stopping=kind == STOPPING,
+        random_state=0,
+    )
 
 
 def _train_split(item: tuple[int, int, int, str]) -> dict[str, float]:
     place, number, epochs, kind = item
     dataset = DATASETS[place]
     split = Split(dataset, number)
-    heteroscedastic = kind != PLAIN
-    model = accelerate(network(dataset, split.x.shape[1], heteroscedastic))
     start = time.perf_counter()
-    if kind == STOPPING:
-        train_until_it_is_enough(model, dataset, split, epochs)
-    else:
-        train(model, dataset, split, epochs, heteroscedastic)
-    seconds = time.perf_counter() - start
-    return {**split.score(model, dataset, heteroscedastic), "seconds": seconds}
+    model = regressor(dataset, split, epochs, kind).fit(split.x, split.y)
+    return {**split.score(model), "seconds": time.perf_counter() - start}
 
 
 def _all_splits(
@@ -367,22 +264,16 @@ def _compare(dataset: Dataset, kind: str, results: list[dict[str, float]]) -> li
 
 
 def _together(communicator: Communicator, dataset: Dataset, epochs: int) -> Row:
-    """One split by all ranks together, each its part of a batch, and by one alone."""
-    import pytagi
-
+    """One split by as many ranks together, each its part of a batch, and by one alone."""
     split = Split(dataset, 0)
-    figures = []
-    for ranks in (communicator.size, 1):
-        pytagi.manual_seed(0)
-        plain = network(dataset, split.x.shape[1], False)
-        if ranks == 1:
-            model = accelerate(plain)
-        else:
-            model = DDPSequential(plain, average=False, communicator=communicator)
-        train(model, dataset, split, epochs, False, communicator.rank % ranks, ranks)
-        figures.append(Figure.single(split.score(model, dataset, False)["rmse"]))
+    found = np.zeros(2)
+    if communicator.rank == 0:
+        for place, ranks in enumerate((communicator.size, 1)):
+            model = regressor(dataset, split, epochs).set_params(n_ranks=ranks)
+            found[place] = split.score(model.fit(split.x, split.y))["rmse"]
+    communicator.broadcast(found)
     name = f"{dataset.name}, {epochs} epochs, {communicator.size} ranks together, against one"
-    return Row(name, figures[0], figures[1], "RMSE", 1 - EQUAL)
+    return Row(name, *map(Figure.single, found.tolist()), "RMSE", 1 - EQUAL)
 
 
 def _hundred(communicator: Communicator, epochs: int) -> Row:
@@ -392,37 +283,40 @@ def _hundred(communicator: Communicator, epochs: int) -> Row:
 
     def ours(number: int) -> str:
         split = splits[number % 20]
-        model = accelerate(network(boston, split.x.shape[1], False))
-        train(model, boston, split, epochs, False)
-        return model.check_replicas()
+        model = regressor(boston, split, epochs).set_params(random_state=number)
+        parts = model.fit(split.x, split.y).posterior_.values()
+        return hashlib.sha256(
+            b"".join(part.tobytes() for each in parts for part in each)
+        ).hexdigest()
 
     start = time.perf_counter()
     digests = map_networks(ours, range(100), communicator=communicator)
     seconds = time.perf_counter() - start
-    with init(rank=0, world_size=1) as alone:
-        again = map_networks(ours, [41], seed=41, communicator=alone)
-    if again != digests[41:42]:
+    if ours(41) != digests[41]:
         raise RuntimeError("a network is not that of its lone run")
 
     plain_seconds = np.zeros(1)
     if communicator.rank == 0:
         start = time.perf_counter()
         for number in range(100):
-            split = splits[number % 20]
-            _train_plain(network(boston, split.x.shape[1], False), boston, split, epochs)
+            _train_plain(boston, splits[number % 20], epochs)
         plain_seconds[0] = time.perf_counter() - start
     communicator.broadcast(plain_seconds)
     name = f"100 networks, {communicator.size} ranks, against plain pytagi, one after another"
     return Row(name, Figure.single(seconds), Figure.single(float(plain_seconds[0])), "s", 10.0)
 
 
-def _train_plain(model: Sequential, dataset: Dataset, split: Split, epochs: int) -> None:
+def _train_plain(dataset: Dataset, split: Split, epochs: int) -> None:
+    """Train the same network by pytagi's own calls."""
+    inputs, targets = ((part - part.mean(0)) / part.std(0) for part in (split.x, split.y))
+    inputs, targets = inputs.astype(np.float32), targets.astype(np.float32)
+    model = Sequential(Linear(inputs.shape[1], dataset.hidden), ReLU(), Linear(dataset.hidden, 1))
     model.set_threads(1)
     update = OutputUpdater("cpu")._cpp_backend.update  # without what this package adds
     rng = np.random.default_rng(0)
     for _ in range(epochs):
-        order = rng.permutation(len(split.x))
-        x, y = split.x[order], split.y[order]
+        order = rng.permutation(len(inputs))
+        x, y = inputs[order], targets[order]
         for begin in range(0, len(x), dataset.batch):
             own_x, own_y = x[begin : begin + dataset.batch], y[begin : begin + dataset.batch]
             model(own_x.ravel())

@@ -1,0 +1,162 @@
+"""How an estimator's network is built and trained, by one process or by several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp.launcher.launch import launch
+from tagi_ddp.sequential import DDPConfig, DDPSequential, accelerate
+from tagi_ddp.sklearn.likelihoods import Likelihood, begin_noise_even
+from tagi_ddp.update.not_finite import NotFiniteError
+
+Array = NDArray[Any]
+Posterior = dict[str, tuple[Array, ...]]  # by layer: means and variances, weights and biases
+
+ACTIVATIONS = {
+    "relu": "ReLU",
+    "mixture_relu": "MixtureReLU",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """Linear layers of these widths with an activation between; what its outputs mean."""
+
+    inputs: int
+    hidden: tuple[int, ...]
+    activation: str
+    likelihood: Likelihood
+    seed: int
+
+    def build(self, posterior: Posterior | None = None) -> Any:
+        """Return pytagi's Sequential, with these parameters, or such as the seed gives."""
+        import pytagi
+        from pytagi import nn
+
+        pytagi.manual_seed(self.seed)
+        layers: list[Any] = []
+        width = self.inputs
+        for hidden in self.hidden:
+            layers += [nn.Linear(width, hidden), getattr(nn, ACTIVATIONS[self.activation])()]
+            width = hidden
+        layers.append(nn.Linear(width, self.likelihood.outputs))
+        if self.likelihood.learns_noise:
+            layers.append(nn.EvenExp())
+        network = nn.Sequential(*layers)
+        if posterior is not None:
+            state = {name: tuple(map(np.ndarray.tolist, p)) for name, p in posterior.items()}
+            network.load_state_dict(state)
+        elif self.likelihood.learns_noise:
+            begin_noise_even(network, self.likelihood)
+        return network
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to train.
+
+    ``patience``: for so many epochs in turn the log-likelihood of a ``held_out`` share of the
+    samples may improve by less than ``tolerance``; None: all epochs, on all samples.
+    """
+
+    epochs: int
+    batch_size: int
+    seed: int
+    patience: int | None = None
+    held_out: float = 0.0
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training has led to: the posterior of the best epoch, and how many there were."""
+
+    posterior: Posterior
+    epochs: int
+    held_out: tuple[float, ...]  # log-likelihood after each epoch
+
+
+def train(network: Network, schedule: Schedule, x: Array, y: Array, ranks: int) -> Trained:
+    """Train a new network; each rank on its part of each batch, so that all is as by one."""
+    if ranks == 1:
+        return _train(accelerate(network.build()), network, schedule, x, y)
+    return launch(_train_rank, nprocs=ranks, args=(network, schedule, x, y))[0]
+
+
+def _train_rank(network: Network, schedule: Schedule, x: Array, y: Array) -> Trained:
+    with DDPSequential(network.build(), DDPConfig.from_env(), average=False) as model:
+        return _train(model, network, schedule, x, y)
+
+
+def _train(model: Any, network: Network, schedule: Schedule, x: Array, y: Array) -> Trained:
+    rng = np.random.default_rng(schedule.seed)
+    likelihood, scores = network.likelihood, list[float]()
+    if schedule.patience is None:
+        _train_epochs(model, likelihood, schedule, rng, x, y, lambda: False)
+        return Trained(posterior_of(model), schedule.epochs, ())
+    held, kept = np.split(rng.permutation(len(x)), [max(1, round(len(x) * schedule.held_out))])
+    best, waited, posterior = -np.inf, 0, posterior_of(model)
+
+    def enough() -> bool:
+        nonlocal best, waited, posterior
+        model.eval()
+        mean, variance = model(x[held])
+        scores.append(likelihood.log(mean, variance, y[held]))
+        model.train()
+        waited += 1
+        if scores[-1] > best + schedule.tolerance:
+            best, waited, posterior = scores[-1], 0, posterior_of(model)
+        return waited >= (schedule.patience or 0)
+
+    _train_epochs(model, likelihood, schedule, rng, x[kept], y[kept], enough)
+    return Trained(posterior, len(scores), tuple(scores))
+
+
+def _train_epochs(
+    model: Any,
+    likelihood: Likelihood,
+    schedule: Schedule,
+    rng: np.random.Generator,
+    x: Array,
+    y: Array,
+    after_epoch: Callable[[], bool],
+) -> None:
+    observed = likelihood.observe(y)
+    for _ in range(schedule.epochs):
+        order = rng.permutation(len(x))
+        shuffled = {name: rows[order] for name, rows in observed.items()}
+        learn(model, likelihood, schedule.batch_size, x[order], shuffled)
+        if after_epoch():
+            return
+
+
+def learn(
+    model: Any, likelihood: Likelihood, batch_size: int, x: Array, observed: dict[str, Array]
+) -> None:
+    """Learn all samples once, in their order; of each batch the rank's part."""
+    rank, ranks = model.communicator.rank, model.communicator.size
+    for begin in range(0, len(x), batch_size):
+        own = slice(begin + rank, begin + batch_size, ranks)
+        arguments = {name: rows[own] for name, rows in observed.items()}
+        if likelihood.learns_noise:
+            # A noise that is predicted as zero or infinite leaves nothing to learn from.
+            with suppress(NotFiniteError):
+                model.learn(x[own], **arguments)
+        else:
+            model.learn(x[own], **arguments)
+
+
+def posterior_of(model: Any) -> Posterior:
+    """Return a copy of a model's parameters."""
+    return {
+        name: tuple(np.array(part, np.float32) for part in parts)
+        for name, parts in model.state_dict().items()
+    }
