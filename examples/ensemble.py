@@ -11,7 +11,7 @@ import argparse
 from statistics import NormalDist
 
 import numpy as np
-from matplotlib.figure import Figure
+from pictures import calibration
 from pytagi.nn import Linear, ReLU, Sequential
 from sklearn.datasets import load_diabetes
 
@@ -21,6 +21,7 @@ from tagi_ddp.strategy import DDPEnsGroupStrategy
 
 BATCH = 16  # of all ranks of a member together
 FOLDS = 5
+PATIENTS = 442
 SIGMA = 0.7  # what the inputs do not tell, in units of SCALE
 CENTRE, SCALE = 150.0, 75.0  # roughly those of the target, a score from 25 to 346
 LEVELS = np.arange(1, 20) / 20  # probabilities of intervals: 5 %, 10 %, ... 95 %
@@ -77,16 +78,13 @@ def main():
             means = cross_validate(strategy, options.epochs)
     if world.rank > 0:
         return
-    axes = (figure := Figure(figsize=(5, 5), layout="constrained")).subplots()
-    axes.plot([0, 1], [0, 1], "--")
+    shares = {}
     for name, (square, log_likelihood, *coverage) in zip(NAMES, means, strict=True):
         error = np.mean(np.abs(coverage - LEVELS))
         print(f"{name}: RMSE {np.sqrt(square):.1f}, log-likelihood {log_likelihood:.3f}", end="")
         print(f", calibration error {error:.1%}")
-        axes.plot(LEVELS, coverage, "o-", label=name)
-    axes.set(xlabel="probability of the interval", ylabel="share of the patients within it")
-    axes.legend()
-    figure.savefig(options.plot, format="png")
+        shares[name] = np.array(coverage)
+    calibration(options.plot, LEVELS, shares, PATIENTS)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 
 import numpy as np
 import pytagi
-from matplotlib.figure import Figure
+from pictures import BLUE, VERMILION, band, interval, panels, save
 from pytagi.nn import SLSTM, Sequential, SLinear
 
 from tagi_ddp import accelerate
@@ -49,6 +49,24 @@ def train(growth, months, epochs):
     return model, smoothed, float(noise[0])
 
 
+def plot(path, passengers, forecast, growth, smoothed):
+    figure, (above, below) = panels(2, (8, 6), sharex=True)
+    years = 1949 + np.arange(len(passengers)) / YEAR
+    band(above, years[-AHEAD:], *forecast, VERMILION, "forecast")
+    above.plot(years, passengers, color=BLUE, label="passengers")
+    above.set(title="Forecast of two unseen years", ylabel="passengers, thousands", ylim=(0, 900))
+    band(below, years[YEAR:-AHEAD], *smoothed, VERMILION, "smoothed")
+    below.plot(years[YEAR:-AHEAD], growth, ".", color=BLUE, label="observed")
+    below.set(
+        title="Growth without its noise, by the months before and after",
+        ylabel="log growth a month, in %",
+    )
+    below.set(xlabel="year", xticks=range(1949, 1962), xlim=(1949, 1961), ylim=(-25, 35))
+    for axes in (above, below):
+        axes.legend(loc="upper left", ncols=3)
+    save(figure, path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
@@ -61,7 +79,7 @@ def main():
     growth = (growth / scale).astype(np.float32)
     months = range(YEAR, known)
 
-    model, (smooth_mean, smooth_variance), noise = train(growth, months, options.epochs)
+    model, smoothed, noise = train(growth, months, options.epochs)
     model.eval()
     growth[known:] = np.nan  # nobody knows them
     variances = np.empty(AHEAD)
@@ -70,27 +88,14 @@ def main():
         growth[month] = mean[0]
         variances[month - known] = variance[0] + noise
     middle = level[known - 1] + scale * np.cumsum(growth[known:], dtype=float)
-    spread = 1.96 * scale * np.sqrt(np.cumsum(variances))
+    low, middle, high = forecast = np.exp(interval(middle, scale**2 * np.cumsum(variances)))
     actual = np.exp(level[known:])
-    error = np.mean(np.abs(np.exp(middle) / actual - 1))
-    within = np.mean(np.abs(level[known:] - middle) < spread)
-    print(f"{AHEAD} months ahead: mean absolute error {error:.1%}")
+    within = np.mean((low < actual) & (actual < high))
+    print(f"{AHEAD} months ahead: mean absolute error {np.mean(np.abs(middle / actual - 1)):.1%}")
     print(f"{within:.0%} of the months are within their 95% interval")
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2)
-    above.plot(np.exp(level), label="passengers, thousands")
-    above.plot(range(known, len(level)), np.exp(middle), label="forecast")
-    above.fill_between(
-        range(known, len(level)), np.exp(middle - spread), np.exp(middle + spread), alpha=0.3
-    )
-    below.plot(months, growth[months], ".", label="monthly growth")
-    below.plot(months, smooth_mean, label="smoothed")
-    deviation = 1.96 * np.sqrt(smooth_variance)
-    below.fill_between(months, smooth_mean - deviation, smooth_mean + deviation, alpha=0.3)
-    for axes in (above, below):
-        axes.legend()
-    figure.savefig(options.plot, format="png")
+    percent, smoothed = 100 * scale, interval(*smoothed)
+    plot(options.plot, np.exp(level), forecast, percent * growth[months], percent * smoothed)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def _digits() -> list[npt.NDArray[np.uint8]]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ModuleNotFoundError(
-            "the digits come with scikit-learn: pip install 'tagi-ddp[examples]'"
+            "the digits come with scikit-learn: pip install scikit-learn"
         ) from error
     x, y = load_digits(return_X_y=True)
     split = len(x) - _DIGITS_TEST_IMAGES

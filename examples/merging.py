@@ -1,11 +1,11 @@
 """Compare ways to make one TAGI network of many replicas, on real images.
 
-tagi-ddp run -n 4 examples/merging.py --node-size 2
+tagi-ddp run -n 4 examples/merging.py --node-size 2 --plot merging.png
 mpirun -n 8 --host a:4,b:4 python examples/merging.py --data fashion-mnist
 
 Every way trains on the same batches: by the sum of all deltas at every step, as one process; by
 merging posteriors at every step, or every 8; and by a schedule, where nodes do not wait for one
-another.
+another. The plot shows how much alike the ranks have learned before each merge of every step.
 """
 
 import argparse
@@ -15,23 +15,23 @@ import numpy as np
 import pytagi
 from images import DATASETS, load_images
 from networks import NETWORKS
+from pictures import agreement
 from pytagi import HRCSoftmaxMetric, Utils
 
 import tagi_ddp
 from tagi_ddp import DDPSequential, DistributedSampler, reduce_metrics
 from tagi_ddp.optim import SyncSchedule
 
-CLASSES = 10
+METRIC = HRCSoftmaxMetric(10)  # classes
 SIGMA_V = 1.0  # standard deviation of the observations, which are -1 and 1
 
 
 def train(model, data, options, scheduled):
-    """Return the seconds that training took."""
-    targets, nodes, depth = Utils().label_to_obs(data.y_train, CLASSES)
+    """Return the seconds that training took, and the ranks' agreement by step and layer."""
+    targets, nodes, depth = Utils().label_to_obs(data.y_train, 10)
     targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
-    metric = HRCSoftmaxMetric(CLASSES)
     sampler = DistributedSampler(data.x_train)
-    start = time.perf_counter()
+    agreements, start = [], time.perf_counter()
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         batches, wrong = sampler.batches(options.batch_size), 0
@@ -40,19 +40,20 @@ def train(model, data, options, scheduled):
         for share in batches:  # this rank's part of each batch
             x = data.x_train[share]
             mean, variance = model.learn(x, targets[share], SIGMA_V**2, nodes[share])
-            wrong += np.sum(metric.get_predicted_labels(mean, variance) != data.y_train[share])
+            if options.plot and model.reduction == "precision":
+                agreements.append(list(model.get_merge_agreement().values()))
+            wrong += np.sum(METRIC.get_predicted_labels(mean, variance) != data.y_train[share])
         if scheduled:
             model.end_epoch(wrong / max(1, sum(map(len, batches))))
     if model.reduction == "precision":
         model.merge()  # the steps since the last merge
-    return time.perf_counter() - start
+    return time.perf_counter() - start, agreements
 
 
 def test(model, data):
     model.eval()
-    metric = HRCSoftmaxMetric(CLASSES)
     shares = DistributedSampler(data.x_test, shuffle=False).batches(500)
-    wrong = [metric.get_predicted_labels(*model(data.x_test[i])) != data.y_test[i] for i in shares]
+    wrong = [METRIC.get_predicted_labels(*model(data.x_test[i])) != data.y_test[i] for i in shares]
     return reduce_metrics(model.communicator, sum(map(np.sum, wrong)), sum(map(len, shares)))
 
 
@@ -62,6 +63,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
     parser.add_argument("--node-size", type=int, help="ranks of a node; default: those of a host")
+    parser.add_argument("--plot", help="where a PNG file of the ranks' agreement goes")
     options = parser.parse_args()
     merging = {"reduction": "precision", "node_size": options.node_size}
     schedule = SyncSchedule(options.epochs, warmup_epochs=1, cooldown_epochs=1)
@@ -75,12 +77,14 @@ def main():
     with tagi_ddp.init() as comm:
         for name, way in ways.items():
             pytagi.manual_seed(0)
-            net = NETWORKS["mlp"](data.side, HRCSoftmaxMetric(CLASSES).hrc_softmax.len)
+            net = NETWORKS["mlp"](data.side, METRIC.hrc_softmax.len)
             with DDPSequential(net, communicator=comm, **way) as model:
-                seconds = train(model, data, options, "schedule" in name)
+                seconds, agreements = train(model, data, options, "schedule" in name)
                 error, replicas = test(model, data), model.check_replicas()
             if comm.rank == 0:
                 print(f"{name}: test error {error:.2%}, {seconds:.1f} s, replicas {replicas[:8]}")
+                if options.plot and name == "precision":
+                    agreement(options.plot, agreements)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytagi
-from matplotlib.figure import Figure
+from pictures import calibration
 from pytagi.nn import Linear, ReLU, Sequential
 from sklearn.datasets import load_diabetes
 
@@ -20,6 +20,7 @@ from tagi_ddp import DistributedSampler, progress, reduce_metrics
 
 BATCH = 16  # of all ranks together
 FOLDS = 5
+PATIENTS = 442
 SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9)  # in units of SCALE
 CENTRE, SCALE = 150.0, 75.0  # roughly those of the target, a score from 25 to 346
 LEVELS = np.arange(1, 20) / 20  # probabilities of intervals: 5 %, 10 %, ... 95 %
@@ -82,11 +83,7 @@ def main():
     print(f"RMSE {rmse:.1f}, mean log-likelihood {log_likelihood:.3f}")
     for i in (9, 17, 18):
         print(f"{coverage[i]:.1%} of the patients are within their {LEVELS[i]:.0%} interval")
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], "--", LEVELS, coverage, "o-")
-    axes.set(xlabel="probability of the interval", ylabel="share of the patients within it")
-    figure.savefig(options.plot, format="png")
+    calibration(options.plot, LEVELS, {"cross-validated": coverage}, PATIENTS)
 
 
 if __name__ == "__main__":

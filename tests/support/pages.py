@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_COMMAND = re.compile(r"# (?:tagi-ddp run -n (\d+)|python) script\.py\n")
+_COMMAND = re.compile(r"# (?:tagi-ddp run -n (\d+)(| --max-restarts \d+)|python) script\.py\n")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,15 @@ class Block:
 
 @dataclass
 class Script:
-    """Blocks of one page that run together, on so many ranks, and lines that they print."""
+    """Blocks of one page that run together, on so many ranks, and lines that they print.
+
+    ``options`` are the launcher's own.
+    """
 
     name: str
     ranks: int
     gpu: bool
+    options: list[str]
     code: str = ""
     prints: list[str] = field(default_factory=list)
 
@@ -99,7 +103,8 @@ def scripts(page: Path) -> list[Script]:
             if command or not found or found[-1].gpu != (block.option == "gpu"):
                 name = f"{page.stem} {len(found) + 1}"
                 ranks = int(command[1] or 1) if command else 1
-                found.append(Script(name, ranks, block.option == "gpu"))
+                options = (command[2] or "").split() if command else []
+                found.append(Script(name, ranks, block.option == "gpu", options))
             found[-1].code += block.text
         elif (block.kind, block.option) == ("text", "output"):
             found[-1].prints += block.text.splitlines()
