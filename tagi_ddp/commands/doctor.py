@@ -8,6 +8,9 @@ import json
 from tagi_ddp.checks import positive
 from tagi_ddp.commands.check import Finding, Findings, run_all
 
+# What needs a GPU; the last one follows from the others.
+_GPU_CHECKS = ("CUDA", "NCCL", "compute on GPUs")
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``doctor`` to the commands."""
@@ -71,8 +74,18 @@ def as_json(found: Findings) -> str:
     return json.dumps({"checks": checks, "ready": readiness(found)}, indent=2)
 
 
+def _grouped(found: Findings) -> dict[str, Finding]:
+    """Return the findings, those about GPUs as one where there is nothing of them."""
+    if any(found[name].status != "missing" for name in _GPU_CHECKS):
+        return dict(found)
+    detail = "; ".join(f"{name}: {found[name].detail}" for name in _GPU_CHECKS[:-1])
+    rest = {name: finding for name, finding in found.items() if name not in _GPU_CHECKS}
+    return {**rest, "GPUs": Finding("missing", detail, found["CUDA"].remedy)}
+
+
 def as_text(found: Findings) -> str:
     """Return the report as a table, what to do, and the verdict."""
+    found = _grouped(found)
     width = max(map(len, found))
     lines = [f"{name:{width}}  {f.status:7}  {f.detail}" for name, f in found.items()]
     remedies = [f"{name:{width}}  {f.remedy}" for name, f in found.items() if f.remedy]

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tagi_ddp import __version__
-from tagi_ddp.commands import doctor, run
-from tagi_ddp.plan import arguments as plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,13 +17,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="tagi-ddp", description="Train pytagi networks on many processes."
     )
     parser.add_argument("--version", action="version", version=f"tagi-ddp {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (run, doctor, plan):
-        command.add_parser(commands)
-    options = parser.parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments != ["--version"]:  # which need not wait for numpy
+        _add_commands(parser)
+    options = parser.parse_args(arguments or ["--help"])
     signal.signal(signal.SIGTERM, _exit)  # so that processes that were started are ended
     status: int = options.command(options)
     return status
+
+
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    from tagi_ddp.commands import doctor, run
+    from tagi_ddp.plan import arguments as plan
+
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (run, doctor, plan):
+        command.add_parser(commands)
 
 
 def _exit(number: int, _: object) -> NoReturn:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import warnings
 from typing import Any, Literal, get_args
 
@@ -12,6 +14,10 @@ from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.engine.buffers import FloatArray, verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.replica.protocol import Replica
+
+_NO_TORCH = "torch is not installed (pip install torch)"
+
+log = logging.getLogger("tagi_ddp")
 
 
 def choose(
@@ -50,13 +56,21 @@ def choose(
         )
     if without_native is None:
         return "native"
-    warnings.warn(
+    text = (
         f"the engine computes this network on its own kernels, not torch: {without_torch}. "
-        'compute="engine" asks for it without this warning.',
-        RuntimeWarning,
-        stacklevel=2,
+        'compute="engine" asks for it without this warning.'
     )
+    if without_torch == _NO_TORCH:
+        _note(text)
+    else:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     return "engine"
+
+
+@functools.cache  # once for a process
+def _note(text: str) -> None:
+    """Log what is nothing wrong with the script: as a warning it could be made an error."""
+    log.warning("%s", text)
 
 
 def _engine_on_device(
@@ -107,7 +121,7 @@ def _why_not_torch(model: Any, replica: Replica) -> str | None:
     if (reason := _why_engine(model)) is not None:
         return reason
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed (pip install 'tagi-ddp[torch]')"
+        return _NO_TORCH
     if not replica.in_place:
         return "the engine's memory cannot be used in place"
     try:

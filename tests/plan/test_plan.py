@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -411,6 +412,29 @@ def test_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"<!-- {word} -->" in text for word in (*SCHEMES, "ms per step", "efficiency in %"))
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks", "milliseconds"),
+    [
+        ("--ranks 1,4,16,64", "1 2 4 8 16 32 64", "10 20 50 100"),
+        ("", "1 4 16 64 256 1024 4096", "10 20 50 100 200 500 1000 2000 5000"),
+        ("--ranks 3", "3", "10 20 50"),
+        ("--ranks 1", "1", "10 20"),
+        ("--step-ms 0.1 --ranks 1,2", "1 2", "0.1 0.2 0.5 1 2 5 10"),
+        ("--step-ms 2e-5 --ranks 1", "1", "0.00002 0.00005"),
+        ("--step-ms 1e-4 --ranks 1,2", "1 2", "0.0001 0.001 0.01 0.1 1 10"),
+    ],
+)
+def test_the_ticks_of_a_plot_are_plain_numbers(
+    tmp_path: Path, options: str, ranks: str, milliseconds: str
+) -> None:
+    path = tmp_path / "plan.svg"
+    assert main([*PLAN, *options.split(), "--plot", str(path)]) == 0
+    texts = re.findall(r"<!-- (.*) -->", path.read_text())  # in the order of drawing
+    words = " ".join(texts)
+    assert words.startswith(f"{ranks} ranks {milliseconds} ms per step Time of a step")
+    assert f"step sum precision asynchronous {ranks} ranks 0 20 40 60 80 100 efficiency" in words
+
+
 def test_a_plot_that_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,4 +444,4 @@ def test_a_plot_that_cannot_be(
     assert "plan.xyz: Format 'xyz' is not supported" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*PLAN, "--plot", str(tmp_path / "plan.png")]) == 1
-    assert "needs matplotlib: pip install 'tagi-ddp[examples]'" in capsys.readouterr().err
+    assert "needs matplotlib: pip install matplotlib" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from support.pages import (
     spans,
     text_of,
 )
+from support.rank_pool import worker_environment
 from support.script_nursery import ScriptNursery
 
 from tagi_ddp.commands.main import main
@@ -88,14 +89,27 @@ ALL_SCRIPTS = [parameter(script) for page in PAGES if page != README for script 
 def test_a_page_runs(script: Script, nursery: ScriptNursery, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(script.code)
-    printed = nursery.run(path, script.ranks)
-    if script.ranks > 1:  # as `tagi-ddp run` shows it
-        printed = [f"[{rank}] {x}" for rank, text in enumerate(printed) for x in text.splitlines()]
-    else:
-        printed = printed[0].splitlines()
+    printed = launched(script, path) if script.options else forked(script, path, nursery)
     lines = iter(printed)
     for line in script.prints:
         assert line in lines, f"{line!r} was not printed, or not in this order: {printed}"
+
+
+def launched(script: Script, path: Path) -> list[str]:
+    """Return what it prints under the launcher whose options it has."""
+    launcher = [*LAUNCHERS["tagi-ddp"][:-1], str(script.ranks), *script.options]
+    environment, folder = worker_environment({}), path.parent
+    return subprocess.check_output(
+        [*launcher, str(path)], cwd=folder, env=environment, text=True, timeout=100
+    ).splitlines()
+
+
+def forked(script: Script, path: Path, nursery: ScriptNursery) -> list[str]:
+    """Return the same, of ranks that need no launcher."""
+    printed = nursery.run(path, script.ranks)
+    if script.ranks == 1:
+        return printed[0].splitlines()
+    return [f"[{rank}] {line}" for rank, text in enumerate(printed) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -245,6 +259,17 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_every_picture_is_shown_and_small() -> None:
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
+    pictures = {ROOT / path for path in repository() if path.endswith(".png")}
+    assert pictures
+    assert pictures <= shown
+    for path in pictures:
+        content = path.read_bytes()
+        assert len(content) < 100_000, path
+        assert int.from_bytes(content[16:20], "big") <= 1200, path  # its width in pixels
+
+
 def test_every_page_is_in_both_indices() -> None:
     for index in (README, ROOT / "docs" / "README.md"):
         linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
@@ -323,3 +348,19 @@ def test_the_layout_names_every_folder(folder: str) -> None:
     }
     folders = {str(path.relative_to(folder)) for path in parents} - {"."}
     assert sorted(named) == sorted(folders)
+
+
+def test_what_this_package_does_beside_others_is_shown() -> None:
+    """Each yes of ours links to the test or page that shows it."""
+    rows = (ROOT / "docs" / "ecosystem.md").read_text().splitlines()
+    ours = [row.split("|")[2].strip() for row in rows if row.startswith("|") and "**" not in row]
+    assert ours[:2] == ["tagi_ddp", "---"]
+    assert len(ours) > 20
+    assert all("](" in each for each in ours[2:])
+
+
+def test_commands_work_in_a_clone_and_without_one() -> None:
+    """The package is on no registry, so none is told to install its extras from one."""
+    sources = [*(ROOT / "tagi_ddp").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    told = [str(path) for path in sources if "tagi-ddp[" in path.read_text()]
+    assert told == []

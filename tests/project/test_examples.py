@@ -10,9 +10,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import nbclient
-import nbformat
 import numpy as np
+import pictures
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,11 +34,12 @@ def at_once(function, *arguments):
         return list(pool.map(function, arguments))
 
 
-def run(*command, cwd):
+def run(*command, cwd, **environment):
+    kept = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env={name: value for name, value in os.environ.items() if not LAUNCHER.match(name)},
+        env=kept | environment,
         capture_output=True,
         text=True,
         timeout=180,
@@ -111,7 +111,7 @@ def test_every_launcher_gives_the_same_network(tmp_path, classified):
 
 @pytest.mark.slow
 def test_the_demo_compares(tmp_path):
-    options = ("--model", "mlp", "--epochs", 2, "--limit", 400)
+    options = ("--model", "mlp", "--epochs", 2, "--limit", 400, "--batch-size", 64)
     output = run(sys.executable, EXAMPLES / "demo.py", *options, cwd=tmp_path).stdout
     rows = re.findall(r"^(.*\S) +([\d.]+) s +([\d.]+) +([\d.]+)%$", output, re.MULTILINE)
     titles, _, speedups, errors = zip(*rows, strict=True)
@@ -159,6 +159,30 @@ def test_noise_is_learned_with_the_values(tmp_path):
     assert likelihood > -5.6  # -5.77 with mean and standard deviation for everybody
     assert 90 < within < 99
     assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_digits_are_learned_one_at_a_time(tmp_path):
+    plot = tmp_path / "stream.png"
+    output = run(*ranks(1), EXAMPLES / "stream.py", "--plot", plot, cwd=tmp_path).stdout
+    right, expected = map(float, re.findall(r"([\d.]+)%", output))
+    assert right > 90
+    assert 60 < expected < right + 5
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_processes_are_killed(tmp_path):
+    launcher = [*ranks(3)[:-1], "3", "--max-restarts", "2"]
+    done = run(*launcher, EXAMPLES / "elastic.py", "--kills", 2, "--epochs", 15, cwd=tmp_path)
+    changes, error = re.search(
+        r"(\d) changes; test error ([\d.]+)%; replicas", done.stdout
+    ).groups()
+    assert done.stderr.count("was killed by SIGKILL; the others go on, and a new one") == 2
+    assert int(changes) >= 1
+    assert float(error) < 12
+    assert len(list(tmp_path.glob("elastic/*.csv"))) == 5
+    assert (tmp_path / "elastic" / "elastic.png").read_bytes().startswith(PNG)
 
 
 def test_the_forecast_beats_last_years_numbers(tmp_path):
@@ -212,13 +236,63 @@ def test_sharding_does_not_change_what_is_learnt(tmp_path):
 
 @pytest.mark.slow
 def test_every_way_of_merging_learns_and_keeps_replicas_equal(tmp_path):
-    options = ("--epochs", 6, "--batch-size", 64, "--node-size", 1)
+    plot = tmp_path / "agreement.png"
+    options = ("--epochs", 6, "--batch-size", 64, "--node-size", 1, "--plot", plot)
     output = run(*ranks(2), EXAMPLES / "merging.py", *options, cwd=tmp_path).stdout
     line = r"\[0\] (.*): test error (.*)%, .* s, replicas [0-9a-f]{8}\n"
     names, errors = zip(*re.findall(line, output), strict=True)
     merged = ("precision", "precision, every 8 steps", "precision, by a schedule")
     assert names == ("sum", *merged)
     assert max(map(float, errors)) < 20
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_a_step_of_two_processes_is_plotted(tmp_path):
+    options = ("--limit", 300, "--epochs", 2)
+    trace = tmp_path / "trace"
+    script = EXAMPLES / "classification.py"
+    run(*ranks(2), script, *options, cwd=tmp_path, TAGI_DDP_TRACE=str(trace))
+    plot = tmp_path / "timeline.png"
+    run(*ranks(1), EXAMPLES / "timeline.py", trace, "--plot", plot, cwd=tmp_path)
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_the_step_of_a_timeline_is_that_of_median_length(tmp_path):
+    import timeline
+
+    def event(rank, name, begin, end):
+        times = {"ts": 1e3 * begin, "dur": 1e3 * (end - begin)}
+        return {"ph": "X", "name": name, "pid": rank, "tid": rank, **times}
+
+    ends = [0, 10, 13, 18]  # steps of rank 0 take 10, 3 and 5 ms; rank 1 ends each 1 ms later
+    steps = [event(rank, "step", end - 2, end + rank) for rank in (1, 0) for end in ends]
+    path = tmp_path / "trace.json"
+    named = {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}
+    path.write_text(json.dumps([named, *steps, event(1, "forward", 14, 15)]))
+    threads = timeline.read(path)
+    assert [rank for rank, _ in threads] == [0, 1]
+    assert ("forward", 14, 15) in threads[1, 1]
+    assert timeline.median_step(threads) == (13, 19)
+
+
+def test_a_calibration_shows_the_ideal_and_the_band_of_chance(tmp_path, monkeypatch):
+    drawn = []
+    save = pictures.save
+    monkeypatch.setattr(pictures, "save", lambda figure, path: drawn.append(figure))
+    levels = np.array([0.5, 0.9])
+    pictures.calibration(tmp_path / "plot.png", levels, {"network": levels - 0.1}, 400)
+    above, below = drawn[0].axes
+    ideal, network = above.lines
+    assert (ideal.get_label(), network.get_label()) == ("ideal", "network")
+    np.testing.assert_array_equal(ideal.get_xdata(), ideal.get_ydata())
+    np.testing.assert_allclose(network.get_xydata(), [[50, 40], [90, 80]])
+    for axes, middle in (above, 50), (below, 0):
+        corners = axes.collections[0].get_paths()[0].vertices
+        at_half = sorted(set(corners[corners[:, 0] == 50, 1]))
+        np.testing.assert_allclose(at_half, [middle - 5, middle + 5])  # 2 sqrt(0.5 * 0.5 / 400)
+    save(drawn[0], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
@@ -227,24 +301,6 @@ def test_daso_trains_a_torch_network_on_two_nodes(tmp_path):
     output = run(*ranks(2), EXAMPLES / "daso.py", *options, cwd=tmp_path).stdout
     (error,) = re.findall(r"test error (.*)%", output)
     assert float(error) < 20
-
-
-@pytest.mark.slow
-def test_the_notebook_runs():
-    path = EXAMPLES / "notebook.ipynb"
-    cells = json.loads(path.read_text())["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
-    notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}}
-    )
-    client.execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    text = "".join(output.get("text", "") for output in outputs)
-    assert "[0] epoch 12 of 12" in text
-    assert float(re.search(r"test error ([\d.]+)%", text)[1]) < 10
-    assert float(re.search(r"after  1 epochs: (\S+)", text)[1]) < 1e-3
-    assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
 def learn_task(arguments, cwd):

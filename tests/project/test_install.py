@@ -158,9 +158,16 @@ def test_uninstalled_or_half_uninstalled_it_leaves_python_alone(
 
     venv.pip("install", "--no-deps", wheel)
     lookup = "try: import pytagi\nexcept ImportError: print('no engine')"
-    for gone in ("tagi_ddp", "_tagi_ddp_engine/loader.py", "_tagi_ddp_engine"):
-        path = venv.site / gone
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    engine = venv.site / "_tagi_ddp_engine"
+    damages = {
+        "half uninstalled": lambda: shutil.rmtree(venv.site / "tagi_ddp"),
+        "no loader": (engine / "loader.py").unlink,
+        "half a file": lambda: (engine / "__init__.py").write_text("def install(:"),
+        "no text": lambda: (engine / "__init__.py").write_bytes(bytes(100)),
+        "nothing": lambda: shutil.rmtree(engine),
+    }
+    for damage in damages.values():
+        damage()
         # Errors in a .pth file show on stderr and nowhere else.
         command = [venv.bin / "python", "-c", lookup]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -1,12 +1,15 @@
 """The order in which rooms of the package may import each other, which keeps it walkable."""
 
+import subprocess
+
+import pytest
 from support.imports import LAYERS, PACKAGE, circles, file_graph, modules, room_graph, upward
 
-LOOSE = {"__init__", "__main__", "checks", "data", "environment"}
+LOOSE = {"__init__", "__main__", "checks", "environment"}
 LONGEST = 400  # lines of a file
 
 
-def test_only_five_files_lie_beside_the_folders():
+def test_only_four_files_lie_beside_the_folders():
     assert {path.stem for path in PACKAGE.glob("*.py")} == LOOSE
 
 
@@ -39,3 +42,13 @@ def test_circles_and_upward_imports_are_found():
     }
     assert len(circles(graph)) == 2
     assert upward(graph) == ["replica.host > update.exchange"]
+
+
+def test_a_clone_holds_sources_and_pictures_and_nothing_built():
+    root = PACKAGE.parent
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a clone")
+    files = [root / name for name in listing.stdout.split("\0") if name]
+    text = [path for path in files if path.suffix != ".png" and path.exists()]
+    assert [path for path in text if b"\0" in path.read_bytes()] == []

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
 # layer do not know each other, but for SIDEWAYS.
 LAYERS = (
     ("__main__",),
-    ("commands", "parallel"),
+    ("commands", "parallel", "sklearn"),
     ("strategy",),
     ("__init__",),
     ("sequential", "checkpoint"),

@@ -195,11 +195,19 @@ class OnDevice:
         """Wrap ``comm``; ``place`` copies a tensor to where its buffers live."""
         self._comm = comm
         self._place = place
-        self.rank, self.size, self.timeout = comm.rank, comm.size, comm.timeout
+        self.rank, self.size = comm.rank, comm.size
         self.backend, self.device = comm.backend, comm.device
         self._under_way: list[Operation] = []
         self._grouped: list[Operation] | None = None
         place(torch.empty(1))  # the first use of a device takes longer than some tests' limits
+
+    @property
+    def timeout(self) -> float:
+        return self._comm.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._comm.timeout = seconds
 
     def all_reduce(self, buffer: Any, *args: Any, out: Any = None, **options: Any) -> Any:
         def call(buffer: Any, out: Any = None) -> Any:
