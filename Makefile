@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo check test slow lint format sanitize chaos bench
+.PHONY: demo check test slow lint format sanitize chaos bench docs wheels
 
 # Two processes train on handwritten digits; compared with one process.
 demo: .venv/.installed-examples
@@ -12,7 +12,7 @@ demo: .venv/.installed-examples
 SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.py shm.py \
     stand_in.py trust.py) \
     $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
-    $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py) \
+    $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py notebooks.py) \
     $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py memory.py nccl.py) \
     tests/chaos tests/clients tests/cluster tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
     tests/strategy/test_lightning.py tests/torch_backend
@@ -62,13 +62,36 @@ sanitize: .venv/.installed-dev
 	    tests/communicators/test_shm_memory.py tests/communicators/test_nccl.py \
 	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
 
-# Jobs in which one rank does something random at a random time.
+# Jobs in which one rank does something random at a random time; jobs that outlive their ranks.
 chaos: .venv/.installed-dev
 	.venv/bin/python tests/chaos/campaign.py --faults 1000 --alone
+	.venv/bin/python tests/chaos/elastic.py --events 1000
 
 # Side by side with what a user would pick instead; writes build/bench.json.
 bench: .venv/.installed-bench
 	.venv/bin/python -m benchmarks
+
+# The site, in build/site; broken links, public names without a docstring and cells of notebooks that
+# fail are errors.
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+
+# Wheels for these interpreters, in dist: repaired by auditwheel, each tried in a fresh environment.
+# How old a system they are for follows from this one's compiler; cibuildwheel builds a release's.
+PYTHONS ?= $(PYTHON)
+wheels: .venv/.installed-wheels
+	mkdir -p dist
+	set -e; for python in $(PYTHONS); do \
+	    folder=build/wheels/$$($$python -c 'import sys; print(sys.implementation.cache_tag)'); \
+	    rm -rf $$folder; \
+	    $$python -m venv $$folder/venv; \
+	    $$folder/venv/bin/python -m pip --disable-pip-version-check --quiet \
+	        wheel --no-deps --wheel-dir $$folder/built .; \
+	    PATH="$$PWD/.venv/bin:$$PATH" auditwheel repair --wheel-dir $$folder $$folder/built/*.whl; \
+	    $$folder/venv/bin/python -m pip --disable-pip-version-check --quiet install $$folder/*.whl; \
+	    $$folder/venv/bin/python tests/support/wheel_works.py; \
+	    cp $$folder/*.whl dist; \
+	done
 
 # .venv with the package, editable, and one of its extras. Python files are used as they are; the
 # C++ backend is built again when a file of it changes, the engine's loader is copied at each build.

@@ -23,6 +23,7 @@ TORCH_FAMILIES = (
     ("compute", 1),
     ("small", 1),
     ("checkpoints", 2),
+    ("elastic", 1),
     ("uci", 2),
     ("scaling", 2),
     ("memory", 1),

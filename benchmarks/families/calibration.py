@@ -47,7 +47,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         try:
             tasks.append((name, make(quick), target))
         except (FileNotFoundError, ImportError) as error:
-            missing = Missing(f"{error}: see `pip install 'tagi-ddp[bench]'`")
+            missing = Missing(f"{error}: see `pip install '.[bench]'`")
             found.append(Row(f"calibration, {name}", missing, missing, "", None))
     for name, train, target in tasks:
         if communicator.rank == 0:

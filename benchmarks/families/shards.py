@@ -138,7 +138,7 @@ def _forever(shards: list[np.ndarray]) -> Callable[[int, int], np.ndarray]:
 
 def _by_changes(replica: Any, adaptive: bool) -> Merge:
     """Merge as DDPSequential does."""
-    parameters, damping = replica.parameters, AdaptiveSum(replica.parameters, RANKS)
+    parameters, damping = replica.parameters, AdaptiveSum(replica.parameters)
 
     def merge(prior: np.ndarray, posteriors: np.ndarray) -> np.ndarray:
         total, squares = np.zeros_like(prior), np.zeros(damping.blocks, np.float32)
@@ -149,7 +149,7 @@ def _by_changes(replica: Any, adaptive: bool) -> Merge:
             total += change
             squares += square
         if adaptive:
-            damping.damp(total, prior, squares)
+            damping.damp(total, prior, squares, RANKS)
         merged = prior.copy()
         parameters.add_change(merged, prior, total)
         return merged

@@ -41,4 +41,4 @@ def find_anemoi() -> Any | Missing:
     try:
         return importlib.import_module("anemoi.models.distributed")
     except ModuleNotFoundError:
-        return Missing("no anemoi-models; with Python 3.11 or later: pip install 'tagi-ddp[bench]'")
+        return Missing("no anemoi-models; with Python 3.11 or later: pip install '.[bench]'")

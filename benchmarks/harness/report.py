@@ -28,12 +28,15 @@ def describe_machine() -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print one line a row: medians, in brackets the quartiles, the ratio and its target."""
+    """Print one line a row: medians, in brackets the quartiles, the ratio and its target.
+
+    Below it stands why figures are missing.
+    """
+    reasons: list[str] = []
     width = max(len(row.name) for row in rows)
     print(f"{'':{width}}  {'ours':>24}  {'other':>24}  {'':9}  {'ratio':>6}  target")
     for row in rows:
-        ours = "-" if isinstance(row.ours, Missing) else _text(row.ours)
-        other = row.other.reason if isinstance(row.other, Missing) else _text(row.other)
+        ours, other = (_text(figure, reasons) for figure in (row.ours, row.other))
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         target = "" if row.target is None else f"{row.target:g}"
         if row.target is not None and row.ratio is not None:
@@ -42,29 +45,40 @@ def print_table(rows: Sequence[Row]) -> None:
             f"{row.name:{width}}  {ours:>24}  {other:>24}  {row.unit:9}  {ratio:>6}"
             f"  {target}".rstrip()
         )
+    for number, reason in enumerate(reasons, 1):
+        print(f"- ({number}): {reason}")
 
 
 def write_json(rows: Sequence[Row], machine: str, path: Path) -> None:
-    """Write the rows as a list of objects; a row without both sides says why in its name."""
+    """Write the rows as a list of objects; ``missing`` says why a row has not both sides."""
     content = [
         {
-            "name": row.name + (f" ({row.other.reason})" if missing else ""),
-            "ours": None if isinstance(row.ours, Missing) else row.ours.median,
-            "other": None if missing else row.other.median,
+            "name": row.name,
+            "ours": _median(row.ours),
+            "other": _median(row.other),
             "ratio": row.ratio,
             "target": row.target,
             "unit": row.unit,
             "machine": machine,
+            "missing": [f.reason for f in (row.ours, row.other) if isinstance(f, Missing)],
         }
         for row in rows
-        for missing in [isinstance(row.other, Missing)]
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _text(figure: Figure) -> str:
+def _text(figure: Figure | Missing, reasons: list[str]) -> str:
+    """Return a figure, or the number that its reason has in ``reasons``."""
+    if isinstance(figure, Missing):
+        if figure.reason not in reasons:
+            reasons.append(figure.reason)
+        return f"- ({reasons.index(figure.reason) + 1})"
     return f"{_short(figure.median)} [{_short(figure.low)}-{_short(figure.high)}]"
+
+
+def _median(figure: Figure | Missing) -> float | None:
+    return None if isinstance(figure, Missing) else figure.median
 
 
 def _short(value: float) -> str:

@@ -14,7 +14,7 @@ PROCESSORS = ("GNNProcessor", "GraphTransformerProcessor", "TransformerProcessor
 
 @pytest.mark.skipif(
     not importlib.util.find_spec("anemoi"),
-    reason="no anemoi-models; with Python 3.11 or later: pip install 'tagi-ddp[bench]'",
+    reason="no anemoi-models; with Python 3.11 or later: pip install '.[bench]'",
 )
 def test_two_ranks_compute_what_one_process_computes():
     command = [sys.executable, "-m", "tagi_ddp", "run", "-n", "2", SCRIPT]
