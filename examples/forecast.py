@@ -57,10 +57,8 @@ def plot(path, passengers, forecast, growth, smoothed):
     above.set(title="Forecast of two unseen years", ylabel="passengers, thousands", ylim=(0, 900))
     band(below, years[YEAR:-AHEAD], *smoothed, VERMILION, "smoothed")
     below.plot(years[YEAR:-AHEAD], growth, ".", color=BLUE, label="observed")
-    below.set(
-        title="Growth without its noise, by the months before and after",
-        ylabel="log growth a month, in %",
-    )
+    title = "Growth without its noise, by the months before and after"
+    below.set(title=title, ylabel="log growth a month, in %")
     below.set(xlabel="year", xticks=range(1949, 1962), xlim=(1949, 1961), ylim=(-25, 35))
     for axes in (above, below):
         axes.legend(loc="upper left", ncols=3)
@@ -73,8 +71,7 @@ def main():
     parser.add_argument("--plot", default="forecast.png", help="where the PNG file goes")
     options = parser.parse_args()
     level = np.log(np.array(PASSENGERS.split(), float))
-    growth = np.diff(level, prepend=level[0])
-    known = len(level) - AHEAD
+    growth, known = np.diff(level, prepend=level[0]), len(level) - AHEAD
     scale = growth[:known].std()
     growth = (growth / scale).astype(np.float32)
     months = range(YEAR, known)

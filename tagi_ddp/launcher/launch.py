@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import linecache
 import os
 import pickle
 import stat
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import BuiltinFunctionType
 from typing import Any, TypeVar
 
 from tagi_ddp.checks import integer
+from tagi_ddp.launcher.pickling import dumps
 from tagi_ddp.launcher.supervisor import supervise
 
 T = TypeVar("T")
@@ -80,7 +78,7 @@ def launch(
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
-        return _dumps((fn, args, kwargs))
+        return dumps((fn, args, kwargs))
     except Exception as error:
         parts = {"fn": fn}
         parts |= {f"args[{i}]": value for i, value in enumerate(args)}
@@ -95,22 +93,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _can_pickle(part: object) -> bool:
     try:
-        _dumps(part)
+        dumps(part)
     except Exception:
         return False
     return True
-
-
-def _dumps(value: object) -> bytes:
-    import cloudpickle  # imported on use: `import tagi_ddp` is quick
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-        def reducer_override(self, obj: Any) -> Any:
-            # A function of a pybind11 module, as the engine's manual_seed, goes by its name.
-            if isinstance(obj, BuiltinFunctionType) and type(obj.__self__).__name__ == "PyCapsule":
-                return getattr, (sys.modules[obj.__module__], obj.__name__)
-            return super().reducer_override(obj)
-
-    with io.BytesIO() as file:
-        Pickler(file).dump(value)
-        return file.getvalue()

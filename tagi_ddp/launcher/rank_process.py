@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypedDict
 
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.launcher.meeting import open_meeting
+from tagi_ddp.launcher.pickling import dumps
 
 _PR_SET_PDEATHSIG = 1
 
@@ -86,11 +87,8 @@ def _call(report_fd: int, payload_fd: int) -> None:
 
 
 def _pickled(result: Any) -> bytes:
-    import cloudpickle
-
     try:
-        pickled: bytes = cloudpickle.dumps(result)
-        return pickled
+        return dumps(result)
     except Exception as error:
         raise TypeError(
             f"the function's result, a {type(result).__name__}, cannot be sent back ({error}): "

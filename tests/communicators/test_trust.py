@@ -25,7 +25,9 @@ from tagi_ddp.communicators.shm import meeting_name
 PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
 # What runs code that it reads. `launch` sends functions to the ranks that it starts itself.
 DANGEROUS = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
-ALLOWED = {"launcher/launch.py", "launcher/rank_process.py", "launcher/started_rank.py"}
+ALLOWED = {
+    f"launcher/{name}.py" for name in ("launch", "pickling", "rank_process", "started_rank")
+}
 
 
 def test_nothing_else_is_unpickled():

@@ -24,6 +24,7 @@ from typing import Any
 
 import cloudpickle
 
+from tagi_ddp.launcher.pickling import dumps
 from tagi_ddp.launcher.supervisor import reserve_port
 
 TESTS = Path(__file__).parents[1]
@@ -311,7 +312,7 @@ def dump(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         file = getattr(module, "__file__", None) or ""
         if file.startswith(_BY_VALUE) and module.__name__ not in _BY_NAME:
             cloudpickle.register_pickle_by_value(module)
-    return cloudpickle.dumps((function, args))
+    return dumps((function, args))
 
 
 def accept(listener: Listener) -> Connection:
