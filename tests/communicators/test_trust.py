@@ -25,9 +25,7 @@ from tagi_ddp.communicators.shm import meeting_name
 PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
 # What runs code that it reads. `launch` sends functions to the ranks that it starts itself.
 DANGEROUS = {"pickle", "cloudpickle", "marshal", "shelve", "dill"}
-ALLOWED = {
-    f"launcher/{name}.py" for name in ("launch", "pickling", "rank_process", "started_rank")
-}
+ALLOWED = {f"launcher/{name}.py" for name in ("launch", "pickling", "rank_process", "started_rank")}
 
 
 def test_nothing_else_is_unpickled():
