@@ -55,7 +55,14 @@ FENCES = {
 }
 HAS_GPU = Path("/dev/nvidiactl").exists()
 SOURCES = ("tagi_ddp/", "cpp_backend/", "tests/", "CMakeLists.txt")
-NOT_KEPT = {"build/bench.json", "script.py"}  # what a command writes, and the reader's own
+NOT_KEPT = {
+    "build/bench.json",
+    "build/gpu/",
+    "build/gpu.json",
+    "build/gpu.txt",
+    "script.py",
+    "wheels/",
+}  # what a command writes, and the reader's own
 
 
 def name_of(page: Path) -> str:
