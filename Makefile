@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
-.PHONY: demo check test slow lint format sanitize chaos bench docs wheels
+.PHONY: demo check test slow lint format sanitize chaos bench gpu gpu-wheels docs wheels
 
 # Two processes train on handwritten digits; compared with one process.
 demo: .venv/.installed-examples
@@ -70,6 +70,17 @@ chaos: .venv/.installed-dev
 # Side by side with what a user would pick instead; writes build/bench.json.
 bench: .venv/.installed-bench
 	.venv/bin/python -m benchmarks
+
+# All that needs a GPU, in eight minutes at most: its report, build/gpu.txt and build/gpu.json, grows as
+# results come. PYTHON has a torch with CUDA; what else it takes lies in WHEELS, so no network is needed.
+WHEELS ?= wheels
+gpu:
+	$(PYTHON) benchmarks/gpu_report.py --wheels $(WHEELS)
+
+# These wheels, for the machine's Python.
+FOR ?= 3.12
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu_report.py --wheels $(WHEELS) --collect $(FOR)
 
 # The site, in build/site; broken links, public names without a docstring and cells of notebooks that
 # fail are errors.

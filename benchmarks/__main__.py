@@ -56,7 +56,9 @@ def main() -> None:
     print(f"Load average before: {os.getloadavg()[0]:.2f}. Medians [quartiles].", flush=True)
     families = FAMILIES
     if importlib.util.find_spec("torch"):
-        families += (*TORCH_FAMILIES, ("gpu", max(2, count_gpus())))
+        ranks = max(2, count_gpus())
+        families += (*TORCH_FAMILIES, ("gpu_steps", 1), ("gpu_calls", 1))
+        families += (("gpu_calls", ranks), ("gpu_exchange", ranks))
     else:
         print("torch is not installed: no rows of what it computes.")
     if unknown := set(options.only) - {family for family, _ in families}:

@@ -1,14 +1,18 @@
-"""The alternatives that may not be installed: mpi4py, torch's gloo, anemoi-models."""
+"""The alternatives that may not be there: mpi4py, torch's gloo and NCCL, anemoi-models."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.measure import Missing
 from tagi_ddp import Communicator
+from tagi_ddp.communicators import all_gather_object
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_mpi() -> Any | Missing:
@@ -34,6 +38,32 @@ def open_gloo(communicator: Communicator, scratch: Path) -> Any | Missing:
         "gloo", store=store, rank=communicator.rank, world_size=communicator.size
     )
     return dist
+
+
+def open_torch_nccl(
+    communicator: Communicator, scratch: Path, device: torch.device
+) -> Any | Missing:
+    """Return the module torch.distributed, its default group being all ranks over its NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return Missing("torch has no NCCL here")
+    torch.cuda.set_device(device)
+    store = dist.FileStore(str(scratch / "nccl"), communicator.size)
+    reason = ""
+    try:
+        dist.init_process_group(
+            "nccl",
+            store=store,
+            rank=communicator.rank,
+            world_size=communicator.size,
+            device_id=device,  # else the first operation makes the group, and is what is measured
+        )
+    except RuntimeError as error:  # ranks on one GPU may be too much for it
+        reason = f"torch's NCCL fails: {str(error).strip().splitlines()[-1]}"
+    reasons = all_gather_object(communicator, reason)
+    return Missing(next(filter(None, reasons))) if any(reasons) else dist
 
 
 def find_anemoi() -> Any | Missing:

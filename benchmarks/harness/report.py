@@ -65,7 +65,9 @@ def write_json(rows: Sequence[Row], machine: str, path: Path) -> None:
         for row in rows
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    new = path.with_name(f".{path.name}.new")  # who reads it meanwhile has the old one or this
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    new.replace(path)
 
 
 def _text(figure: Figure | Missing, reasons: list[str]) -> str:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
 
+from compute.test_output_updater import INPUTS, WAYS, network, observations
 from tagi_ddp import NotFiniteError, OutputUpdater, accelerate
+from tagi_ddp.replica.device_agreement import LAG
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +31,22 @@ def test_equal_to_the_engine(name: str) -> None:
     assert distance(parameters(ours), parameters(engine)) < 1e-4
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_output_updater(way: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, INPUTS)).astype(np.float32)
+    seen = observations(rng, way, 4)
+    last = "EvenExp" if way == "update_heteros" else ""
+    engine, ours = accelerate(network(last), "engine"), accelerate(network(last), "torch", DEVICE)
+    for model, device in ((engine, "cpu"), (ours, DEVICE)):
+        model(x)
+        given = {name: torch.from_numpy(values).to(device) for name, values in seen.items()}
+        getattr(OutputUpdater(model), way)(**given)
+        model.backward()
+        model.step()
+    assert distance(parameters(ours), parameters(engine)) < 1e-4
+
+
 @pytest.fixture
 def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
@@ -36,6 +54,7 @@ def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_steps_do_not_wait(name: str, request: pytest.FixtureRequest) -> None:
     model = accelerate(fresh(name), device=DEVICE)
@@ -51,7 +70,7 @@ def test_steps_do_not_wait(name: str, request: pytest.FixtureRequest) -> None:
 
     step()  # the first one loads kernels
     request.getfixturevalue("waiting_is_an_error")
-    for _ in range(3):
+    for _ in range(LAG + 2):  # the last ones look at the first one's outcome, which has arrived
         step()
 
 
@@ -59,9 +78,19 @@ def test_refused_step_is_told_later() -> None:
     model = accelerate(fresh("mlp"), device=DEVICE)
     x, y = NETWORKS["mlp"].batch(0, 6)
     before = model.check_replicas()
-    learn(model, np.full_like(x, np.inf), y)
-    model.step()
-    assert model.check_replicas() == before  # waits for the device
+
+    def refuse() -> None:
+        learn(model, np.full_like(x, np.inf), y)
+        model.step()
+
+    refuse()
+    with pytest.raises(NotFiniteError, match="earlier step"):
+        model.check_replicas()  # waits for the device
+    assert model.check_replicas() == before
+    refuse()
+    for _ in range(LAG - 1):
+        learn(model, x, y)
+        model.step()
     learn(model, x, y)
     with pytest.raises(NotFiniteError, match="earlier step"):
         model.step()

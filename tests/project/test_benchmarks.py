@@ -17,7 +17,16 @@ import pytest
 from tagi_ddp import init
 
 ROOT = Path(__file__).parents[2]
-GPU_TARGETS = [5.0, 0.9, None, 1 / 3]
+GPU_TARGETS = {
+    "gpu_steps": [1 / 3, None],
+    "gpu_calls": [None, None, None],
+    "gpu_exchange": [5.0, 0.9, None],
+}
+ALL_GPU_TARGETS = [
+    target
+    for family in ("gpu_steps", "gpu_calls", "gpu_calls", "gpu_exchange")
+    for target in GPU_TARGETS[family]
+]
 KEYS = ["name", "ours", "other", "ratio", "target", "unit", "machine", "missing"]
 
 
@@ -45,7 +54,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     rows = json.loads(output.read_text())
     assert all(list(row) == KEYS for row in rows)
     assert len({row["name"] for row in rows}) == len(rows)
-    gpu = rows[-len(GPU_TARGETS) :]
+    gpu = rows[-len(ALL_GPU_TARGETS) :]
     cars: list[float | None] = [1 / 1.05] * 4
     nodes: list[float | None] = [1 / 0.66, None, None, None, None, None, None, 100]
     plan: list[float | None] = [*[None] * 6, 1.0, 1.0]
@@ -89,7 +98,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     start: list[float | None] = [None] * 5
     assert (
         targets
-        == ours + [1.5] * 3 + [1] + nodes + start + plan + calibration + merges + GPU_TARGETS
+        == ours + [1.5] * 3 + [1] + nodes + start + plan + calibration + merges + ALL_GPU_TARGETS
     )
     assert not list(scratch.iterdir())
 
@@ -168,17 +177,25 @@ def test_rows_of_gpus(
 ) -> None:
     """On stand-ins, and nobody takes their figures for those of GPUs."""
     from benchmarks.harness import launch
+    from benchmarks.harness.measure import Figure, Missing
 
     faults = "ncclGetVersion:value=23001"
     for name, value in {**stand_in, "TAGI_DDP_STAND_IN_FAULT": faults}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TAGI_DDP_STAND_IN_DEVICES", str(devices))
-    rows = launch.measure_families(["gpu"], 2, quick=True)["gpu"]
-    assert [row.target for row in rows] == GPU_TARGETS
-    for row in rows[:-1]:
+    found = launch.measure_families(["gpu_calls", "gpu_exchange"], 2, quick=True)
+    found |= launch.measure_families(["gpu_steps"], 1, quick=True)
+    assert {name: [row.target for row in rows] for name, rows in found.items()} == GPU_TARGETS
+    for row in found["gpu_calls"] + found["gpu_exchange"]:
         assert f"2 ranks on {devices} x stand-in" in row.name
-    assert "stand-in" in rows[-1].name
-    assert all(row.ratio for row in rows)
+    for row in found["gpu_calls"]:
+        assert isinstance(row.ours, Figure)
+        assert row.other == Missing("torch has no NCCL here")
+    steps, captured = found["gpu_steps"]
+    assert captured.ours == Missing("only a GPU captures what it is told")
+    assert isinstance(captured.other, Figure)
+    assert all("stand-in" in row.name for row in (steps, captured))
+    assert all(row.ratio for row in (steps, *found["gpu_exchange"]))
 
 
 @pytest.mark.slow
@@ -190,7 +207,8 @@ def test_ranks_that_cannot_share_a_gpu(
 
     for name, value in {**stand_in, "TAGI_DDP_STAND_IN_DEVICES": "1"}.items():
         monkeypatch.setenv(name, value)
-    for row in launch.measure_families(["gpu"], 2, quick=True)["gpu"]:
+    found = launch.measure_families(["gpu_calls", "gpu_exchange"], 2, quick=True)
+    for row in [row for rows in found.values() for row in rows]:
         assert isinstance(row.ours, Missing)
         assert "2.30" in row.other.reason
         assert row.ratio is None

@@ -55,7 +55,9 @@ FENCES = {
 }
 HAS_GPU = Path("/dev/nvidiactl").exists()
 SOURCES = ("tagi_ddp/", "cpp_backend/", "tests/", "CMakeLists.txt")
-NOT_KEPT = {"build/bench.json", "script.py"}  # what a command writes, and the reader's own
+# What commands write, and the reader's own.
+WRITTEN = {"build/bench.json", "build/gpu/", "build/gpu.json", "build/gpu.txt", "wheels/"}
+NOT_KEPT = {*WRITTEN, "script.py"}
 
 
 def name_of(page: Path) -> str:

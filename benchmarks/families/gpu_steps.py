@@ -1,0 +1,139 @@
+"""Training steps of one process on a GPU, queued one by one and as one CUDA graph; see `rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.families.compute import MLP, RESNET18, SGD_TARGET, TOYS, Case
+from benchmarks.harness import networks, sgd
+from benchmarks.harness.gpus import Ways, find_gpu, measure_queued, why_no_gpu
+from benchmarks.harness.measure import Figure, Missing, Row
+from benchmarks.harness.networks import OUTPUTS
+from benchmarks.harness.work import data
+from tagi_ddp import Communicator, DDPSequential, OutputUpdater, accelerate
+
+STEPS = [replace(RESNET18, batch=batch, calls=5, sgd_rounds=7) for batch in (128, 256)]
+CAPTURED = [replace(MLP, batch=batch, calls=50, sgd_rounds=15) for batch in (16, 128, 1024)]
+AIMS = {(RESNET18.name, 256): 120.0, **{(MLP.name, case.batch): 0.1 for case in CAPTURED}}  # ms
+OURS, GRAPH, SGD = "ours", "one CUDA graph", "torch's SGD"
+WARM_UP = 3  # steps before a capture: as many as torch's documentation advises
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """(k) a step of one process against torch's own SGD, and the same step as one CUDA graph.
+
+    Inputs, observations and all else are on the device; all compute in float32, without TF32.
+    """
+    steps, captured = STEPS, CAPTURED
+    if quick:
+        steps = [replace(TOYS[RESNET18.name], calls=2)]
+        captured = [replace(TOYS[MLP.name], calls=2)]
+    if reason := why_no_gpu():
+        nothing = dict.fromkeys((OURS, GRAPH, SGD), Missing(reason))
+        found = [_rows_of_steps(case, "a GPU", nothing) for case in steps]
+        found += [_rows_of_graphs(case, "a GPU", nothing) for case in captured]
+    else:
+        device, name = find_gpu()
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        found = [_compare_steps(communicator, case, device, name) for case in steps]
+        found += [_compare_graphs(communicator, case, device, name) for case in captured]
+    return [row for several in found for row in several]
+
+
+Figures = Mapping[str, Figure | Missing]
+
+
+def _rows_of_steps(case: Case, where: str, figures: Figures) -> Iterator[Row]:
+    name = f"{case.name}, batch {case.batch}, {where}"
+    yield Row(f"{name}, against torch's SGD", figures[OURS], figures[SGD], "ms", SGD_TARGET)
+    yield from _row_of_aim(case, name, figures[OURS])
+
+
+def _rows_of_graphs(case: Case, where: str, figures: Figures) -> Iterator[Row]:
+    name = f"{case.name}, batch {case.batch}, {where}, {GRAPH}"
+    yield Row(f"{name}, against the step as it is", figures[GRAPH], figures[OURS], "ms", None)
+    yield from _row_of_aim(case, name, figures[GRAPH])
+
+
+def _row_of_aim(case: Case, name: str, figure: Figure | Missing) -> Iterator[Row]:
+    if aim := AIMS.get((case.name, case.batch)):
+        yield Row(f"{name}, against an aim", figure, Figure.single(aim), "ms", 1.0)
+
+
+def _compare_steps(
+    communicator: Communicator, case: Case, device: torch.device, where: str
+) -> Iterator[Row]:
+    samples, labels = (torch.from_numpy(a).to(device) for a in data(case.inputs, case.batch))
+    _, step = _step(case, samples)
+    peer = case.peer(case.width).to(device)
+    ways: Ways = {OURS: step, SGD: sgd.trainer(peer, samples, labels)}
+    return _rows_of_steps(case, where, _measure(communicator, ways, device, case))
+
+
+def _compare_graphs(
+    communicator: Communicator, case: Case, device: torch.device, where: str
+) -> Iterator[Row]:
+    samples = torch.from_numpy(data(case.inputs, case.batch)[0]).to(device)
+    ways: Ways = {OURS: _step(case, samples)[1]}
+    missing: dict[str, Missing] = {}
+    graph = _capture(case, samples)
+    if isinstance(graph, Missing):
+        missing[GRAPH] = graph
+    else:
+        ways[GRAPH] = graph
+    return _rows_of_graphs(case, where, missing | _measure(communicator, ways, device, case))
+
+
+def _measure(
+    communicator: Communicator, ways: Ways, device: torch.device, case: Case
+) -> dict[str, Figure]:
+    """Return milliseconds a step."""
+    figures = measure_queued(communicator, ways, device, case.calls, case.sgd_rounds)
+    return {name: figure.in_unit(1e3) for name, figure in figures.items()}
+
+
+def _step(case: Case, samples: Tensor) -> tuple[DDPSequential, Callable[[], None]]:
+    """Return a model and its training step, which has all it needs on its samples' device."""
+    device = str(samples.device)
+    model = accelerate(case.network(case.width), compute="torch", device=device)
+    updater = OutputUpdater(model)
+    targets = torch.ones(case.batch, OUTPUTS, device=device)
+
+    def step() -> None:
+        model(samples)
+        updater.update(targets, targets)
+        model.backward()
+        model.step()
+
+    return model, step
+
+
+def _capture(case: Case, samples: Tensor) -> Callable[[], None] | Missing:
+    """Return a step's replay as a CUDA graph, seen to do the same work; or why there is none."""
+    if samples.device.type != "cuda":
+        return Missing("only a GPU captures what it is told")
+    model, step = _step(case, samples)
+    model._replica.outcomes.add = lambda table: None  # on its way to the host, which a graph omits
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        return Missing(f"a step cannot be captured: {str(error).partition(chr(10))[0]}")
+    graph.replay()
+    other, plain = _step(case, samples)
+    for _ in range(WARM_UP + 1):
+        plain()
+    networks.require_equal(model, other, case.network(case.width))
+    return graph.replay

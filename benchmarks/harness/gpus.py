@@ -1,0 +1,103 @@
+"""What rows of GPUs share: why there is none, ranks on GPUs, and the time of work queued there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.harness.measure import Contender, Figure, measure
+from tagi_ddp import BackendUnavailable, Communicator, init
+from tagi_ddp.communicators import all_gather_object
+from tagi_ddp.communicators.nccl.libraries import find_device, open_cuda, open_nccl
+
+Ways = dict[str, Callable[[], object]]
+
+STAND_IN = "stand-in"  # the name of a device of the tests' libraries, whose memory is the host's
+_FIRST_NCCL_THAT_SHARES = 23000  # as NCCL numbers its versions
+
+
+@dataclass(frozen=True)
+class OnGpus:
+    """A group over NCCL, the device of this rank's tensors, and what a row says of them."""
+
+    nccl: Communicator
+    device: torch.device
+    where: str
+
+
+def why_no_gpu() -> str:
+    """Return why there is no GPU, or ""."""
+    try:
+        name = find_device(0).name
+    except BackendUnavailable as error:
+        return str(error) if torch.cuda.is_available() else "torch finds no GPU"
+    return "" if name == STAND_IN or torch.cuda.is_available() else "torch finds no GPU"
+
+
+def find_gpu() -> tuple[torch.device, str]:
+    """Return the first device and its name."""
+    name = find_device(0).name
+    return torch.device("cpu:0" if name == STAND_IN else "cuda:0"), name
+
+
+def why_no_ranks(communicator: Communicator) -> str:
+    """Return, on all ranks alike, why they cannot be ranks on this machine's GPUs, or ""."""
+    reasons = all_gather_object(communicator, _why_not(communicator.size))
+    return next(filter(None, reasons), "")
+
+
+def _why_not(ranks: int) -> str:
+    if reason := why_no_gpu():
+        return reason
+    try:
+        devices, version = open_cuda().device_count, open_nccl().version
+    except BackendUnavailable as error:
+        return str(error)
+    if devices < ranks and version < _FIRST_NCCL_THAT_SHARES:
+        return "ranks can share a GPU with NCCL 2.30 or newer only"
+    return ""
+
+
+@contextlib.contextmanager
+def ranks_on_gpus(communicator: Communicator) -> Iterator[OnGpus]:
+    """Give the ranks a group over NCCL: with a GPU each or, if those are too few, on one."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    devices = min(communicator.size, open_cuda().device_count)
+    shared = "cuda:0" if devices == 1 else None
+    with init("nccl", communicator.rank, communicator.size, device=shared) as nccl:
+        name = find_device(int(nccl.device.removeprefix("cuda:"))).name
+        device = torch.device("cpu:0" if name == STAND_IN else nccl.device)
+        yield OnGpus(nccl, device, f"{ranks_of(nccl)} on {devices} x {name}")
+
+
+def ranks_of(communicator: Communicator) -> str:
+    """Return how many they are, for the name of a row."""
+    return f"{communicator.size} rank{'s' * (communicator.size > 1)}"
+
+
+def measure_queued(
+    communicator: Communicator,
+    ways: Ways,
+    device: torch.device,
+    calls: int,
+    rounds: int,
+    alone: bool = False,
+) -> dict[str, Figure]:
+    """Return the seconds that each way takes once, of ``calls`` in a row, to the device's end."""
+
+    def several(run: Callable[[], object]) -> Callable[[], None]:
+        def runs() -> None:
+            for _ in range(calls):
+                run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return runs
+
+    contenders = [Contender(name, several(run), alone=alone) for name, run in ways.items()]
+    figures = measure(communicator, contenders, rounds)
+    return {name: figure.in_unit(1 / calls) for name, figure in figures.items()}
