@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from tagi_ddp.communicators import all_gather_object
 
 if TYPE_CHECKING:
     import torch
+
+_stores = itertools.count()
 
 
 def open_mpi() -> Any | Missing:
@@ -33,7 +36,8 @@ def open_gloo(communicator: Communicator, scratch: Path) -> Any | Missing:
     except ImportError:
         return Missing("torch is not installed")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(scratch / "gloo"), communicator.size)
+    # A file of its own: ranks of the group before may still be leaving theirs.
+    store = dist.FileStore(str(scratch / f"gloo-{next(_stores)}"), communicator.size)
     dist.init_process_group(
         "gloo", store=store, rank=communicator.rank, world_size=communicator.size
     )
