@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from tagi_ddp.checkpoint.folder import Checkpoint, Folder
+from tagi_ddp.checkpoint.folder import SEEN, Checkpoint, Folder
 from tagi_ddp.checkpoint.generators import global_generators, set_state, state_of
 from tagi_ddp.checkpoint.parts import check_part, communicator_of, has_run_state, is_elastic
 from tagi_ddp.checkpoint.tree import Snapshot, equal, read_tree
@@ -99,7 +99,7 @@ class Checkpoints(Closing):
     def _begin(self) -> int:
         """Clear the folder, which all ranks must see; return the number of the next checkpoint."""
         comm, folder = self._communicator, self._folder
-        token = folder.path / f".{secrets.token_hex(8)}"
+        token = folder.path / f"{SEEN}{secrets.token_hex(8)}"
         number = 0
         problem = ""
         if comm.rank == 0:

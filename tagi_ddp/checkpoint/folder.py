@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from tagi_ddp.engine.whole_file import whole_file
 
 LATEST = "latest"
+SEEN = ".seen."  # begins the name of a file by which ranks find out whether all see the folder
 _RUN = "run.json"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
@@ -111,8 +112,9 @@ class Folder:
         for checkpoint in self.all():
             if not checkpoint.whole:
                 shutil.rmtree(checkpoint.path, ignore_errors=True)
-        for link in self.path.glob(f".{LATEST}.*"):
-            link.unlink(missing_ok=True)
+        for pattern in (f".{LATEST}.*", f"{SEEN}*"):
+            for left in self.path.glob(pattern):
+                left.unlink(missing_ok=True)
 
     def prune(self, keep: int) -> None:
         """Remove all that are whole but the last ``keep``; let ``latest`` be the last of all."""

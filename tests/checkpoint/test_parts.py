@@ -173,8 +173,10 @@ def test_what_is_left_half_is_never_taken(tmp_path: Path) -> None:
             checkpoints.save(2)
             checkpoints.wait()
         (tmp_path / "latest" / "run.json").unlink()
+    (tmp_path / ".latest.1").symlink_to("000001-step-1")
+    (tmp_path / ".seen.0123456789abcdef").touch()
     with Checkpoints(tmp_path, model) as checkpoints:
-        assert len(list(tmp_path.glob("*-step-*"))) == 1
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-1", "latest"]
         assert checkpoints.resume() == 1
         assert model.check_replicas() == expected
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -118,63 +120,20 @@ def test_other_ranks_begin_with_what_a_merge_would_give(
         assert distance(found, expected) < 1e-5
 
 
-KILLED = """
-import os, random, secrets, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from checkpoint import runs
-from support.networks import fresh
-from tagi_ddp import accelerate, init
-
-name, folder, kills = sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-
-def rank_main(rank, job, path):
-    comm = init("shm", rank, 2, job=job, timeout=20)
-    run = runs.Run(comm, name, str(path))
-    answer = run.go(range(1, 101), 100)
-    run.checkpoints.wait()
-    if rank == 0:
-        (folder / "answers").open("a").write(answer + "\\n")
-    os._exit(0)
-
-runs.EPOCHS = 25
-accelerate(fresh("mlp"))  # imports what ranks need
-draw = random.Random(name)
-number, longest, killed = 0, 5.0, 0
-while killed < kills:
-    job, path = secrets.token_hex(8), folder / str(number)
-    begin, ranks = time.monotonic(), []
-    for rank in range(2):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
-            try:
-                rank_main(rank, job, path)
-            finally:
-                os._exit(1)
-    if number:
-        time.sleep(draw.uniform(0, longest))
-        for rank in draw.choice([ranks, ranks, ranks[:1], ranks[1:]]):
-            os.kill(rank, signal.SIGKILL)
-    statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
-    if number == 0:
-        longest = time.monotonic() - begin
-    if statuses == [0, 0]:
-        number += 1
-    elif number == 0:
-        sys.exit("the first run, which nobody kills, has failed")
-    else:
-        killed += 1
-print(number, killed)
-"""
+SCRIPT = Path(__file__).with_name("killed.py")
+KILLS = 25
+KINDS = ["sums", "merges", "merges in 8 bits", "schedule", "sharded", "lstm", "DASO", "trainer"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sums", "lstm", "merges in 8 bits", "sharded"])
-def test_killed_at_any_time(name: str, tmp_path: Path) -> None:
-    """Runs whose ranks, all or one, are killed again and again end as one that is left alone."""
-    tests = Path(__file__).parents[1]
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_time(kind: str, tmp_path: Path) -> None:
+    """Runs whose ranks, all or some, are killed again and again end as one that is left alone.
+
+    No checkpoint is half a one then, and nothing else is left beside them.
+    """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, str(tests), name, str(tmp_path), "50"],
+        [sys.executable, "-W", "ignore", str(SCRIPT), kind, str(tmp_path), str(KILLS)],
         capture_output=True,
         text=True,
         timeout=500,
@@ -185,9 +144,12 @@ def test_killed_at_any_time(name: str, tmp_path: Path) -> None:
     assert len(answers) >= 2
     assert len(set(answers)) == 1
     for run in range(len(answers)):
-        found = {path.name for path in (tmp_path / str(run)).iterdir()}
-        assert "latest" in found
-        for folder in (tmp_path / str(run)).glob("*-step-*"):
-            assert {path.name for path in folder.iterdir()} == {
-                *("run.json", "rank-0.safetensors", "rank-1.safetensors")
-            }
+        folder = tmp_path / str(run) / ("checkpoints" if kind == "trainer" else "")
+        assert (folder / "latest").resolve().parent == folder
+        for path in folder.iterdir():
+            if path.name == "latest":
+                continue
+            assert re.fullmatch(r"\d{6}-step-\d+", path.name)
+            names = {each.name for each in path.iterdir()}
+            ranks = json.loads((path / "run.json").read_text())["ranks"]
+            assert names == {"run.json", *(f"rank-{n}.safetensors" for n in range(ranks))}
