@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +40,8 @@ class Checkpoints:
     Rank 0's file holds the "state" of training, every parameter and buffer of the "task", and of a
     torch module's "model", whose "optimizer" is with it. Of a Sequential it holds the parameters
     and running statistics in "run"; a DDPSequential's other ranks have a file, too, so that all
-    goes on as it was. `tagi_ddp.checkpoint.read_tree` reads a file without the trainer.
+    goes on as it was. `tagi_ddp.checkpoint.read_tree` reads a file without the trainer. A thread
+    writes them, from a copy, while training goes on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,6 +49,11 @@ class Checkpoints:
         self._begun = False
         self._saved = -1  # after how many steps the last one was saved
         self._resumed: Checkpoint | None = None  # whose remaining parts are still to be loaded
+        self._snapshot = Snapshot()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._keep: int | None = None
+        self._comm: Communicator = SingleCommunicator()  # of the ranks that write
 
     def save(
         self,
@@ -55,10 +63,14 @@ class Checkpoints:
         callbacks: Mapping[str, Callback],
         only_last: bool,
     ) -> None:
-        """Write the files, whole or not at all, if there were steps; a collective call."""
+        """Copy all, and let the files be written, if there were steps; a collective call.
+
+        Waits for the files before, and raises what kept them from being written, as OSError.
+        """
         if state.num_steps == self._saved:
             return
-        self._saved = state.num_steps
+        self._wait()
+        self._saved, self._keep = state.num_steps, 1 if only_last else None
         comm: Communicator = SingleCommunicator()
         if _is_network(task_model):
             task, network = task_model.task, task_model.model
@@ -77,15 +89,39 @@ class Checkpoints:
                 return
         tree["state"] = asdict(state)
         tree["callbacks"] = {name: each.state_dict() for name, each in callbacks.items()}
-        snapshot = Snapshot()
-        snapshot.take(tree)
+        self._snapshot.take(tree)
         number = all_gather_object(comm, self._number(comm.rank))[0]
         checkpoint = self._folder.checkpoint(number, state.num_steps)
         run = {"step": state.num_steps, "ranks": comm.size, "state": asdict(state)}
-        self._folder.write(checkpoint, comm.rank, snapshot.write, run)
-        comm.barrier()
-        if only_last and comm.rank == 0:
-            self._folder.prune(1)
+        self._comm = comm
+        self._writing = self._thread.submit(self._write, checkpoint, comm.rank, run)
+
+    def _write(self, checkpoint: Checkpoint, rank: int, run: dict[str, Any]) -> None:
+        self._folder.write(checkpoint, rank, self._snapshot.write, run)
+        self._prune(rank)
+
+    def _prune(self, rank: int) -> None:
+        if self._keep is not None and rank == 0:
+            self._folder.prune(self._keep)
+
+    def _wait(self) -> None:
+        """Return when this rank's file is written; raise what has kept it from that."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def finish(self) -> None:
+        """Return when the last one is whole; a collective call."""
+        self._wait()
+        self._comm.barrier()
+        self._prune(self._comm.rank)
+        self._comm = SingleCommunicator()
+
+    def give_up(self) -> None:
+        """Let this rank's file be written, after an error that counts more than one of that."""
+        with suppress(Exception):
+            self._wait()
+        self._comm = SingleCommunicator()
 
     def _number(self, rank: int) -> int:
         """Return the number of the next one, on rank 0, which removes what was left half before."""

@@ -169,7 +169,11 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 losses.append(loss)
                 self._end_epoch(task_model, loss, held_out, batch_size)
             self._save(task_model)
+            for checkpoints in (self._checkpoints, *self._others.values()):
+                checkpoints.finish()
         except BaseException as error:
+            for checkpoints in (self._checkpoints, *self._others.values()):
+                checkpoints.give_up()
             self._give_up(error)
             self.close()
             raise

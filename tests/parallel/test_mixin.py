@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +27,7 @@ from torch.utils.data import TensorDataset
 from parallel.support import flat, launched, torch_group
 from tagi_ddp import DDPSequential
 from tagi_ddp.checkpoint import read_tree
+from tagi_ddp.checkpoint.folder import Folder
 from tagi_ddp.parallel import (
     BaseTrainer,
     BaseTrainerConfig,
@@ -279,6 +281,29 @@ def test_files(every: int | None, recent: bool, files: list[str], tmp_path: Path
     loaded(str(tmp_path), plain, other)
     assert torch.equal(other.scale, task.scale)
     assert not torch.equal(task.scale, torch.ones(1))
+
+
+def test_files_are_written_while_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    goes_on, write = threading.Event(), Folder.write
+
+    def slowly(folder: Folder, checkpoint: Any, *rest: Any) -> None:
+        if checkpoint.step == 6:
+            raise OSError("the disk is full")
+        assert goes_on.wait(5)
+        write(folder, checkpoint, *rest)
+
+    class Goes(Fit):
+        def on_before_forward_step(self, model: Any, batch: Any, state: Any) -> None:
+            if state.num_steps == 5:
+                goes_on.set()
+
+    monkeypatch.setattr(Folder, "write", slowly)
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(settings(str(tmp_path), checkpoint=CheckpointConfig(4)), tagi_net(), Goes())
+    parts = read_tree(tmp_path / "checkpoints" / "latest" / "rank-0.safetensors")
+    assert parts["state"]["num_steps"] == 4
 
 
 def test_one_process_without_the_mixin(tmp_path: Path) -> None:
