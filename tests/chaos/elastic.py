@@ -32,6 +32,10 @@ RANKS = 4
 STEPS = 120  # for each event
 LIMIT = 30.0  # seconds for what must follow an event
 MOST = 0.01  # by so much, at most, may the negative log-likelihood be worse
+# What is timed.
+KILL = "from a kill to all survivors' next step"
+JOIN = "from a joiner's coming to its first step"
+STOP = "from a stop to the survivors' new group"
 SCRIPT = Path(__file__).with_name("elastic_rank.py")
 LAUNCHER = [str(Path(sys.executable).with_name("tagi-ddp")), "run"]
 
@@ -180,7 +184,7 @@ class Campaign:
             if all(later) and all("step" in job.lines[pid][-1] for pid in survivors):
                 break
         took = max(job.first_step_after(pid, moment) for pid in survivors) - moment
-        self.seconds["from a kill to all survivors' next step"].append(took)
+        self.seconds[KILL].append(took)
         self._await_new(count)
 
     def _await_new(self, count: int) -> None:
@@ -196,7 +200,7 @@ class Campaign:
             self.count["join"] += 1
             step = next(line["time"] for line in job.lines[pid] if "step" in line)
             took = joining["change"]["seconds"] + step - joining["time"]
-            self.seconds["from a joiner's coming to its first step"].append(took)
+            self.seconds[JOIN].append(took)
 
     def _stop(self, seconds: float) -> None:
         """Stop a rank for a while: if it is long it is left behind, and comes back."""
@@ -211,7 +215,7 @@ class Campaign:
         else:
             job.await_group("those who go on without a stopped one", survivors)
             took = max(job.group_of(pid)["time"] for pid in survivors) - moment
-            self.seconds["from a stop to the survivors' new group"].append(took)
+            self.seconds[STOP].append(took)
         os.kill(victim, signal.SIGCONT)
         job.stopped.discard(victim)
         job.await_group("a stopped one comes back", job.living())
@@ -274,8 +278,9 @@ def main() -> int:
     options = parser.parse_args()
     broken = 0
     print("| job of 4 ranks | kills | joins | stops | groups | NLL | undisturbed |", end="")
-    print(" kill to next step, median, worst | join to first step, median, worst |")
-    print("|---" * 9 + "|")
+    print(" kill to next step, median, worst | join to first step, median, worst |", end="")
+    print(" stop beyond the limit to new group, median, worst |")
+    print("|---" * 10 + "|")
     for number, kind in enumerate(KINDS):
         if options.kind not in (None, kind):
             continue
@@ -291,9 +296,10 @@ def main() -> int:
             f"| {kind} | {count.get('kill', 0)} | {count.get('join', 0)} | {count.get('stop', 0)} "
             f"| {shown['groups']} | {shown['nll']:.4f} | {shown['undisturbed']:.4f} "
             + "".join(
-                f"| {statistics.median(named[what]):.3f} s, {max(named[what]):.3f} s "
-                for what in named
-                if "kill" in what or "joiner" in what
+                f"| {statistics.median(seconds):.3f} s, {max(seconds):.3f} s "
+                if (seconds := named.get(what))
+                else "| "
+                for what in (KILL, JOIN, STOP)
             )
             + "|",
             flush=True,

@@ -19,11 +19,13 @@ from pytagi.nn import Linear, ReLU, Sequential
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler
 
+SUMS: dict[str, Any] = {"average": False}
+MERGES: dict[str, Any] = {"reduction": "precision", "sync_every": 8}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sums over shm": ("shm", {"average": False}),
-    "sums over gloo": ("gloo", {"average": False}),
-    "merges over shm": ("shm", {"reduction": "precision", "sync_every": 8}),
-    "merges over gloo": ("gloo", {"reduction": "precision", "sync_every": 8}),
+    "sums over shm": ("shm", SUMS),
+    "sums over gloo": ("gloo", SUMS),
+    "merges, k = 8, over shm": ("shm", MERGES),
+    "merges, k = 8, over gloo": ("gloo", MERGES),
 }
 PATIENCE = 1.0  # seconds
 # Enough for what is learned to depend little on the order of the data: by 0.001.
