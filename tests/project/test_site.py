@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import importlib
 import json
 import os
 import re
@@ -83,15 +84,16 @@ class Elements(HTMLParser):
             self.pictures.append(self._folder / source)
 
 
-def modules() -> list[Any]:
-    import importlib
-
+def site_pages() -> Any:
     sys.path.insert(0, str(ROOT / "docs"))
     try:
-        names = importlib.import_module("site_pages").MODULES
+        return importlib.import_module("site_pages")
     finally:
         sys.path.remove(str(ROOT / "docs"))
-    return [importlib.import_module(name) for name in names]
+
+
+def modules() -> list[Any]:
+    return [importlib.import_module(name) for name in site_pages().MODULES]
 
 
 def test_every_public_name_has_its_place(site: Path) -> None:
@@ -117,6 +119,24 @@ def test_a_notebook_has_its_page_with_outputs(site: Path, path: Path) -> None:
     pictures = [each for each in page.pictures if f"{path.stem}-pictures" in each.parts]
     assert pictures
     assert all(each.read_bytes().startswith(b"\x89PNG") for each in pictures)
+
+
+def test_numbers_are_those_of_the_benchmarks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also such as are missing; and there is a page where no benchmark has run."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.harness.measure import Figure, Missing, Row
+    from benchmarks.harness.report import write_json
+
+    monkeypatch.setattr(site_pages(), "BENCH", tmp_path / "bench.json")
+    assert "None has run" in site_pages().numbers()
+    pair = Row("a step | all", Figure.single(2.5), Figure.single(10.0), "ms", 1.0)
+    alone = Row("alone", Figure.single(0.123456), Missing("no peer"), "s", None)
+    write_json([pair, alone], "a machine", tmp_path / "bench.json")
+    lines = site_pages().numbers().splitlines()
+    assert "a machine." in lines
+    assert lines[-2:] == ["| a step \\| all | 2.5 | 10 | ms | 4 |", "| alone | 0.123 |  | s |  |"]
 
 
 def test_the_navigation_has_all_notebooks(site: Path) -> None:
