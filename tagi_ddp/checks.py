@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-_FLOAT32 = np.dtype(np.float32)
+FLOAT32 = np.dtype(np.float32)  # numpy looks it up of a type, which takes as long as all else
 
 
 def integer(name: str, value: Any, low: int | None = None) -> int:
@@ -57,8 +57,8 @@ def seconds(name: str, value: Any) -> float:
 
 
 def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
-    """Return a flat array of float32, or, if they are kept, a flat tensor of a tensor."""
-    if type(value) is np.ndarray and value.dtype is _FLOAT32 and value.flags.c_contiguous:
+    """Return a flat, aligned array of float32, or, if they are kept, a flat tensor of a tensor."""
+    if type(value) is np.ndarray and value.dtype is FLOAT32 and value.flags.carray:
         return value if value.ndim == 1 else value.reshape(-1)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -67,7 +67,8 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
             return flat
         value = flat.cpu().numpy()
     try:
-        return np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
+        array = np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
+        return array if array.flags.aligned else array.copy()
     except (TypeError, ValueError) as error:
         got = f"a {type(value).__name__}"
         if isinstance(value, np.ndarray):

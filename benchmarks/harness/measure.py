@@ -77,17 +77,16 @@ def measure(
 ) -> dict[str, Figure]:
     """Return the seconds that one call takes, by the contender's name; the same on all ranks.
 
-    Each round takes one sample of each contender, so that whatever else the machine does meets all
-    of them; with ``warm_up``, a round before them does not count. A rank's time begins when all
-    ranks are ready and ends when its own call returns; that of a sample is the longest of all
-    ranks'.
+    Each round takes one sample of each contender, in a random order, so that whatever else the
+    machine does, and however regularly, meets all of them; with ``warm_up``, a round before them
+    does not count. A rank's time begins when all ranks are ready and ends when its own call
+    returns; that of a sample is the longest of all ranks'.
     """
-    own = np.array(
-        [
-            [_sample(communicator, contender) for contender in contenders]
-            for _ in range(warm_up + rounds)
-        ]
-    )
+    own = np.empty((warm_up + rounds, len(contenders)))
+    order = np.random.default_rng(0)  # the same on all ranks
+    for samples in own:
+        for place in order.permutation(len(contenders)):
+            samples[place] = _sample(communicator, contenders[place])
     everyone = np.empty((communicator.size, *own.shape))
     communicator.all_gather(own, everyone)
     low, median, high = np.quantile(everyone.max(axis=0)[-rounds:], (0.25, 0.5, 0.75), axis=0)

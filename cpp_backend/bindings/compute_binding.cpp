@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "bindings/parameters_binding.h"
+#include "bindings/view.h"
+#include "compute/innovation.h"
 #include "compute/network.h"
 #include "update/agreement.h"
 #include "update/update.h"
@@ -26,12 +28,9 @@ using nb::literals::operator""_a;
 namespace tagi_ddp {
 namespace {
 
-// Arrays of any shape.
-using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
-using AnyIntegers = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
-using Outputs = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using MaybeFloats = std::optional<AnyFloats>;
-using MaybeIntegers = std::optional<AnyIntegers>;
+using Inputs = View<const float>;
+using Numbers = View<const int32_t>;
+using Outputs = View<float>;
 
 void require_size(const char* name, size_t size, size_t expected) {
     if (size == expected) return;
@@ -39,37 +38,72 @@ void require_size(const char* name, size_t size, size_t expected) {
                                 " elements, not " + std::to_string(expected));
 }
 
-size_t batch_of(const Network& network, const AnyFloats& mean, const MaybeFloats& variance) {
+size_t batch_of(const Network& network, const Inputs& mean, const Inputs& variance) {
     const size_t width = network.input_size();
     if (mean.size() == 0 || mean.size() % width != 0) {
         throw std::invalid_argument("mu_x has " + std::to_string(mean.size()) +
                                     " elements, no multiple of the network's input size, " +
                                     std::to_string(width));
     }
-    if (variance) require_size("var_x", variance->size(), mean.size());
+    if (variance) require_size("var_x", variance.size(), mean.size());
     return mean.size() / width;
 }
 
-Observations observations_of(const AnyFloats& mean, const MaybeFloats& variance,
-                             const MaybeIntegers& selected) {
-    if (variance) require_size("var_obs", variance->size(), mean.size());
+Observations observations_of(const Inputs& mean, const Inputs& variance, const Numbers& selected) {
+    if (variance) require_size("var_obs", variance.size(), mean.size());
     if (selected) {
         if (!variance) throw std::invalid_argument("selected_idx needs var_obs");
-        require_size("selected_idx", selected->size(), mean.size());
+        require_size("selected_idx", selected.size(), mean.size());
     }
-    return {mean.data(), variance ? variance->data() : nullptr,
-            selected ? selected->data() : nullptr, mean.size()};
+    return {mean.data(), variance.data(), selected.data(), mean.size()};
 }
 
-const float* data_of(const MaybeFloats& array) { return array ? array->data() : nullptr; }
+// Lets other threads run, unless the work takes no longer than changing threads.
+class Unlocked {
+ public:
+    Unlocked(const Network& network, size_t samples) {
+        if (network.parameters().size() * samples >= long_work) released_.emplace();
+    }
 
-size_t output_floats(const Network& network) {
-    return network.outputs().batch * network.outputs().width;
+ private:
+    static constexpr size_t long_work = 1 << 14;  // weights times samples, some 10 microseconds
+    std::optional<nb::gil_scoped_release> released_;
+};
+
+void read_outputs(const Network& network, const Outputs& mean, const Outputs& variance) {
+    const size_t count = network.outputs().batch * network.outputs().width;
+    require_size("out_mean", mean.size(), count);
+    require_size("out_variance", variance.size(), count);
+    network.read_outputs(mean.data(), variance.data());
 }
 
 }  // namespace
 
 void bind_compute(nb::module_& module) {
+    module.def(
+        "update_states",
+        [](uintptr_t states_address, const Inputs& mu_obs, const Inputs& var_obs,
+           uintptr_t deltas_address) {
+            const auto& states = *reinterpret_cast<const EngineHiddenStates*>(states_address);
+            auto& deltas = *reinterpret_cast<EngineDeltaStates*>(deltas_address);
+            const size_t count = mu_obs.size();
+            const auto fits = [&](const std::vector<float>& values) {
+                return values.size() == count;
+            };
+            if (var_obs.size() != count || !fits(states.mu_a) || !fits(states.var_a) ||
+                !fits(states.jcb) || !fits(deltas.delta_mu) || !fits(deltas.delta_var)) {
+                return false;
+            }
+            const States outputs{
+                states.mu_a.data(), states.var_a.data(), states.jcb.data(), 1, count, count};
+            innovation(outputs, mu_obs.data(), var_obs.data(),
+                       {deltas.delta_mu.data(), deltas.delta_var.data()});
+            return true;
+        },
+        "states"_a, "mu_obs"_a, "var_obs"_a, "deltas"_a,
+        "Write the innovation of verified hidden states to verified delta states, from "
+        "observations "
+        "of all outputs. Returns False, with nothing done, unless all are as many.");
     nb::class_<Network>(module, "Network",
                         "A small network's forward, output update and backward over a replica's "
                         "parameters, in the caller's thread.")
@@ -88,57 +122,56 @@ void bind_compute(nb::module_& module) {
              "How many steps a series has, for layers that smooth.")
         .def(
             "forward",
-            [](Network& self, AnyFloats mean, MaybeFloats variance, MaybeFloats jacobian,
-               bool training, Outputs out) {
+            [](Network& self, const Inputs& mean, const Inputs& variance, const Inputs& jacobian,
+               bool training, const Outputs& out_mean, const Outputs& out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
-                require_size("out", out.size(), 2 * batch * self.output_size());
-                nb::gil_scoped_release unlocked;
-                self.forward(mean.data(), data_of(variance), data_of(jacobian), batch, training);
-                self.read_outputs(out.data(), out.data() + out.size() / 2);
+                const Unlocked unlocked(self, batch);
+                self.forward(mean.data(), variance.data(), jacobian.data(), batch, training);
+                read_outputs(self, out_mean, out_variance);
             },
-            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out"_a,
+            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out_mean"_a,
+            "out_variance"_a,
             "Compute the outputs of flat inputs; without a variance they are exact. The jacobian "
             "is of the activation that made them, if one did.")
         .def(
             "update",
-            [](Network& self, AnyFloats mean, MaybeFloats variance, MaybeIntegers selected) {
+            [](Network& self, const Inputs& mean, const Inputs& variance, const Numbers& selected) {
                 self.update(observations_of(mean, variance, selected));
             },
             "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
             "Compute the outputs' innovation: from observations of all outputs, of those selected, "
             "or, without var_obs, of unknown noise.")
-        .def("backward", &Network::backward, "to_input"_a, nb::call_guard<nb::gil_scoped_release>(),
-             "Write the parameters' deltas.")
+        .def(
+            "backward",
+            [](Network& self, bool to_input) {
+                const Unlocked unlocked(self, self.outputs().batch);
+                self.backward(to_input);
+            },
+            "to_input"_a, "Write the parameters' deltas.")
         .def(
             "learn",
-            [](Network& self, Parameters& parameters, AnyFloats mean, MaybeFloats variance,
-               AnyFloats mu_obs, MaybeFloats var_obs, MaybeIntegers selected, Outputs out) {
+            [](Network& self, const Inputs& mean, const Inputs& variance, const Inputs& mu_obs,
+               const Inputs& var_obs, const Numbers& selected, const Outputs& out_mean,
+               const Outputs& out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
-                require_size("out", out.size(), 2 * batch * self.output_size());
-                nb::gil_scoped_release unlocked;
-                self.forward(mean.data(), data_of(variance), nullptr, batch, true);
+                const Unlocked unlocked(self, batch);
+                self.forward(mean.data(), variance.data(), nullptr, batch, true);
                 self.update(observations);
                 self.backward(false);
-                self.read_outputs(out.data(), out.data() + out.size() / 2);
-                return apply_own(parameters, cap_factor(static_cast<int64_t>(batch)));
+                read_outputs(self, out_mean, out_variance);
+                return apply_own(self.parameters(), cap_factor(static_cast<int64_t>(batch)));
             },
-            "parameters"_a, "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(),
-            "selected_idx"_a.none(), "out"_a,
+            "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
+            "out_mean"_a, "out_variance"_a,
             "A whole step of one process: forward, update, backward, and the deltas capped and "
             "applied, unless one is NaN or infinite: then the name of its layer is returned, else "
             "\"\".")
-        .def(
-            "read_outputs",
-            [](const Network& self, Floats mean, Floats variance) {
-                require_size("mean", mean.size(), output_floats(self));
-                require_size("variance", variance.size(), output_floats(self));
-                self.read_outputs(mean.data(), variance.data());
-            },
-            "mean"_a, "variance"_a, "Copy means and variances of the outputs, flat.")
+        .def("read_outputs", &read_outputs, "out_mean"_a, "out_variance"_a,
+             "Copy means and variances of the outputs, flat.")
         .def(
             "read_input_innovation",
-            [](const Network& self, Floats mean, Floats variance) {
+            [](const Network& self, const Outputs& mean, const Outputs& variance) {
                 if (!self.has_input_innovation()) {
                     throw std::runtime_error("set input_state_update to True before backward()");
                 }

@@ -76,7 +76,9 @@ void bind_parameters(nb::module_& module) {
             "weights "
             "and of the biases, float32, and an int32 array that counts negative variances.")
         .def("refresh", &Parameters::refresh,
-             "Find the layers' memory again; call before each use. Tells whether it has moved.")
+             "Find the layers' memory again; call before each use.")
+        .def_prop_ro("version", &Parameters::version,
+                     "Changes whenever refresh finds the layers' memory elsewhere.")
         .def(
             "place_deltas",
             [](Parameters& self, Floats bucket) { self.place_deltas(checked(self, bucket)); },

@@ -100,15 +100,23 @@ static void scale(const GaussianMatrix& matrix, const float* sums, size_t stride
     if (!by_rows && !squared) scale_columns<false>(matrix, sums, stride, delta);
 }
 
-// The deltas of one sample.
+// The deltas of one sample. What is left of a row after whole vectors is the end of a last one,
+// which overlaps the one before.
 static void deltas_one(const GaussianMatrix& matrix, const float* mean, const float* squares,
                        const float* by_mean, const float* by_variance) {
     const float* var = matrix.weights.var;
     float* __restrict delta_mu = matrix.weights.delta_mu;
     float* __restrict delta_var = matrix.weights.delta_var;
+    const size_t inputs = matrix.inputs;
     for (size_t o = 0; o < matrix.outputs; ++o) {
         const float dm = by_mean[o], dv = by_variance[o];
-        for (size_t i = 0; i < matrix.inputs; ++i) {
+        for (size_t at = 0; at < inputs && inputs >= lanes; at += lanes) {
+            const size_t i = std::min(at, inputs - lanes);
+            const Vector v = load(var + i);
+            store(delta_mu + i, v * (dm * load(mean + i)));
+            store(delta_var + i, v * v * (dv * load(squares + i)));
+        }
+        for (size_t i = 0; i < inputs && inputs < lanes; ++i) {
             delta_mu[i] = var[i] * (dm * mean[i]);
             delta_var[i] = var[i] * var[i] * (dv * squares[i]);
         }

@@ -102,6 +102,7 @@ void Network::set_samples(size_t samples) {
 
 void Network::forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
                       bool training) {
+    parameters_.refresh();
     const size_t stride = padded(input_size_);
     float* rows = input_mean_.take(batch * stride);
     float* variances = input_variance_.take(batch * stride);
@@ -164,6 +165,7 @@ void Network::set_innovation(const float* mean, const float* variance) {
 }
 
 void Network::backward(bool to_input) {
+    parameters_.refresh();
     Deltas innovation = deltas();
     for (size_t i = layers_.size(); i-- > 0;) {
         innovation = layers_[i]->backward(innovation, i > 0 || to_input);

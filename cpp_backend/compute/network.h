@@ -24,10 +24,11 @@ struct Observations {
     size_t count = 0;                   // of means
 };
 
-// Layers over a replica's parameters, in order; their blocks must be those of `parameters`.
+// Layers over a replica's parameters, in order; their blocks must be those of `parameters`, which
+// forward and backward refresh.
 class Network {
  public:
-    explicit Network(const Parameters& parameters) : parameters_(parameters) {}
+    explicit Network(Parameters& parameters) : parameters_(parameters) {}
     Network(const Network&) = delete;
     Network& operator=(const Network&) = delete;
 
@@ -42,6 +43,7 @@ class Network {
 
     size_t input_size() const { return input_size_; }
     size_t output_size() const { return layers_.empty() ? 0 : layers_.back()->width(); }
+    const Parameters& parameters() const { return parameters_; }
     const States& outputs() const { return outputs_; }
     // By their place among the layers.
     const std::map<size_t, LSTM*>& lstms() const { return lstms_; }
@@ -76,7 +78,7 @@ class Network {
     void add(std::unique_ptr<Layer> layer, size_t input_size);
     Deltas deltas();
 
-    const Parameters& parameters_;
+    Parameters& parameters_;
     std::vector<std::unique_ptr<Layer>> layers_;
     std::map<size_t, LSTM*> lstms_;
     std::vector<Embedding*> embeddings_;

@@ -64,7 +64,7 @@ void Parameters::add_layer(const std::string& name, const Block& weights, const 
     }
 }
 
-bool Parameters::refresh() {
+void Parameters::refresh() {
     bool moved = false;
     for (size_t i = 0; i < names_.size(); ++i) {
         if (engine_layers_[i] == nullptr) continue;
@@ -80,7 +80,7 @@ bool Parameters::refresh() {
         moved |= replace(2 * i, weights);
         moved |= replace(2 * i + 1, biases);
     }
-    return moved;
+    version_ += moved;
 }
 
 bool Parameters::replace(size_t index, Block block) {

@@ -28,10 +28,11 @@ class Parameters {
     // A layer in arrays that the caller keeps alive.
     void add_layer(const std::string& name, const Block& weights, const Block& biases);
 
-    // Finds the blocks again, as the engine may have moved its vectors, and tells whether it has.
-    // Call before each use.
+    // Finds the blocks again, as the engine may have moved its vectors. Call before each use.
     // Throws std::runtime_error naming a layer whose number of parameters has changed.
-    bool refresh();
+    void refresh();
+    // Changes whenever `refresh` finds them elsewhere.
+    uint64_t version() const { return version_; }
 
     // From now on the deltas lie in `bucket`, [means | variances], 2 * size() floats, not in the
     // layers. Call after the last layer was added.
@@ -79,6 +80,7 @@ class Parameters {
     std::vector<Block> blocks_;                // two a layer: weights, biases
     std::vector<size_t> offsets_;
     size_t size_ = 0;
+    uint64_t version_ = 0;
     float* bucket_ = nullptr;  // where the deltas lie, if not in the layers
 };
 

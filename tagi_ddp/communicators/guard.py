@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tagi_ddp.communicators.errors import CommunicatorError
 
@@ -23,10 +22,6 @@ def last_words() -> str | None:
 
 class AllRanksRaise(Exception):
     """An error that all ranks raise at the same place, so that none need tell the others."""
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class CanAbort(Protocol):
@@ -85,22 +80,6 @@ def report(groups: Iterable[CanAbort], error: BaseException) -> None:
     Errors of communicators name ranks as the first of ``groups`` numbers them.
     """
     abort(groups, error, error.ranks if isinstance(error, CommunicatorError) else ())
-
-
-def giving_up(method: Callable[P, T]) -> Callable[P, T]:
-    """Let the other ranks know when a method of something open fails; costs no microsecond."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        owner: Any = args[0]
-        owner._require_open()
-        try:
-            return method(*args, **kwargs)
-        except BaseException as error:
-            owner._give_up(error)
-            raise
-
-    return call
 
 
 @contextmanager

@@ -30,15 +30,9 @@ class ComputeByBatch:
         self._now: Compute = natively
         self.batch: int | None = None  # samples of the last one; 0 if they came as tensors
         self.size = -1  # of the last inputs in an array: of as many, all is as before
-        self.native_size = -1  # the same if they are computed natively
 
     def __call__(self, mean: Any) -> Compute:
         """Return who computes these inputs: of tensors, torch."""
-        compute = self._choose(mean)
-        self.native_size = self.size if compute is self.natively else -1
-        return compute
-
-    def _choose(self, mean: Any) -> Compute:
         batch = 0
         self.size = -1
         if isinstance(mean, np.ndarray):
@@ -54,6 +48,7 @@ class ComputeByBatch:
         chosen = self.natively if batch and self._work.is_native(batch) else self._torch()
         if chosen is not self._now:
             chosen.reset_lstm_states()  # another batch size forgets them
+            self.natively.sizes.clear()
             self._now = chosen
         return chosen
 

@@ -46,9 +46,10 @@ def choose(
         if without_native is not None:
             raise ValueError(f"this network cannot be computed natively: {without_native}")
         return "native"
-    without_torch = _why_not_torch(model, replica)
+    without_torch = _why_not_torch(model, replica, without_native is None)
     if without_torch is None:
-        _check_device(device)
+        if device != "cpu":
+            _check_device(device)
         return "auto" if choice == "auto" and without_native is None else "torch"
     if choice == "torch" or not default:
         raise ValueError(
@@ -117,11 +118,16 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
     return None
 
 
-def _why_not_torch(model: Any, replica: Replica) -> str | None:
+def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
+    """Return why torch cannot compute the model; imports it only if the backend cannot either."""
     if (reason := _why_engine(model)) is not None:
         return reason
     if importlib.util.find_spec("torch") is None:
         return _NO_TORCH
+    if natively:
+        only_native = {type(layer).__name__ for layer in model._cpp_backend.layers}
+        only_native &= set(native.SMOOTHING)
+        return f"torch does not compute {', '.join(sorted(only_native))}" if only_native else None
     if not replica.in_place:
         return "the engine's memory cannot be used in place"
     try:

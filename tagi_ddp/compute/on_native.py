@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy import empty
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import engine_layer
-from tagi_ddp.checks import require_whole_samples
+from tagi_ddp.checks import FLOAT32, require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
 from tagi_ddp.compute.native import SMOOTHING, build
 from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
@@ -32,11 +33,12 @@ class NativeCompute:
         self.bucket = bucket
         self.network = build(model, replica)
         assert replica.memory is not None
-        self._memory = replica.memory
-        self._memory.place_deltas(bucket)
+        replica.memory.place_deltas(bucket)
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0
+        #: of inputs, whose batches are computed here as things are: their samples and outputs
+        self.sizes: dict[int, tuple[int, int]] = {}
         self._smooths = any(type(layer).__name__ in SMOOTHING for layer in self._engine.layers)
         self._buffers: OutputBuffers | None = None
         self._shown = False  # whether the engine's buffers show the last outputs
@@ -45,66 +47,65 @@ class NativeCompute:
         self._smoothed: tuple[FloatArray, FloatArray] | None = None
 
     def forward(
-        self, mean: FloatArray, variance: FloatArray | None
+        self,
+        mean: FloatArray,
+        variance: FloatArray | None,
+        jacobian: FloatArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
-        """Compute the outputs."""
-        return self._forward(mean, variance, None)
-
-    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
-        """Compute the outputs of another network's outputs."""
-        require_whole_samples(inputs.mean.size, self.input_size)
-        return self._forward(inputs.mean, inputs.variance, inputs.jacobian)
-
-    def _forward(
-        self, mean: FloatArray, variance: FloatArray | None, jacobian: FloatArray | None
-    ) -> tuple[FloatArray, FloatArray]:
-        self.replica.pull()
+        """Compute the outputs; ``jacobian``: of the activation that made the inputs."""
         training = self._first.training
         if self._smooths:
             self.network.set_samples(self._engine.num_samples)
         self._shown = self._computed = self._trained = False
         self.samples = 0
         samples = mean.size // self.input_size
-        outputs = np.empty((2, samples * self.output_size), np.float32)
-        self.network.forward(mean, variance, jacobian, training, outputs)
+        size = samples * self.output_size
+        out_mean, out_variance = empty(size, FLOAT32), empty(size, FLOAT32)
+        self.network.forward(mean, variance, jacobian, training, out_mean, out_variance)
         self.samples, self._trained = samples, training
-        return outputs[0], outputs[1]
+        self.sizes[mean.size] = samples, size
+        return out_mean, out_variance
+
+    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+        """Compute the outputs of another network's outputs."""
+        require_whole_samples(inputs.mean.size, self.input_size)
+        return self.forward(inputs.mean, inputs.variance, inputs.jacobian)
 
     def learn(
         self,
-        mean: FloatArray,
-        variance: FloatArray | None,
-        mu_obs: FloatArray,
-        var_obs: FloatArray | None,
-        selected: NDArray[np.int32] | None,
-    ) -> tuple[FloatArray, str] | None:
+        mean: NDArray[Any],
+        variance: Any,
+        mu_obs: Any,
+        var_obs: Any,
+        selected: Any,
+    ) -> tuple[tuple[FloatArray, FloatArray], str] | None:
         """Take a whole step of one process; return the outputs before it, means and variances.
 
         And the name of the layer with a delta that is NaN or infinite, if there is one: then
-        nothing was applied. Returns None if there are no samples, or not in training mode. The
-        innovation of the inputs is not computed.
+        nothing was applied. Returns None if no batch of this size was computed before, or not in
+        training mode; raises TypeError for what are not arrays of float32, and int32 for
+        ``selected``. The innovation of the inputs is not computed.
         """
-        samples = mean.size // self.input_size
-        if not (samples and self._first.training):
+        sizes = self.sizes.get(mean.size)
+        if sizes is None or not self._first.training:
             return None
-        self.replica.pull()
         if self._smooths:
             self.network.set_samples(self._engine.num_samples)
         self._shown = self._trained = False
         self.samples = 0
-        outputs = np.empty((2, samples * self.output_size), np.float32)
+        samples, size = sizes
+        out_mean, out_variance = empty(size, FLOAT32), empty(size, FLOAT32)
         culprit = self.network.learn(
-            self._memory, mean, variance, mu_obs, var_obs, selected, outputs
+            mean, variance, mu_obs, var_obs, selected, out_mean, out_variance
         )
         self.samples = samples
         self._computed = self._trained = True
-        return outputs, culprit
+        return (out_mean, out_variance), culprit
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the deltas; tells of all at once."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
-        self.replica.pull()
         if not self._computed:
             self.network.take_innovation(self._show().deltas_address)
         self.network.backward(self._engine.input_state_update)
@@ -123,13 +124,13 @@ class NativeCompute:
         size = self.samples * self.output_size
         if not size:
             raise RuntimeError("there are no outputs before a forward()")
-        mean, variance = np.empty(size, np.float32), np.empty(size, np.float32)
+        mean, variance = empty(size, FLOAT32), empty(size, FLOAT32)
         self.network.read_outputs(mean, variance)
         return mean, variance
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         size = self.samples * self.input_size
-        mean, variance = np.empty(size, np.float32), np.empty(size, np.float32)
+        mean, variance = empty(size, FLOAT32), empty(size, FLOAT32)
         self.network.read_input_innovation(mean, variance)
         return mean, variance
 

@@ -24,11 +24,12 @@ class OutputBuffers:
 
     def __init__(self, batch: int, width: int) -> None:
         """Make the objects; raise LayoutError if their memory is not as expected."""
-        hidden, delta = _sized()
+        hidden, delta = _located()
         self.batch, self.width = batch, width
         self.states = hidden(batch * width, batch)
+        self.states.address = self.states_address
         self.deltas = delta(batch * width, batch)
-        self.states.count = self.deltas.count = batch * width
+        self.deltas.address = self.deltas_address
 
     @property
     def states(self) -> Any:
@@ -97,17 +98,17 @@ def delta_states_of(mean: FloatArray, variance: FloatArray, batch: int) -> Any:
 
 
 @functools.cache
-def _sized() -> tuple[type, type]:
-    """Return the engine's classes with a ``count``, as asking the engine takes a microsecond."""
+def _located() -> tuple[type, type]:
+    """Return the engine's classes with an ``address``, as asking the engine takes microseconds."""
     import cutagi
 
-    class SizedHiddenStates(cutagi.BaseHiddenStates):  # type: ignore[misc]
-        count: int
+    class LocatedHiddenStates(cutagi.BaseHiddenStates):  # type: ignore[misc]
+        address: int
 
-    class SizedDeltaStates(cutagi.BaseDeltaStates):  # type: ignore[misc]
-        count: int
+    class LocatedDeltaStates(cutagi.BaseDeltaStates):  # type: ignore[misc]
+        address: int
 
-    return SizedHiddenStates, SizedDeltaStates
+    return LocatedHiddenStates, LocatedDeltaStates
 
 
 def empty_states() -> Any:

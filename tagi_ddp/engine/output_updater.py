@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tagi_ddp._backend import update_states
 from tagi_ddp.checks import flat_floats
 
 
@@ -24,21 +25,23 @@ def check_sizes_of_updates() -> None:
         for name in ("update", "update_using_indices", "update_heteros")
     }
 
-    by_value = engines_own["update"]  # the most frequent, and then in microseconds
-
-    def update(
-        self: Any, output_states: Any, mu_obs: ArrayLike, var_obs: ArrayLike, delta_states: Any
-    ) -> None:
+    def update(self: Any, output_states: Any, mu_obs: Any, var_obs: Any, delta_states: Any) -> None:
+        # The most frequent, and then in microseconds: buffers of our own tell where they are.
+        states = getattr(output_states, "address", None)
+        deltas = getattr(delta_states, "address", None)
+        if states is not None and deltas is not None:
+            try:
+                if update_states(states, mu_obs, var_obs, deltas):
+                    return
+            except TypeError:  # not arrays that the backend takes as they are
+                pass
         mu, var = flat_floats("mu_obs", mu_obs, False), flat_floats("var_obs", var_obs, False)
-        # Of buffers of our own we know the sizes.
-        outputs = getattr(output_states, "count", None)
-        if not mu.size == var.size == outputs == getattr(delta_states, "count", None):
-            if _empty_share(output_states, mu, var):
-                return
-            outputs, _ = _outputs(output_states, delta_states)
-            _require("mu_obs", mu, outputs, "one for each output")
-            _require("var_obs", var, outputs, "one for each output")
-        by_value(self, output_states, mu, var, delta_states)
+        if _empty_share(output_states, mu, var):
+            return
+        outputs, _ = _outputs(output_states, delta_states)
+        _require("mu_obs", mu, outputs, "one for each output")
+        _require("var_obs", var, outputs, "one for each output")
+        engines_own["update"](self, output_states, mu, var, delta_states)
 
     def update_using_indices(
         self: Any,

@@ -70,12 +70,15 @@ class HostReplica(ABC):
         self.layers: list[Layer] = []
         self.parameters = Parameters()
         self.statistics = RunningStatistics()
-        self.version = 0
 
     @property
     def memory(self) -> Parameters:
         """The parameters, for C++ to work on."""
         return self.parameters
+
+    @property
+    def version(self) -> int:
+        return self.parameters.version
 
     @abstractmethod
     def pull(self) -> None:
@@ -130,7 +133,7 @@ class HostReplica(ABC):
             return ""
         cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
         culprit = self.parameters.apply_own(cap)
-        self.updated()
+        self.push()
         return culprit
 
     def queue(self, communicator: Communicator, average: bool, sharded: bool) -> None:  # noqa: B027
@@ -171,7 +174,7 @@ class InPlace(HostReplica):
 
     def pull(self) -> None:
         """Find the layers' vectors again: the engine may have moved them."""
-        self.version += self.parameters.refresh()
+        self.parameters.refresh()
 
     def push(self) -> None:
         """Do nothing: the engine's memory is what has been changed."""

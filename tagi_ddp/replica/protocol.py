@@ -167,8 +167,11 @@ class Replica(Protocol):
     layers: list[Layer]
     #: Where the parameters live: "cpu", "cuda:0".
     device: str
-    #: Changes when arrays that `arrays` has returned are no longer the right ones.
-    version: int
+
+    @property
+    def version(self) -> int:
+        """Changes when arrays that `arrays` has returned are no longer the right ones."""
+        ...
 
     @property
     def parameters(self) -> Parameters:

@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
-from tagi_ddp.communicators.guard import CanAbort, Closing, giving_up, or_abort, report
+from tagi_ddp.communicators.guard import CanAbort, Closing, or_abort, report
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import (
     Choice,
@@ -31,7 +32,7 @@ from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.elastic import ElasticInterface, check_elastic
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
 from tagi_ddp.sequential.files import FileInterface
-from tagi_ddp.sequential.learning import AtOnce, LearnInterface
+from tagi_ddp.sequential.learning import LearnInterface
 from tagi_ddp.sequential.membership import make_membership
 from tagi_ddp.sequential.placement import (
     bring_together,
@@ -207,7 +208,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         if timeline is None and isinstance(self._exchange, Alone):
             natively = getattr(self._by_batch, "natively", self.compute)
             if isinstance(natively, NativeCompute):
-                self._at_once = AtOnce(natively, self._by_batch, self._accumulation)
+                self._at_once = natively
 
     # --- the engine's interface ---------------------------------------------------------------
 
@@ -217,7 +218,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """Call `forward`."""
         return self.forward(mu_x, var_x)
 
-    @giving_up
     @traced("forward")
     def forward(
         self, mu_x: ArrayLike, var_x: ArrayLike | None = None
@@ -235,31 +235,38 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             the replica's device if torch computes and ``mu_x`` is a tensor, which needs no waiting
             for the device.
         """
-        keep = self._by_batch is not None or self.compute.takes_tensors
-        shown = read_states(mu_x) if hasattr(mu_x, "mu_a") else None
-        mean = flat_floats("mu_x", mu_x, keep) if shown is None else shown.mean
-        variance = None if var_x is None else flat_floats("var_x", var_x, keep)
-        if variance is not None and len(variance) != len(mean):
-            raise ValueError(
-                f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
-                "each mean"
-            )
-        if self._misfit is not None:
-            self._undo_misfit()
-        if len(mean) == 0:
-            self._accumulation.forwarded = 0
-            return mean, mean + 0
-        by_batch = self._by_batch
-        if by_batch is not None and mean.size != by_batch.size:
-            self.compute = by_batch(mean)
-        if shown is None:
-            outputs = self.compute.forward(mean, variance)
-        else:
-            outputs = self.compute.forward_from(shown)
-        self._accumulation.forwarded = self.compute.samples
-        return outputs
+        if self._closed:
+            self._require_open()
+        try:
+            compute, by_batch = self.compute, self._by_batch
+            keep = by_batch is not None or compute.takes_tensors
+            shown = None
+            if type(mu_x) is not np.ndarray and hasattr(mu_x, "mu_a"):
+                shown = read_states(mu_x)
+            mean = flat_floats("mu_x", mu_x, keep) if shown is None else shown.mean
+            variance = None if var_x is None else flat_floats("var_x", var_x, keep)
+            if variance is not None and len(variance) != len(mean):
+                raise ValueError(
+                    f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
+                    "each mean"
+                )
+            if self._misfit is not None:
+                self._undo_misfit()
+            if len(mean) == 0:
+                self._accumulation.forwarded = 0
+                return mean, mean + 0
+            if by_batch is not None and mean.size != by_batch.size:
+                compute = self.compute = by_batch(mean)
+            if shown is None:
+                outputs = compute.forward(mean, variance)
+            else:
+                outputs = compute.forward_from(shown)
+            self._accumulation.forwarded = compute.samples
+            return outputs
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
-    @giving_up
     @traced("backward")
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
@@ -267,17 +274,23 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a
         call replaces them.
         """
-        if self._misfit is not None:
-            raise ValueError(self._misfit[0])
-        accumulation, exchange = self._accumulation, self._exchange
-        if accumulation.before_backward():
-            exchange.discard()
-            self.compute.backward(None if accumulation.adds else exchange.start)
-        elif not accumulation.adds:
-            exchange.start_nothing()
-        accumulation.after_backward()
+        if self._closed:
+            self._require_open()
+        try:
+            if self._misfit is not None:
+                raise ValueError(self._misfit[0])
+            accumulation, early = self._accumulation, self._exchange.early
+            if accumulation.before_backward():
+                if early is not None:
+                    early.discard()
+                self.compute.backward(None if early is None or accumulation.adds else early.start)
+            elif early is not None and not accumulation.adds:
+                early.start_nothing()
+            accumulation.after_backward()
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
-    @giving_up
     @traced("step")
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
@@ -286,11 +299,17 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         rank is NaN or infinite. Where the replicas live on devices and no deltas go over the host,
         nobody waits to learn that: it is raised eight steps later, or by `check_replicas`.
         """
-        samples = self._accumulation.take()
-        if self._membership is None:
-            self._exchange(samples)
-        else:
-            self._together(partial(self._exchange, samples))
+        if self._closed:
+            self._require_open()
+        try:
+            samples = self._accumulation.take()
+            if self._membership is None:
+                self._exchange(samples)
+            else:
+                self._together(partial(self._exchange, samples))
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -72,7 +72,8 @@ class SequentialInterface:
     @property
     def output_z_buffer(self) -> Any:
         """The output hidden states of the last forward pass; empty if that had no samples."""
-        return empty_states() if self.has_empty_share else self.compute.output_z_buffer
+        empty = self._accumulation.forwarded == 0
+        return empty_states() if empty else self.compute.output_z_buffer
 
     @output_z_buffer.setter
     def output_z_buffer(self, value: Any) -> None:

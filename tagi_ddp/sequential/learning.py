@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.compute import ComputeByBatch, NativeCompute
+from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
-from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 
@@ -25,7 +23,7 @@ class LearnInterface(SequentialInterface):
     backward: Callable[[], None]
     step: Callable[[], None]
     _or_abort: Callable[[], AbstractContextManager[None]]
-    _at_once: AtOnce | None = None
+    _at_once: NativeCompute | None = None  # by which whole steps are one call: one process's
 
     def learn(
         self,
@@ -52,14 +50,22 @@ class LearnInterface(SequentialInterface):
 
         Raises what `forward` and `step` raise, and ValueError where sizes do not fit.
         """
-        if self._at_once is not None:
-            learned = self._at_once(mu_x, mu_obs, var_obs, selected_idx, var_x)
+        if type(var_obs) is not np.ndarray and isinstance(var_obs, (float, int)):
+            var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
+        natively, accumulation = self._at_once, self._accumulation
+        if natively is not None and type(mu_x) is np.ndarray and not accumulation.adds:
+            try:
+                learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
+            except TypeError:  # not arrays that the backend takes as they are
+                learned = None
             if learned is not None:
-                return learned
+                outputs, culprit = learned
+                accumulation.forwarded = accumulation.samples = None
+                if culprit:
+                    raise NotFiniteError(refusal("step", [0], culprit), [0])
+                return outputs
         observations: dict[str, ArrayLike] = {"mu_obs": mu_obs}
         method: UpdateMethod = "update_heteros"
-        if isinstance(var_obs, (float, int)):
-            var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
         if var_obs is not None:
             observations["var_obs"], method = var_obs, "update"
         if selected_idx is not None:
@@ -72,41 +78,3 @@ class LearnInterface(SequentialInterface):
         self.backward()
         self.step()
         return outputs
-
-
-class AtOnce:
-    """Whole steps of one process, each in one call of the backend; it has nobody to tell of errors.
-
-    Apart from what it works on, as attributes of a class with `__getattr__` take Python long.
-    """
-
-    def __init__(
-        self, compute: NativeCompute, by_batch: ComputeByBatch | None, accumulation: Accumulation
-    ) -> None:
-        """Take the steps that ``by_batch``, if there is one, has ``compute`` do."""
-        self._compute = compute
-        self._by_batch = by_batch
-        self._accumulation = accumulation
-
-    def __call__(
-        self, mu_x: Any, mu_obs: Any, var_obs: Any, selected_idx: Any, var_x: Any
-    ) -> tuple[FloatArray, FloatArray] | None:
-        """Learn; return None, with nothing done, where that must be done in several calls."""
-        accumulation, by_batch = self._accumulation, self._by_batch
-        if (
-            type(mu_x) is not np.ndarray
-            or accumulation.adds
-            or (by_batch is not None and mu_x.size != by_batch.native_size)
-        ):
-            return None
-        try:
-            learned = self._compute.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
-        except TypeError:  # not arrays that the backend takes as they are
-            return None
-        if learned is None:
-            return None
-        outputs, culprit = learned
-        accumulation.forwarded = accumulation.samples = None
-        if culprit:
-            raise NotFiniteError(refusal("step", [0], culprit), [0])
-        return outputs[0], outputs[1]

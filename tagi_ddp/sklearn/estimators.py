@@ -21,6 +21,7 @@ from tagi_ddp.sklearn.training import (
     Network,
     Posterior,
     Schedule,
+    batches_of,
     learn,
     posterior_of,
     train,
@@ -128,9 +129,10 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     def _learn(self, x: Array, targets: Array) -> None:
         """Learn samples once, by the network that there is."""
         likelihood = self._likelihood()
-        observed = likelihood.observe(targets)
+        samples = {"mu_x": self._scaled(x), **likelihood.observe(targets)}
         size = integer("batch_size", self.batch_size, 1)
-        learn(self._fitted(), likelihood, size, self._scaled(x), observed)
+        model = self._fitted()
+        learn(model, likelihood, batches_of(model.communicator, size, samples))
         self.n_iter_ += 1
 
     def _begin(self, features: int) -> None:

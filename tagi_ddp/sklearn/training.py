@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.launcher.launch import launch
 from tagi_ddp.sequential import DDPConfig, DDPSequential, accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood, begin_noise_even
@@ -129,29 +129,38 @@ def _train_epochs(
     y: Array,
     after_epoch: Callable[[], bool],
 ) -> None:
-    observed = likelihood.observe(y)
+    ordered = {"mu_x": x, **likelihood.observe(y)}
+    shuffled = {name: np.empty_like(rows) for name, rows in ordered.items()}
+    batches = batches_of(model.communicator, schedule.batch_size, shuffled)
     for _ in range(schedule.epochs):
         order = rng.permutation(len(x))
-        shuffled = {name: rows[order] for name, rows in observed.items()}
-        learn(model, likelihood, schedule.batch_size, x[order], shuffled)
+        for name, rows in ordered.items():
+            np.take(rows, order, axis=0, out=shuffled[name], mode="clip")
+        learn(model, likelihood, batches)
         if after_epoch():
             return
 
 
-def learn(
-    model: Any, likelihood: Likelihood, batch_size: int, x: Array, observed: dict[str, Array]
-) -> None:
-    """Learn all samples once, in their order; of each batch the rank's part."""
-    rank, ranks = model.communicator.rank, model.communicator.size
-    for begin in range(0, len(x), batch_size):
-        own = slice(begin + rank, begin + batch_size, ranks)
-        arguments = {name: rows[own] for name, rows in observed.items()}
-        if likelihood.learns_noise:
-            # A noise that is predicted as zero or infinite leaves nothing to learn from.
-            with suppress(NotFiniteError):
-                model.learn(x[own], **arguments)
-        else:
-            model.learn(x[own], **arguments)
+def batches_of(
+    communicator: Communicator, size: int, samples: dict[str, Array]
+) -> list[dict[str, Array]]:
+    """Return the rank's part of each batch, in their order: views, as `learn` takes them."""
+    rank, ranks = communicator.rank, communicator.size
+    count = len(samples["mu_x"])
+    own = [slice(begin + rank, begin + size, ranks) for begin in range(0, count, size)]
+    return [{name: rows[part] for name, rows in samples.items()} for part in own]
+
+
+def learn(model: Any, likelihood: Likelihood, batches: Sequence[dict[str, Array]]) -> None:
+    """Learn all batches once."""
+    # A noise that is predicted as zero or infinite leaves nothing to learn from.
+    passed_over = (NotFiniteError,) if likelihood.learns_noise else ()
+    step = model.learn
+    for batch in batches:
+        try:
+            step(**batch)
+        except passed_over:
+            continue
 
 
 def posterior_of(model: Any) -> Posterior:

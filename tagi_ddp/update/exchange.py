@@ -58,16 +58,10 @@ class Exchange(ABC):
         only follows the others; to it this tells whether all ranks do. Raises NotFiniteError.
         """
 
-    # Those that do not begin before the step have nothing to do here.
-
-    def discard(self) -> None:  # noqa: B027
-        """Forget the deltas that were started: backward is about to write new ones."""
-
-    def start(self, begin: int) -> None:  # noqa: B027
-        """Tell that all deltas from ``begin`` on, in the flat sequence, are what they will be."""
-
-    def start_nothing(self) -> None:  # noqa: B027
-        """Tell that this rank has no deltas for the next step."""
+    @property
+    def early(self) -> Overlapped | None:
+        """Itself, if it begins while backward computes."""
+        return None
 
     def take_refused(self, everything: bool) -> list[int]:
         """Return the ranks at fault, if an earlier step was refused and nobody has been told.
@@ -214,6 +208,10 @@ class Overlapped(InMemory):
         self._works: list[Work] = []
         self._culprit = ""
 
+    @property
+    def early(self) -> Overlapped:
+        return self
+
     @traced("reducing")
     def discard(self) -> None:
         """Wait for the reductions of deltas that backward is about to replace."""
@@ -223,7 +221,7 @@ class Overlapped(InMemory):
         self._culprit = ""
 
     def start(self, begin: int) -> None:
-        """Reduce the parts from ``begin`` on."""
+        """Reduce the parts from ``begin`` on, in the flat sequence: they are what they will be."""
         for first, end in self._parts[len(self._works) // 2 :]:
             if first < begin:
                 return
@@ -231,7 +229,7 @@ class Overlapped(InMemory):
             self._reduce(first, end)
 
     def start_nothing(self) -> None:
-        """Reduce zeros, for the ranks that have deltas."""
+        """Reduce zeros, for the ranks that have deltas; this one has none for the next step."""
         self.discard()
         self._bucket.fill(0)
         for first, end in self._parts:

@@ -127,7 +127,7 @@ def test_learn_is_four_calls(compute: Any, way: str) -> None:
     rng = np.random.default_rng(0)
     one, four = network(), network()
     updater = OutputUpdater(four)
-    for batch in (1, 5, 3):
+    for batch in (1, 5, 3) * 2:  # the first of a size is four calls inside
         x = rng.standard_normal((batch, 4)).astype(np.float32)
         variance = rng.uniform(0, 0.1, (batch, 4)).astype(np.float32)
         observations = observed(way, four, rng, batch)
@@ -242,3 +242,33 @@ def test_tensors_are_torchs() -> None:
     assert model.compute.name == "torch"
     np.testing.assert_allclose(model.forward(x)[0], means.numpy(), rtol=1e-5, atol=1e-6)
     assert model.compute.name == "native"
+
+
+def test_arrays_of_any_kind() -> None:
+    """What the backend does not take as it is is copied first."""
+    import pytagi.nn as nn
+
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((4, 3)).astype(np.float32), np.ones(4, np.float32)
+    misaligned = np.frombuffer(b"\0" + x.tobytes(), np.float32, offset=1)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    state = nn.Sequential(nn.Linear(3, 1)).state_dict()
+    found = []
+    for inputs in (x, read_only, np.asfortranarray(x), misaligned, x.astype(">f4"), x.tolist()):
+        network = nn.Sequential(nn.Linear(3, 1))
+        network.load_state_dict(state)
+        model = accelerate(network, "native")
+        updater = nn.OutputUpdater("cpu")
+        for _ in range(2):  # the second is one call
+            outputs = model.learn(inputs, y, 1.0)
+        model(inputs)
+        for observed in (y[:, np.newaxis], y.tolist(), y.astype(">f4")):
+            updater.update(
+                model.output_z_buffer, observed, np.ones((4, 1)), model.input_delta_z_buffer
+            )
+        model.backward()
+        model.step()
+        found.append((*outputs, *model(inputs)))
+    for others in found[1:]:
+        np.testing.assert_array_equal(others, found[0])

@@ -71,6 +71,21 @@ def test_apply_own(layers: list[tuple[int, int]], seed: int, cap: float) -> None
     check(model, expected)
 
 
+@given(seed=seeds, cap=st.sampled_from([0.1, 2.0, 3.0]))
+def test_steps_of_any_size(seed: int, cap: float) -> None:
+    """In runs without a step that is capped nothing is divided."""
+    model = Model([(600, 5)], seed)
+    rng = np.random.default_rng(seed)
+    for _, var, *deltas in model.blocks:
+        var[:] = np.float32(10.0) ** rng.uniform(-44, 37, var.size).astype(np.float32)
+        around = np.float32(10.0) ** np.float32(rng.uniform(-3, 1))
+        for delta in deltas:
+            delta[:] = np.sign(delta) * np.sqrt(var) / np.float32(cap) * around
+    expected = capped(*(model.flat(i) for i in range(4)), cap)
+    model.table.apply_own(cap)
+    check(model, expected)
+
+
 @given(layers=sizes, seed=seeds, divisor=st.integers(1, 4))
 def test_pack_and_apply(layers: list[tuple[int, int]], seed: int, divisor: int) -> None:
     model = Model(layers, seed)
