@@ -172,9 +172,9 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             for checkpoints in (self._checkpoints, *self._others.values()):
                 checkpoints.finish()
         except BaseException as error:
+            self._give_up(error)  # first, as the others wait
             for checkpoints in (self._checkpoints, *self._others.values()):
                 checkpoints.give_up()
-            self._give_up(error)
             self.close()
             raise
         finally:

@@ -206,6 +206,7 @@ def stop_and_go(comm: Any, job: str, folder: str, every: int) -> Any:
         task.fail_at = 5
         with pytest.raises(OSError, match="disk is gone"):
             fit(config, tagi_net(norm=True), task)
+        comm.barrier()  # each rank has written its file
         net, task = tagi_net(norm=True), Fit()
         arguments: Any = {"epochs": 2, "batch_size": BATCH}
         with ParallelMixin(config) as trainer:
