@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from benchmarks.harness.launch import ROOT
 from benchmarks.harness.measure import Figure, Missing, Row
 from tagi_ddp import Communicator, DDPSequential, accelerate, init
 from tagi_ddp.communicators import all_gather_object
+from tagi_ddp.communicators.shm import create
 from tagi_ddp.plan import Cluster, Link, Training, measure_link, memory, predict
 
 WIDTHS = {10: 64, 100: 300, 500: 690}  # thousands of parameters, and the hidden layers of so many
@@ -68,13 +70,10 @@ class Measured:
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(t) steps on 1 to 4 emulated hosts of 1 to 4 ranks, and the memory of a rank.
 
-    The link between hosts is measured by one rank of each; that within a host by its ranks alone;
-    the time of a step without communication by all ranks of the case, as they share this machine.
+    The link between hosts is measured by one rank of each. As all hosts share this machine's cores,
+    that within a host is measured while the others' are, and so is a step without communication.
     """
     held = _memory(communicator, 64 if quick else 2000)
-    node = {1: Link(0.0, math.inf)}
-    for size in (2, 4):
-        node[size] = Link(*_on_hosts(communicator, (1, size), (None, 0.0), _link))
     cases = {
         link: [*((size, "sum") for size in sums), (merge, "precision")]
         for link, (sums, merge) in CASES.items()
@@ -83,9 +82,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         cases = {(200.0, 0.0): cases[200.0, 0.0][:1]}
     try:
         found = [
-            each
-            for link, steps in cases.items()
-            for each in _of_a_link(communicator, node, link, steps)
+            each for link, steps in cases.items() for each in _of_a_link(communicator, link, steps)
         ]
     except NotPossible as error:
         return [*held, Row("predicted steps", Missing(str(error)), Missing(str(error)), "%", None)]
@@ -172,10 +169,7 @@ def _resident() -> int:
 
 
 def _of_a_link(
-    communicator: Communicator,
-    node: dict[int, Link],
-    link: Network,
-    cases: list[tuple[Size, str]],
+    communicator: Communicator, link: Network, cases: list[tuple[Size, str]]
 ) -> Iterator[Measured]:
     mbit, delay = link
     where = f"{'no limit' if mbit is None else f'{mbit:g} Mbit/s'}, {delay:g} ms"
@@ -192,7 +186,10 @@ def _of_a_link(
             lambda net, t=thousand, n=ranks, s=scheme: _case(net, t, n, s),
         )
         training = Training(step, parameters, sync_every=EVERY)
-        cluster = Cluster(node[ranks], across.get(hosts, node[1]), ranks)
+        node = Link(0.0, math.inf)
+        if ranks > 1:
+            node = Link(*_with(communicator, hosts * ranks, lambda part, n=ranks: _node(part, n)))
+        cluster = Cluster(node, across.get(hosts, node), ranks)
         predicted = predict(training, cluster, hosts * ranks)[scheme]
         name = f"{scheme}, {thousand},000 parameters, {hosts} x {ranks} ranks, {where}"
         yield Measured(name, mbit is not None and mbit <= 200, predicted, seconds)
@@ -201,14 +198,33 @@ def _of_a_link(
 def _on_hosts(communicator: Communicator, shape: tuple[int, int], link: Network, run: Any) -> Any:
     """Return what ``run(network)`` returns on rank 0 of so many hosts and ranks of each."""
     hosts, size = shape
-    used = hosts * size
-    part = communicator.split(0 if communicator.rank < used else None)
+
+    def on_network(part: Communicator) -> Any:
+        with _network(part, hosts, link) as network:
+            return run(network)
+
+    return _with(communicator, hosts * size, on_network)
+
+
+def _with(communicator: Communicator, ranks: int, run: Any) -> Any:
+    """Return what ``run(part)`` returns on rank 0 of so many."""
+    part = communicator.split(0 if communicator.rank < ranks else None)
     result = None
     if part is not None:
-        with part, _network(part, hosts, link) as network:
-            result = run(network)
+        with part:
+            result = run(part)
     communicator.barrier(timeout=1200)
     return all_gather_object(communicator, result)[0]
+
+
+def _node(part: Communicator, size: int) -> tuple[float, float]:
+    """Return what connects the ranks of a host, while those of all hosts use what connects them."""
+    if part.size == size:
+        return _link(part)
+    tokens = all_gather_object(part, secrets.token_hex(16))
+    first = part.rank - part.rank % size
+    with create(part.rank - first, size, tokens[first], 120.0, spin=False) as host:
+        return _link(host)
 
 
 @contextmanager
