@@ -20,7 +20,7 @@ FOUR_CALLS, ONE_CALL, SMOOTHER, AUTO = 2.0, 5.0, 2.0, 0.95
 SERIES = 4096  # steps, more than any sample takes
 SAMPLE_SECONDS = 0.001
 # In a cell of the grid, who is that near to the best is measured so long, on so many networks.
-NEAR, CELL_SECONDS, NETWORKS = 1.5, 0.25, 4
+NEAR, CELL_SECONDS, NETWORKS = 1.5, 0.2, 7
 WAYS = ("plain", "engine", "native", "torch")
 
 
