@@ -20,14 +20,20 @@ def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
     With jacobian J and s = var + var_obs: mean J (y - mu) / s, variance -J^2 / s; zero where y is
     NaN, or J / s is not finite.
     """
-    mean, jacobian = states.mean, states.jacobian_tensor()
-    gain = jacobian / (states.variance_tensor() + var_obs.view_as(mean))
-    seen = torch.isfinite(gain) & ~torch.isnan(mu_obs.view_as(mean))
-    zero = torch.zeros_like(gain)
-    return Deltas(
-        torch.where(seen, gain * (mu_obs.view_as(mean) - mean), zero),
-        torch.where(seen, -gain * jacobian, zero),
-    )
+    mean, y = states.mean, mu_obs.view_as(states.mean)
+    variance = var_obs.view_as(mean)
+    if states.variance is not None:
+        variance = states.variance + variance
+    if states.jacobian is None:
+        gain = variance.reciprocal()
+        shrunk = gain.neg()
+    else:
+        jacobian = states.jacobian.tensor()
+        gain = jacobian / variance
+        shrunk = (gain * jacobian).neg_()
+    unseen = torch.isnan((gain - gain).add_(y))  # a number less itself is 0, or NaN if not finite
+    moved = (y - mean).mul_(gain)
+    return Deltas(moved.masked_fill_(unseen, 0), shrunk.masked_fill_(unseen, 0))
 
 
 def selected_innovation(

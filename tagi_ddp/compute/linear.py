@@ -40,9 +40,8 @@ class Linear(Layer):
             mean * mean, weights.var, None if biases is None else biases.var
         )
         if variance is not None:
-            variance_out += self._product(
-                variance, torch.addcmul(weights.var, weights.mu, weights.mu)
-            )
+            squares = torch.addcmul(weights.var, weights.mu, weights.mu)
+            variance_out = self._product(variance, squares, variance_out)
         return States(mean_out, variance_out)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
@@ -68,22 +67,25 @@ class Linear(Layer):
         )
         return scale(self._saved.jacobian, below)
 
-    def _product(self, x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
         if self.dtype == torch.float32:
-            return product(x, weights, bias)
+            return product(x, weights, added)
         output = product(x.to(self.dtype), weights.to(self.dtype)).float()
-        return output if bias is None else output.add_(bias)
+        return output if added is None else output.add_(added)
 
 
-def product(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x weights^T + bias.
+def product(x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return x weights^T, and what is ``added``: a row for all rows, or a matrix, which may change.
 
     Large ones on the CPU by oneDNN, which torch takes for convolutions but not for matrices: twice
     as fast as its default on AMD's processors. Of small ones the default is faster, by up to five
-    times.
+    times; there each operation counts, and `torch.nn.functional.linear` is two.
     """
     large = x.shape[0] * weights.numel() > _LARGE
     if large and x.is_cpu and torch.backends.mkldnn.is_available():
+        bias = added if added is not None and added.dim() == 1 else None
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, bias, "none", [], "")
-        return output
-    return torch.nn.functional.linear(x, weights, bias)
+        return output if added is bias else output.add_(added)
+    if added is None:
+        return torch.mm(x, weights.t())
+    return torch.addmm(added, x, weights.t())

@@ -123,6 +123,9 @@ class TorchCompute:
         return self._forward(inputs.mean, inputs.variance, jacobian)
 
     def _place(self, array: T, copy: bool) -> torch.Tensor:
+        if isinstance(array, np.ndarray) and self._device.type == "cpu":
+            floats = np.array(array, np.float32) if copy else np.asarray(array, np.float32)
+            return torch.from_numpy(floats).view(-1, self.network.input_size)
         tensor = torch.as_tensor(array).reshape(-1, self.network.input_size)
         return tensor.to(self._device, torch.float32, non_blocking=True, copy=copy)
 
@@ -292,5 +295,5 @@ def _tensor(value: ArrayLike, like: torch.Tensor) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> FloatArray:
     """Return a copy on the host."""
-    array: FloatArray = tensor.reshape(-1).to("cpu", copy=True).numpy()
-    return array
+    on_host: FloatArray = tensor.numpy(force=True)
+    return on_host.reshape(-1) if tensor.device.type != "cpu" else on_host.flatten()

@@ -44,9 +44,11 @@ class States:
 
     def viewed(self, *shape: int) -> tuple[Tensor, Tensor | None]:
         """Return mean and variance as [batch, *shape]."""
-        variance = self.variance
+        mean, variance = self.mean, self.variance
+        if mean.shape[1:] == shape:
+            return mean, variance
         return (
-            self.mean.reshape(-1, *shape),
+            mean.reshape(-1, *shape),
             None if variance is None else variance.reshape(-1, *shape),
         )
 
