@@ -31,6 +31,12 @@ BATCH = 16  # per rank
 RANKS = 3
 LIMIT = 120.0  # seconds for what follows a kill
 LAUNCHER = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", str(RANKS)]
+# Of a new rank, between which of the times that it tells: see `main`.
+_JOINING = {
+    "has the posterior, since it came": ("came", "current"),
+    "has made a step, since it came": ("came", "first"),
+    "has made a step, since its process began": ("born", "first"),
+}
 RESTART = "restart"  # no elastic job: all ranks end, and start again from a checkpoint
 KINDS: dict[str, dict[str, Any]] = {
     "sums": {"average": False},
@@ -70,7 +76,7 @@ def _seconds(way: str, kind: str, hidden: int, kills: int) -> dict[str, Figure]:
     """Return what an event took, over so many kills in one job."""
     taken: dict[str, list[float]] = {"next step": []}
     if way not in ("mpi", RESTART):
-        taken |= {"a new rank's first step, since it came": [], "since its process began": []}
+        taken |= {f"a new rank {what}": [] for what in _JOINING}
     with tempfile.TemporaryDirectory(prefix="elastic.") as name:
         folder = Path(name)
         command = [sys.executable] if way == "mpi" else []
@@ -130,9 +136,8 @@ def _await_next(
     _await(job, lambda: len(_steps(folder)) == RANKS, "a new rank")
     (new,) = _steps(folder).keys() - survivors
     line = _steps(folder)[new]
-    _, *measured = taken
-    for what, since in zip(measured, ("came", "born"), strict=True):
-        taken[what].append(line["first"] - line[since])
+    for what, (since, until) in _JOINING.items():
+        taken[f"a new rank {what}"].append(line[until] - line[since])
 
 
 def _figure(seconds: list[float]) -> Figure:
@@ -205,19 +210,20 @@ def main() -> None:
                     checkpoints.wait()
                 group = model.changes[-1].group if elastic and model.changes else 1
                 if group > told:
-                    times = {"first": time.monotonic(), "came": _came(model), "born": born}
+                    times = {"first": time.monotonic(), "born": born, **_joining(model)}
                     file.write(json.dumps({"group": group, **times}) + "\n")
                     told = group
                 if (folder / "over").exists():
                     os._exit(0)
 
 
-def _came(model: DDPSequential) -> float:
-    """Return when a new rank was ready for the others, as time.monotonic() counts."""
+def _joining(model: DDPSequential) -> dict[str, float]:
+    """Return when a new rank was ready for the others, and had their posterior, in monotonic time."""
     if not (model.elastic and model.joined):
-        return 0.0
+        return {}
     joining = model.changes[0]
-    return time.monotonic() - (time.time() - joining.time) - joining.seconds
+    current = time.monotonic() - (time.time() - joining.time)
+    return {"came": current - joining.seconds, "current": current}
 
 
 def _began() -> float:

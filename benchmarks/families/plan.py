@@ -26,7 +26,9 @@ from benchmarks.harness.measure import Figure, Missing, Row
 from tagi_ddp import Communicator, DDPSequential, accelerate, init
 from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.communicators.shm import create
+from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.plan import Cluster, Link, Training, measure_link, memory, predict
+from tagi_ddp.update.consensus import Consensus
 
 WIDTHS = {10: 64, 100: 300, 500: 690}  # thousands of parameters, and the hidden layers of so many
 INPUTS, BATCH = 16, 4
@@ -71,7 +73,8 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(t) steps on 1 to 4 emulated hosts of 1 to 4 ranks, and the memory of a rank.
 
     The link between hosts is measured by one rank of each. As all hosts share this machine's cores,
-    that within a host is measured while the others' are, and so is a step without communication.
+    that within a host is measured while the others' are, and so are a step without communication and
+    the arithmetic of a merge.
     """
     held = _memory(communicator, 64 if quick else 2000)
     cases = {
@@ -179,13 +182,13 @@ def _of_a_link(
         for hosts in sorted({hosts for (_, hosts, _), _ in cases} - {1})
     }
     for (thousand, hosts, ranks), scheme in cases:
-        step, parameters, seconds = _on_hosts(
+        step, merge, parameters, seconds = _on_hosts(
             communicator,
             (hosts, ranks),
             link,
             lambda net, t=thousand, n=ranks, s=scheme: _case(net, t, n, s),
         )
-        training = Training(step, parameters, sync_every=EVERY)
+        training = Training(step, parameters, sync_every=EVERY, merge=merge)
         node = Link(0.0, math.inf)
         if ranks > 1:
             node = Link(*_with(communicator, hosts * ranks, lambda part, n=ranks: _node(part, n)))
@@ -241,8 +244,11 @@ def _network(part: Communicator, hosts: int, link: Network) -> Iterator[Communic
 
 def _case(
     network: Communicator, thousand: int, node_size: int, scheme: str
-) -> tuple[float, int, float]:
-    """Return a step's seconds on one rank, the parameters, and a step's seconds."""
+) -> tuple[float, float, int, float]:
+    """Return a step's and a merge's seconds on one rank, the parameters, and a step's seconds.
+
+    A step's by itself, a merge's arithmetic for each byte, and a step's of all ranks.
+    """
     width = WIDTHS[thousand]
     alone = accelerate(_mlp(width), compute="torch")
     options: dict[str, Any] = {"average": False}
@@ -254,11 +260,36 @@ def _case(
             each.set_threads(1)
         _seconds(network, alone, 10)
         step = _seconds(network, alone, 40)
+        merge = _arithmetic(network, alone) if scheme == "precision" else 0.0
         once = _seconds(network, model, EVERY)
         if scheme == "precision":
             model._exchange._all_shares = 8 * EVERY  # as later, when merges are seldom
         seconds = _seconds(network, model, EVERY * max(1, min(10, round(1 / once))))
-    return step, _parameters(model), seconds
+    return step, merge, _parameters(model), seconds
+
+
+def _arithmetic(network: Communicator, model: DDPSequential) -> float:
+    """Return the seconds of a merge's arithmetic for each byte, while all ranks do it."""
+    replica = model._replica
+    consensus, now = Consensus(SingleCommunicator(), replica, True, None), replica.zeros()
+    change = replica.parameters.change_since
+    add = replica.parameters.add_change
+
+    def merge() -> None:
+        replica.parameters.read_posterior(now)
+        change(now, consensus.gaussians, consensus.change)
+        consensus.start().wait()
+        consensus.agree()
+        add(consensus.gaussians, consensus.gaussians, consensus.change)
+        replica.parameters.write_posterior(consensus.gaussians)
+
+    merge()
+    network.barrier(timeout=600)
+    start = time.perf_counter()
+    for _ in range(10):
+        merge()
+    spent = time.perf_counter() - start
+    return float(max(all_gather_object(network, spent))) / 10 / consensus.change.nbytes
 
 
 def _parameters(model: DDPSequential) -> int:

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "common/simd.h"
-#include "update/merge.h"
 
 namespace tagi_ddp {
 namespace {
@@ -56,19 +55,13 @@ double counted(double squares, double growth) {
     return 1.0 / (1.0 + ratio * ratio * ratio * ratio);
 }
 
-// Makes of sums what leads to that mean and that precision; `last` keeps the weighted ones.
+// Makes of sums such a part of them; `last` keeps the weighted ones as they were.
 TAGI_DDP_WIDE
-void scale(float* weighted, float* last, float* precision, const float* var, double priors,
-           size_t count) {
-    const double part = 1.0 / std::sqrt(1.0 + priors);
+void scale(float* weighted, float* last, float* precision, float part, size_t count) {
     for (size_t i = 0; i < count; ++i) {
         last[i] = std::fabs(weighted[i]) <= std::numeric_limits<float>::max() ? weighted[i] : 0.0f;
-        // As much as a merge leaves at least (merge.h).
-        const double growth = static_cast<double>(precision[i]) * var[i];
-        const double whole = std::max(1.0 + growth, least_precision_kept);
-        const double kept = std::max(1.0 + part * growth, least_precision_kept);
-        weighted[i] = static_cast<float>(weighted[i] * (kept / (whole + priors)));
-        precision[i] = static_cast<float>(part * precision[i]);
+        weighted[i] *= part;
+        precision[i] *= part;
     }
 }
 
@@ -129,7 +122,7 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
             trust = std::clamp(trust + cosine + leeway, 0.0, 1.0);
         }
         const double priors = (ranks - 1) * counts * (1.0 - trust * (1.0 - alike));
-        scale(weighted, last, precision, var, priors, block.count);
+        scale(weighted, last, precision, static_cast<float>(1.0 / (1.0 + priors)), block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);
     }
     for (size_t layer = 0; layer < agreement.size(); ++layer) {

@@ -9,16 +9,17 @@
 //     c = clip((|sum w_r|^2 / sum |w_r|^2 - 1) / (R - 1), 0, 1)
 //
 // is 0 where the ranks' changes are orthogonal and 1 where they are the same (the idea of Maleki et
-// al. 2020, "Scaling distributed training with adaptive summation"). The merged mean is
+// al. 2020, "Scaling distributed training with adaptive summation"). A part of the sum of changes
+// is taken in, of precisions and of weighted means alike,
 //
-//     mu = mu0 + sum w_r / (l + (R - 1) c' l0),  l = l0 + sum (l_r - l0)
+//     (sum (l_r - l0), sum w_r) / (1 + (R - 1) c')
 //
-// Bayes' rule where c' = 0, and the mean of the ranks' means, weighted by their precisions, where
-// c' = 1. Two things lie between c and c'. Changes are orthogonal, too, where ranks only tremble
-// about what they have reached, and to sum them goes too far each way: then consecutive sums turn
-// back, and are trusted less.
+// which is Bayes' rule, the product of what the ranks have learned, where c' = 0, and the geometric
+// mean of their posteriors where c' = 1. Two things lie between c and c'. Changes are orthogonal,
+// too, where ranks only tremble about what they have reached, and to sum them goes too far each
+// way: then consecutive sums turn back, and are trusted less.
 //
-//     trust = clip(trust + cos(sum w_r, the sum before) + 0.4, 0, 1), at first 1
+//     trust = clip(trust + cos(sum w_r, the sum before) + leeway, 0, 1), at first 1
 //
 // And Bayes' rule is right where means move as precisions say. Under the model E (mu_r - mu0)^2 is
 // v0 - v_r: squares of the moves as large as the growth of precision. Where they are far smaller,
@@ -26,9 +27,6 @@
 //
 //     s = sum |w_r|^2 / sum ((l_r - l0) / l0),  part = s^4 / (s^4 + (1/4)^4)
 //     c' = part (1 - trust (1 - c))
-//
-// The precision becomes l0 + sum (l_r - l0) / sqrt(1 + (R - 1) c'): in full, it would keep what is
-// known from moving on; divided by that whole, it would forget what several ranks have seen.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +39,7 @@ namespace tagi_ddp {
 class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
-    static constexpr double leeway = 0.4;     // by which consecutive sums may turn back
+    static constexpr double leeway = 0.7;     // by which consecutive sums may turn back
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 
     // For changes of `parameters`.

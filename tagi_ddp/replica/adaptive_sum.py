@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import LEAST_PRECISION_KEPT, AdaptiveSum
+from tagi_ddp._backend import AdaptiveSum
 from tagi_ddp.replica.device_parameters import DeviceParameters
 
 
@@ -47,14 +47,9 @@ class DeviceAdaptiveSum:
         self.trust = torch.where((total > 0) & (last > 0), trust, self.trust)
         priors = (ranks - 1) * counts * (1 - self.trust * (1 - alike))
         self.previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
-        growth = precision.double() * variances
-        part = (1 / (1 + priors).sqrt()).repeat_interleave(self._counts)
-        whole = (1 + growth).clamp(min=LEAST_PRECISION_KEPT)
-        kept = (1 + part * growth).clamp(min=LEAST_PRECISION_KEPT)
-        weighted *= kept / (whole + priors.repeat_interleave(self._counts))
-        precision *= part
+        change *= (1 / (1 + priors)).float().repeat_interleave(self._counts).repeat(2)
         layers = zip(alike.split(self._layers), self._counts.split(self._layers), strict=True)
-        return [float((part * n).sum() / n.sum()) if len(n) else 0.0 for part, n in layers]
+        return [float((c * n).sum() / n.sum()) if len(n) else 0.0 for c, n in layers]
 
     def restart(self) -> None:
         """Forget the sums before."""

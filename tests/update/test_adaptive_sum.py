@@ -48,14 +48,12 @@ class Expected:
             if self.last is not None:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
                 cosine = a @ b / np.sqrt((a @ a) * (b @ b))
-                self.trust[i] = np.clip(self.trust[i] + cosine + 0.4, 0, 1)
-            after = 1 / scale + precision[block]
+                self.trust[i] = np.clip(self.trust[i] + cosine + 0.7, 0, 1)
             surprise = squares / max((precision[block] * scale).sum(), 1e-300)
             counts = surprise**4 / (surprise**4 + 4.0**-4)
             priors = (self.ranks - 1) * counts * (1 - self.trust[i] * (1 - alike))
-            damped[block] /= np.sqrt(1 + priors)
-            # add_change divides by the damped precision.
-            result[block] *= (1 / scale + damped[block]) / (after + priors / scale)
+            for half in (damped, result):
+                half[block] /= 1 + priors
         self.last = total
         return np.concatenate([damped, result])
 
