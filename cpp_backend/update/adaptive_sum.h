@@ -39,7 +39,7 @@ namespace tagi_ddp {
 class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
-    static constexpr double leeway = 0.7;     // by which consecutive sums may turn back
+    static constexpr double leeway = 0.65;    // by which consecutive sums may turn back
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 
     // For changes of `parameters`.
