@@ -220,6 +220,7 @@ void bind_parameters(nb::module_& module) {
         .def(nb::init<const Parameters&>(), "parameters"_a)
         .def_ro_static("BLOCK", &AdaptiveSum::block_floats)
         .def_ro_static("LEEWAY", &AdaptiveSum::leeway)
+        .def_ro_static("REGAINED", &AdaptiveSum::regained)
         .def_ro_static("SURPRISE", &AdaptiveSum::surprise)
         .def_prop_ro("blocks", &AdaptiveSum::blocks)
         .def(

@@ -119,7 +119,8 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
         if (sum > 0 && before_that > 0) {
             const double cosine = product(weighted, last, var, block.count) /
                                   (std::sqrt(sum) * std::sqrt(before_that));
-            trust = std::clamp(trust + cosine + leeway, 0.0, 1.0);
+            const double turn = cosine + leeway;
+            trust = std::clamp(trust + (turn > 0 ? regained * turn : turn), 0.0, 1.0);
         }
         const double priors = (ranks - 1) * counts * (1.0 - trust * (1.0 - alike));
         scale(weighted, last, precision, static_cast<float>(1.0 / (1.0 + priors)), block.count);

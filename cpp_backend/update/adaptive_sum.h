@@ -19,7 +19,8 @@
 // too, where ranks only tremble about what they have reached, and to sum them goes too far each
 // way: then consecutive sums turn back, and are trusted less.
 //
-//     trust = clip(trust + cos(sum w_r, the sum before) + leeway, 0, 1), at first 1
+//     t = cos(sum w_r, the sum before) + 0.65
+//     trust = clip(trust + t, 0, 1) where t < 0, clip(trust + 0.3 t, 0, 1) else, at first 1
 //
 // And Bayes' rule is right where means move as precisions say. Under the model E (mu_r - mu0)^2 is
 // v0 - v_r: squares of the moves as large as the growth of precision. Where they are far smaller,
@@ -40,6 +41,7 @@ class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
     static constexpr double leeway = 0.65;    // by which consecutive sums may turn back
+    static constexpr double regained = 0.3;   // of trust, where one that is lost is lost at once
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 
     // For changes of `parameters`.

@@ -43,7 +43,8 @@ class DeviceAdaptiveSum:
         counts = torch.where(every > 0, 1 / (1 + (AdaptiveSum.SURPRISE * grown / every) ** 4), 0.0)
         counts = torch.where(torch.isfinite(every), counts, 1.0)
         cosine = self._product(weighted, self.previous, variances) / (total.sqrt() * last.sqrt())
-        trust = (self.trust + cosine + AdaptiveSum.LEEWAY).clamp(0, 1)
+        turn = cosine + AdaptiveSum.LEEWAY
+        trust = (self.trust + torch.where(turn > 0, AdaptiveSum.REGAINED * turn, turn)).clamp(0, 1)
         self.trust = torch.where((total > 0) & (last > 0), trust, self.trust)
         priors = (ranks - 1) * counts * (1 - self.trust * (1 - alike))
         self.previous = torch.where(torch.isfinite(weighted), weighted, 0.0)

@@ -48,7 +48,8 @@ class Expected:
             if self.last is not None:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
                 cosine = a @ b / np.sqrt((a @ a) * (b @ b))
-                self.trust[i] = np.clip(self.trust[i] + cosine + 0.65, 0, 1)
+                turn = cosine + 0.65
+                self.trust[i] = np.clip(self.trust[i] + (0.3 * turn if turn > 0 else turn), 0, 1)
             surprise = squares / max((precision[block] * scale).sum(), 1e-300)
             counts = surprise**4 / (surprise**4 + 4.0**-4)
             priors = (self.ranks - 1) * counts * (1 - self.trust[i] * (1 - alike))
