@@ -218,7 +218,7 @@ def main() -> None:
 
 
 def _joining(model: DDPSequential) -> dict[str, float]:
-    """Return when a new rank was ready for the others, and had their posterior, in monotonic time."""
+    """Return when a new rank was ready for the others, and had their posterior (monotonic time)."""
     if not (model.elastic and model.joined):
         return {}
     joining = model.changes[0]

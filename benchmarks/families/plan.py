@@ -72,9 +72,9 @@ class Measured:
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(t) steps on 1 to 4 emulated hosts of 1 to 4 ranks, and the memory of a rank.
 
-    The link between hosts is measured by one rank of each. As all hosts share this machine's cores,
-    that within a host is measured while the others' are, and so are a step without communication and
-    the arithmetic of a merge.
+    The link between hosts is measured by one rank of each. As all hosts share this machine's
+    cores, that within a host is measured while the others' are, and so are a step without
+    communication and the arithmetic of a merge.
     """
     held = _memory(communicator, 64 if quick else 2000)
     cases = {

@@ -83,9 +83,9 @@ def product(x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
     """
     large = x.shape[0] * weights.numel() > _LARGE
     if large and x.is_cpu and torch.backends.mkldnn.is_available():
-        bias = added if added is not None and added.dim() == 1 else None
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, bias, "none", [], "")
-        return output if added is bias else output.add_(added)
+        row = added if added is not None and added.dim() == 1 else None
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, row, "none", [], "")
+        return output if added is None or added is row else output.add_(added)
     if added is None:
         return torch.mm(x, weights.t())
     return torch.addmm(added, x, weights.t())
