@@ -156,7 +156,7 @@ def main() -> None:
         for size in (32, width):  # libraries load what they need at the first steps
             before = _resident()
             with DDPSequential(_mlp(size), communicator=comm, compute="torch", **options) as model:
-                _seconds(comm, model, 2 * EVERY)
+                _seconds(comm, model, 2)
                 gc.collect()
                 held = _resident() - before
                 comm.barrier()
@@ -258,13 +258,13 @@ def _case(
     with model:
         for each in (alone, model):
             each.set_threads(1)
-        _seconds(network, alone, 10)
-        step = _seconds(network, alone, 40)
+        _seconds(network, alone, 3)
+        step = _seconds(network, alone, 10)
         merge = _arithmetic(network, alone) if scheme == "precision" else 0.0
-        once = _seconds(network, model, EVERY)
+        once = _seconds(network, model, 1)
         if scheme == "precision":
             model._exchange._all_shares = 8 * EVERY  # as later, when merges are seldom
-        seconds = _seconds(network, model, EVERY * max(1, min(10, round(1 / once))))
+        seconds = _seconds(network, model, max(1, min(15, round(1 / once))))
     return step, merge, _parameters(model), seconds
 
 
@@ -303,21 +303,23 @@ def _link(
     return link.latency, link.bandwidth
 
 
-def _seconds(network: Communicator, model: Any, steps: int) -> float:
-    """Return the seconds of a step, on the slowest rank."""
+def _seconds(network: Communicator, model: Any, blocks: int) -> float:
+    """Return the seconds of a step, the median over blocks of `EVERY`, on the slowest rank."""
     rng = np.random.default_rng(network.rank)
     x = rng.normal(size=(BATCH, INPUTS)).astype(np.float32)
     y, var = np.zeros(BATCH, np.float32), np.ones(BATCH, np.float32)
     updater = OutputUpdater("cpu")
     network.barrier(timeout=600)
-    start = time.perf_counter()
-    for _ in range(steps):
-        model(x)
-        updater.update(model.output_z_buffer, y, var, model.input_delta_z_buffer)
-        model.backward()
-        model.step()
-    spent = time.perf_counter() - start
-    return float(max(all_gather_object(network, spent))) / steps
+    spent = []
+    for _ in range(blocks):
+        start = time.perf_counter()
+        for _ in range(EVERY):
+            model(x)
+            updater.update(model.output_z_buffer, y, var, model.input_delta_z_buffer)
+            model.backward()
+            model.step()
+        spent.append((time.perf_counter() - start) / EVERY)
+    return float(max(all_gather_object(network, float(np.median(spent)))))
 
 
 def _mlp(width: int) -> Sequential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -174,6 +175,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             else ElasticSum(setting, membership.called)
         )
         self.changes = []
+        _import_torch()
         self._meet_again((), time.monotonic())
 
     def _meet_again(self, blamed: Sequence[int], began: float) -> None:
@@ -258,3 +260,10 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         if isinstance(self._exchange, ElasticExchange):
             return self._exchange
         raise RuntimeError(f"{name} needs DDPSequential(..., elastic=True)")
+
+
+def _import_torch() -> None:
+    """Import what gloo and large batches need, which takes a second, before others wait for it."""
+    with contextlib.suppress(ImportError):
+        import tagi_ddp.communicators.host.gloo
+        import tagi_ddp.compute.on_torch  # noqa: F401
