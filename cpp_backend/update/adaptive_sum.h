@@ -41,7 +41,7 @@ class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
     static constexpr double leeway = 0.65;    // by which consecutive sums may turn back
-    static constexpr double regained = 0.3;   // of trust, where one that is lost is lost at once
+    static constexpr double regained = 0.3;   // of a rise of trust; of a fall all counts
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 
     // For changes of `parameters`.

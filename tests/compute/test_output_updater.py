@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tagi_ddp
+from tagi_ddp.compute.innovation import innovation
+from tagi_ddp.compute.states import Dense, States
 
 INPUTS, OUTPUTS = 3, 6
 WAYS = ("update", "update_using_indices", "update_heteros")
@@ -131,3 +133,16 @@ def test_empty_share() -> None:
 def test_plain_sequential() -> None:
     with pytest.raises(TypeError, match="accelerate"):
         tagi_ddp.OutputUpdater(network(""))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_what_nothing_is_learned_from(activated: bool) -> None:
+    """NaN observations, gains that are not finite, also of means that are not; but infinite ones."""
+    nan, inf = float("nan"), float("inf")
+    jacobian = Dense(torch.ones(1, 6)) if activated else None
+    variance = torch.tensor([[0.5, 0.5, 0.0, nan, -inf, 0.5]])
+    states = States(torch.tensor([[1.0, 1.0, 1.0, nan, nan, 1.0]]), variance, jacobian)
+    noise = torch.tensor([[0.5, 0.5, 0.0, 0.5, inf, 0.5]])
+    found = innovation(states, torch.tensor([[2.0, nan, 2.0, 2.0, 2.0, inf]]), noise)
+    assert found.mean.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, inf]]
+    assert found.variance.tolist() == [[-1.0, 0.0, 0.0, 0.0, 0.0, -1.0]]
