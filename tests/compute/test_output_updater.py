@@ -137,7 +137,7 @@ def test_plain_sequential() -> None:
 
 @pytest.mark.parametrize("activated", [False, True])
 def test_what_nothing_is_learned_from(activated: bool) -> None:
-    """NaN observations, gains that are not finite, also of means that are not; but infinite ones."""
+    """From NaN observations, and gains that are not finite; but an infinite one is a defect."""
     nan, inf = float("nan"), float("inf")
     jacobian = Dense(torch.ones(1, 6)) if activated else None
     variance = torch.tensor([[0.5, 0.5, 0.0, nan, -inf, 0.5]])
