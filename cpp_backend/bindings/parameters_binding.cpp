@@ -222,27 +222,29 @@ void bind_parameters(nb::module_& module) {
         .def_ro_static("LEEWAY", &AdaptiveSum::leeway)
         .def_ro_static("REGAINED", &AdaptiveSum::regained)
         .def_ro_static("SURPRISE", &AdaptiveSum::surprise)
-        .def_prop_ro("blocks", &AdaptiveSum::blocks)
+        .def_prop_ro("described", &AdaptiveSum::described, "How many numbers describe a change.")
         .def(
-            "squares",
-            [](const AdaptiveSum& self, Floats change, Floats before, Floats squares) {
-                self.check(change.size(), before.size(), squares.size());
+            "describe",
+            [](const AdaptiveSum& self, Floats change, Floats before, double steps,
+               Floats description) {
+                self.check(change.size(), before.size(), description.size());
                 nb::gil_scoped_release unlocked;
-                self.squares(change.data(), before.data(), squares.data());
+                self.describe(change.data(), before.data(), steps, description.data());
             },
-            "change"_a, "before"_a, "squares"_a,
-            "Write the square of the weighted half of a rank's change, of each block.")
+            "change"_a, "before"_a, "steps"_a, "description"_a,
+            "Describe a rank's change in so many steps since before: by block, the square of its "
+            "weighted half; and the steps.")
         .def(
             "damp",
-            [](AdaptiveSum& self, Floats change, Floats before, Floats squares, int ranks) {
+            [](AdaptiveSum& self, Floats change, Floats before, Floats description, int ranks) {
                 if (ranks < 1) throw std::invalid_argument("ranks must be at least 1");
-                self.check(change.size(), before.size(), squares.size());
+                self.check(change.size(), before.size(), description.size());
                 nb::gil_scoped_release unlocked;
-                return self.damp(change.data(), before.data(), squares.data(), ranks);
+                return self.damp(change.data(), before.data(), description.data(), ranks);
             },
-            "change"_a, "before"_a, "squares"_a, "ranks"_a,
-            "Damp the sum of the changes of so many ranks; squares are the sums of theirs. Returns "
-            "by layer how far the ranks agree: 0 orthogonal, 1 the same.")
+            "change"_a, "before"_a, "description"_a, "ranks"_a,
+            "Damp the sum of the changes of so many ranks, and so is description that of theirs. "
+            "Returns by layer how far the ranks agree: 0 orthogonal, 1 the same.")
         .def("restart", &AdaptiveSum::restart, "Forget the sums before.")
         .def_prop_ro(
             "previous",

@@ -55,14 +55,19 @@ double counted(double squares, double growth) {
     return 1.0 / (1.0 + ratio * ratio * ratio * ratio);
 }
 
-// Makes of sums such a part of them; `last` keeps the weighted ones as they were.
+// Keeps values that are finite.
 TAGI_DDP_WIDE
-void scale(float* weighted, float* last, float* precision, float part, size_t count) {
+void keep(float* values, float* last, size_t count) {
     for (size_t i = 0; i < count; ++i) {
-        last[i] = std::fabs(weighted[i]) <= std::numeric_limits<float>::max() ? weighted[i] : 0.0f;
-        weighted[i] *= part;
-        precision[i] *= part;
+        last[i] = std::fabs(values[i]) <= std::numeric_limits<float>::max() ? values[i] : 0.0f;
     }
+}
+
+// Divides by 1 + priors.
+TAGI_DDP_WIDE
+void divide(float* values, double priors, size_t count) {
+    const float part = static_cast<float>(1.0 / (1.0 + priors));
+    for (size_t i = 0; i < count; ++i) values[i] *= part;
 }
 
 }  // namespace
@@ -82,23 +87,26 @@ AdaptiveSum::AdaptiveSum(const Parameters& parameters)
     trust_.assign(blocks_.size(), 1.0);
 }
 
-void AdaptiveSum::check(size_t change, size_t before, size_t squares) const {
-    if (change != 2 * size_ || before != 2 * size_ || squares != blocks_.size()) {
+void AdaptiveSum::check(size_t change, size_t before, size_t description) const {
+    if (change != 2 * size_ || before != 2 * size_ || description != described()) {
         throw std::invalid_argument("expected changes of " + std::to_string(2 * size_) +
-                                    " floats and " + std::to_string(blocks_.size()) + " squares");
+                                    " floats, described by " + std::to_string(described()));
     }
 }
 
-void AdaptiveSum::squares(const float* change, const float* before, float* squares) const {
+void AdaptiveSum::describe(const float* change, const float* before, double steps,
+                           float* description) const {
     for (const Block& block : blocks_) {
         const float* const weighted = change + size_ + block.begin;
-        *squares++ = static_cast<float>(
+        *description++ = static_cast<float>(
             product(weighted, weighted, before + size_ + block.begin, block.count));
     }
+    *description = static_cast<float>(steps);
 }
 
-std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* squares,
+std::vector<double> AdaptiveSum::damp(float* change, const float* before, const float* description,
                                       int ranks) {
+    const bool single = description[blocks_.size()] <= static_cast<float>(ranks);
     std::vector<double> agreement(weights_.size(), 0.0);
     for (size_t number = 0; number < blocks_.size(); ++number) {
         const Block& block = blocks_[number];
@@ -107,7 +115,7 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
         float* const weighted = precision + size_;
         float* const last = previous_.data() + block.begin;
         const float* const var = before + size_ + block.begin;
-        const double all = *squares++;
+        const double all = description[number];
         const double sum = product(weighted, weighted, var, block.count);
         const double before_that = product(last, last, var, block.count);
         double alike = 1.0, counts = 1.0;  // where a rank's squares are not finite
@@ -116,14 +124,16 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
             alike = std::clamp((ratio - 1.0) / std::max(1, ranks - 1), 0.0, 1.0);
             counts = all > 0 ? counted(all, growth(precision, var, block.count)) : 0.0;
         }
-        if (sum > 0 && before_that > 0) {
+        if (!single && sum > 0 && before_that > 0) {
             const double cosine = product(weighted, last, var, block.count) /
                                   (std::sqrt(sum) * std::sqrt(before_that));
             const double turn = cosine + leeway;
             trust = std::clamp(trust + (turn > 0 ? regained * turn : turn), 0.0, 1.0);
         }
-        const double priors = (ranks - 1) * counts * (1.0 - trust * (1.0 - alike));
-        scale(weighted, last, precision, static_cast<float>(1.0 / (1.0 + priors)), block.count);
+        const double trusted = single ? 1.0 : trust;
+        keep(weighted, last, block.count);
+        divide(precision, (ranks - 1) * counts * (1.0 - trusted * (1.0 - alike)), block.count);
+        divide(weighted, (ranks - 1) * (1.0 - trusted * (1.0 - counts * alike)), block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);
     }
     for (size_t layer = 0; layer < agreement.size(); ++layer) {

@@ -10,24 +10,25 @@
 //
 // is 0 where the ranks' changes are orthogonal and 1 where they are the same (the idea of Maleki et
 // al. 2020, "Scaling distributed training with adaptive summation"). A part of the sum of changes
-// is taken in, of precisions and of weighted means alike,
+// is taken in,
 //
-//     (sum (l_r - l0), sum w_r) / (1 + (R - 1) c')
+//     sum (l_r - l0) / (1 + (R - 1) c_l),  sum w_r / (1 + (R - 1) c_w)
 //
-// which is Bayes' rule, the product of what the ranks have learned, where c' = 0, and the geometric
-// mean of their posteriors where c' = 1. Two things lie between c and c'. Changes are orthogonal,
-// too, where ranks only tremble about what they have reached, and to sum them goes too far each
-// way: then consecutive sums turn back, and are trusted less.
+// which is Bayes' rule, the product of what the ranks have learned, where c_l = c_w = 0, and the
+// geometric mean of their posteriors where both are 1. Two things lie between these and c. Bayes'
+// rule is right where means move as precisions say. Under the model E (mu_r - mu0)^2 is v0 - v_r:
+// squares of the moves as large as the growth of precision. Where they are far smaller, no step was
+// capped, and what ranks learn alike adds up.
+//
+//     s = sum |w_r|^2 / sum ((l_r - l0) / l0),  part = s^4 / (s^4 + (1/4)^4)
+//
+// And changes are orthogonal, too, where ranks that step alone for a while only tremble about what
+// they have reached, and to sum them goes too far each way: then consecutive sums turn back, and
+// are trusted less. Single steps turn back on one process, too, and are trusted.
 //
 //     t = cos(sum w_r, the sum before) + 0.65
 //     trust = clip(trust + t, 0, 1) where t < 0, clip(trust + 0.3 t, 0, 1) else, at first 1
-//
-// And Bayes' rule is right where means move as precisions say. Under the model E (mu_r - mu0)^2 is
-// v0 - v_r: squares of the moves as large as the growth of precision. Where they are far smaller,
-// no step was capped, and what ranks learn alike adds up.
-//
-//     s = sum |w_r|^2 / sum ((l_r - l0) / l0),  part = s^4 / (s^4 + (1/4)^4)
-//     c' = part (1 - trust (1 - c))
+//     c_l = part (1 - trust (1 - c)),  c_w = 1 - trust (1 - part c)
 #pragma once
 
 #include <cstddef>
@@ -49,15 +50,20 @@ class AdaptiveSum {
 
     size_t blocks() const { return blocks_.size(); }
 
-    // Throws std::invalid_argument where these are not the sizes of two changes and `blocks()`.
-    void check(size_t change, size_t before, size_t squares) const;
+    // How many numbers describe a change.
+    size_t described() const { return blocks_.size() + 1; }
 
-    // Of each block of a rank's change since `before`: the square of its weighted half.
-    void squares(const float* change, const float* before, float* squares) const;
+    // Throws std::invalid_argument where these are not the sizes of two changes and `described()`.
+    void check(size_t change, size_t before, size_t description) const;
 
-    // Damps `change`, the sum of those of so many `ranks`, in place; `squares` are the sums of
+    // Describes a rank's change in so many `steps` since `before`: by block, the square of its
+    // weighted half; and the steps.
+    void describe(const float* change, const float* before, double steps, float* description) const;
+
+    // Damps `change`, the sum of those of so many `ranks`, in place; so is `description` that of
     // theirs. Returns c, by layer. What is not finite stays so, and counts as nothing.
-    std::vector<double> damp(float* change, const float* before, const float* squares, int ranks);
+    std::vector<double> damp(float* change, const float* before, const float* description,
+                             int ranks);
 
     // Forgets the sums before.
     void restart();

@@ -21,21 +21,23 @@ class DeviceAdaptiveSum:
         self._layers = [len(weights) + len(biases) for weights, biases in pairs]
         device = parameters.mu.device
         self._counts = torch.tensor([n for run in counts for n in run], device=device)
-        self.blocks = len(self._counts)
+        blocks = len(self._counts)
+        self.described = blocks + 1
         self.previous = torch.zeros_like(parameters.mu)
-        self.trust = torch.ones(self.blocks, dtype=torch.float64, device=device)
+        self.trust = torch.ones(blocks, dtype=torch.float64, device=device)
 
-    def squares(self, change: Tensor, before: Tensor, squares: Tensor) -> None:
-        """Write the square of the weighted half of a rank's change, of each block."""
+    def describe(self, change: Tensor, before: Tensor, steps: float, description: Tensor) -> None:
+        """Describe a rank's change in so many steps since ``before``."""
         weighted = change.chunk(2)[1]
-        squares.copy_(self._product(weighted, weighted, before.chunk(2)[1]))
+        description[:-1].copy_(self._product(weighted, weighted, before.chunk(2)[1]))
+        description[-1] = steps
 
-    def damp(self, change: Tensor, before: Tensor, squares: Tensor, ranks: int) -> list[float]:
+    def damp(self, change: Tensor, before: Tensor, description: Tensor, ranks: int) -> list[float]:
         """Damp the sum of the ranks' changes; return the agreement by layer."""
         precision, weighted = change.chunk(2)
         variances = before.chunk(2)[1]
         total, last = (self._product(w, w, variances) for w in (weighted, self.previous))
-        every = squares.double()
+        every, single = description[:-1].double(), description[-1] <= ranks
         ratio = torch.where(every > 0, total / every, 0.0)
         alike = ((ratio - 1) / max(1, ranks - 1)).clamp(0, 1)
         alike = torch.where(torch.isfinite(every), alike, 1.0)
@@ -45,10 +47,11 @@ class DeviceAdaptiveSum:
         cosine = self._product(weighted, self.previous, variances) / (total.sqrt() * last.sqrt())
         turn = cosine + AdaptiveSum.LEEWAY
         trust = (self.trust + torch.where(turn > 0, AdaptiveSum.REGAINED * turn, turn)).clamp(0, 1)
-        self.trust = torch.where((total > 0) & (last > 0), trust, self.trust)
-        priors = (ranks - 1) * counts * (1 - self.trust * (1 - alike))
+        self.trust = torch.where(~single & (total > 0) & (last > 0), trust, self.trust)
+        trusted = torch.where(single, 1.0, self.trust)
         self.previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
-        change *= (1 / (1 + priors)).float().repeat_interleave(self._counts).repeat(2)
+        precision *= self._part((ranks - 1) * counts * (1 - trusted * (1 - alike)))
+        weighted *= self._part((ranks - 1) * (1 - trusted * (1 - counts * alike)))
         layers = zip(alike.split(self._layers), self._counts.split(self._layers), strict=True)
         return [float((c * n).sum() / n.sum()) if len(n) else 0.0 for c, n in layers]
 
@@ -56,6 +59,10 @@ class DeviceAdaptiveSum:
         """Forget the sums before."""
         self.previous.zero_()
         self.trust.fill_(1)
+
+    def _part(self, priors: Tensor) -> Tensor:
+        """Return, for each parameter, what is taken in."""
+        return (1 / (1 + priors)).float().repeat_interleave(self._counts)
 
     def _product(self, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
         """Return of each block the sum of a * b * scale, in one order."""

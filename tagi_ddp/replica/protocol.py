@@ -104,16 +104,16 @@ class AdaptiveSum(Protocol):
         ...
 
     @property
-    def blocks(self) -> int:
-        """Into how many blocks the parameters fall."""
+    def described(self) -> int:
+        """How many numbers describe a change."""
         ...
 
-    def squares(self, change: Any, before: Any, squares: Any) -> None:
-        """Write the square of the weighted half of a rank's change since then, of each block."""
+    def describe(self, change: Any, before: Any, steps: float, description: Any) -> None:
+        """Describe a rank's change in so many steps since ``before``."""
         ...
 
-    def damp(self, change: Any, before: Any, squares: Any, ranks: int) -> list[float]:
-        """Damp the sum of the changes of so many ranks; squares are the sums of theirs.
+    def damp(self, change: Any, before: Any, description: Any, ranks: int) -> list[float]:
+        """Damp the sum of the changes of so many ranks, and so is ``description`` that of theirs.
 
         Returns by layer how far the ranks agree: 0, orthogonal, to 1, the same.
         """

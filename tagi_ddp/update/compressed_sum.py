@@ -53,13 +53,13 @@ class CompressedSum:
         fill(self._own, state["own"])
         fill(self._part, state["part"])
 
-    def start(self, change: Buffer, squares: Buffer, before: Buffer) -> Pending:
-        """Begin to sum ``change`` since Gaussians ``before``; ``squares`` stay exact."""
+    def start(self, change: Buffer, description: Buffer, before: Buffer) -> Pending:
+        """Begin to sum ``change`` since Gaussians ``before``; ``description`` stays exact."""
         codec, ranks = self._codec, self._communicator.size
         units = codec.units(before)
         self._own[: len(change)] += change * units
-        exact = codec.floats(-(-len(squares) // ranks) * ranks)
-        exact[: len(squares)] = squares
+        exact = codec.floats(-(-len(description) // ranks) * ranks)
+        exact[: len(description)] = description
         message = codec.join(codec.compress(self._own), exact, ranks)
         sent = to_host(self._communicator, message)
         rows = sent * 0
@@ -70,7 +70,7 @@ class CompressedSum:
             work.wait()
             total, exactly = self._sum(rows, len(exact) // ranks)
             change[:] = total[: len(change)] / units
-            squares[:] = exactly[: len(squares)]
+            description[:] = exactly[: len(description)]
 
         return Finishing(finish)
 
@@ -84,10 +84,10 @@ class CompressedSum:
         part = codec.join(codec.compress(self._part), exactly, 1)
         gathered = rows * 0
         self._communicator.all_gather(to_host(self._communicator, part), gathered)
-        compressed, squares = codec.split(gathered, exact)
+        compressed, exactly = codec.split(gathered, exact)
         total = codec.floats(len(self._own))
         codec.add(compressed, total)
-        return total, squares
+        return total, exactly
 
 
 @dataclass

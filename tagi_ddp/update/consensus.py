@@ -30,9 +30,10 @@ class Consensus:
         self._damping = replica.adaptive_sum() if adaptive else None
         self.gaussians = replica.zeros()
         size = len(self.gaussians)
-        # A change, and of each of its blocks the square.
-        self.bucket = replica.bucket(communicator, self._damping.blocks if self._damping else 0)
-        self.change, self._squares = self.bucket[:size], self.bucket[size:]
+        # A change, and what describes it.
+        self.bucket = replica.bucket(communicator, self._damping.described if self._damping else 0)
+        self.change, self._description = self.bucket[:size], self.bucket[size:]
+        self.steps = 0  # that this rank has made since its last change
         self.agreement = [0.0] * len(replica.layers)
         self.enter(communicator)
         self.begin()
@@ -47,6 +48,7 @@ class Consensus:
     def begin(self) -> None:
         """Begin anew with the present state."""
         self._replica.parameters.read_posterior(self.gaussians)
+        self.steps = 0
         if self._damping:
             self._damping.restart()
         if self._compressed:
@@ -56,6 +58,7 @@ class Consensus:
         """Return what `load_state_dict` needs to go on from here, on this rank."""
         return {
             "gaussians": as_array(self.gaussians),
+            "steps": self.steps,
             "agreement": list(self.agreement),
             "damping": memory_of(self._damping),
             "compressed": self._compressed.state_dict() if self._compressed else None,
@@ -64,6 +67,7 @@ class Consensus:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was called, by a consensus of the same settings."""
         fill(self.gaussians, state["gaussians"])
+        self.steps = state["steps"]
         self.agreement = list(state["agreement"])
         remember(self._damping, state["damping"])
         if self._compressed:
@@ -91,9 +95,10 @@ class Consensus:
     def start(self) -> Pending:
         """Begin to add up the ranks' changes, of which `change` holds this one's."""
         if self._damping:
-            self._damping.squares(self.change, self.gaussians, self._squares)
+            self._damping.describe(self.change, self.gaussians, self.steps, self._description)
+        self.steps = 0
         if self._compressed:
-            return self._compressed.start(self.change, self._squares, self.gaussians)
+            return self._compressed.start(self.change, self._description, self.gaussians)
         return Sum(self._communicator, self.bucket)
 
     def share(self, group: Communicator, root: int) -> None:
@@ -104,7 +109,9 @@ class Consensus:
         """Make of the sum of all changes, in `change`, what is taken in."""
         if self._damping:
             ranks = self._communicator.size
-            self.agreement = self._damping.damp(self.change, self.gaussians, self._squares, ranks)
+            self.agreement = self._damping.damp(
+                self.change, self.gaussians, self._description, ranks
+            )
 
 
 def memory_of(damping: AdaptiveSum | None) -> dict[str, Any] | None:

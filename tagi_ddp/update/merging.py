@@ -118,8 +118,10 @@ class Merging(Exchange):
         # Bits are worth saving between nodes; within the only one, too, if that is asked for.
         within = None if self._hierarchy.nodes > 1 else scheme.compress
         self._node = Consensus(self._hierarchy.node, replica, adaptive, within)
+        self._levels = [self._node]
         if self._hierarchy.nodes > 1:
             self._common = Consensus(self._hierarchy.inter_node, replica, adaptive, scheme.compress)
+            self._levels.append(self._common)
             self._sent = replica.zeros()  # this node's change that is in flight
         self._sum: Pending | None = None  # of all nodes' changes, on the ranks that send them
         self._sender: int | None = None  # their node rank; None: nothing is in flight
@@ -260,6 +262,8 @@ class Merging(Exchange):
     def _step(self, samples: int, finished: bool) -> None:
         """Apply this rank's own deltas, capped; not if they are not finite."""
         self.steps += not finished
+        for level in self._levels:
+            level.steps += not finished
         culprit = self._replica.step_alone(samples, self._alone_of)
         self._culprit = self._culprit or culprit
         if not culprit:
@@ -283,6 +287,7 @@ class Merging(Exchange):
         if self._hierarchy.node.rank == sender:
             common.change[:] = self._sent
             self._sum = common.start()
+        common.steps = 0
 
     @traced("merging nodes")
     def _receive(self) -> None:

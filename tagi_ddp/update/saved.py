@@ -33,34 +33,37 @@ def merge_saved(
         )
     ]
     merged = [
-        _merged(replica, [posterior for posterior, _ in node], node[0][1]["node"]) for node in nodes
+        _merged(replica, [posterior for posterior, _ in node], [state["node"] for _, state in node])
+        for node in nodes
     ]
     if len(nodes) == 1:
         return merged[0]
     # A change that was in flight is in its node's posterior, too, and not yet in the common one.
-    return _merged(replica, merged, nodes[0][0][1]["nodes"]["common"])
+    return _merged(replica, merged, [node[0][1]["nodes"]["common"] for node in nodes])
 
 
-def _merged(replica: Replica, posteriors: Sequence[Buffer], consensus: dict[str, Any]) -> Buffer:
-    """Merge the posteriors of a group whose consensus that was."""
+def _merged(
+    replica: Replica, posteriors: Sequence[Buffer], states: Sequence[dict[str, Any]]
+) -> Buffer:
+    """Merge the posteriors of a group; ``states`` of its consensus, on each rank."""
     if len(posteriors) == 1:
         return posteriors[0]
     parameters = replica.parameters
     common, change, total = (replica.zeros() for _ in range(3))
-    fill(common, consensus["gaussians"])
+    fill(common, states[0]["gaussians"])
     damping = None
-    if consensus["damping"] is not None:
+    if states[0]["damping"] is not None:
         damping = replica.adaptive_sum()
-        remember(damping, consensus["damping"])
-    blocks = damping.blocks if damping else 0
-    square, squares = replica.zeros()[:blocks], replica.zeros()[:blocks]
-    for posterior in posteriors:
+        remember(damping, states[0]["damping"])
+    described = damping.described if damping else 0
+    description, descriptions = replica.zeros()[:described], replica.zeros()[:described]
+    for posterior, state in zip(posteriors, states, strict=True):
         parameters.change_since(posterior, common, change)
         total += change
         if damping:
-            damping.squares(change, common, square)
-            squares += square
+            damping.describe(change, common, state["steps"], description)
+            descriptions += description
     if damping:
-        damping.damp(total, common, squares, len(posteriors))
+        damping.damp(total, common, descriptions, len(posteriors))
     parameters.add_change(common, common, total)
     return common

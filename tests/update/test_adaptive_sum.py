@@ -35,8 +35,8 @@ class Expected:
         self.trust = np.ones(len(self.blocks))
         self.last: FloatArray | None = None
 
-    def damped(self, changes: FloatArray, var0: FloatArray) -> FloatArray:
-        """Return what changes, [ranks, 2 size], add up to."""
+    def damped(self, changes: FloatArray, var0: FloatArray, steps: float) -> FloatArray:
+        """Return what changes, [ranks, 2 size], of so many steps each, add up to."""
         precision, weighted = changes.sum(0)[: len(var0)], changes[:, len(var0) :]
         total = weighted.sum(0)
         damped, result = precision.copy(), total.copy()
@@ -45,16 +45,16 @@ class Expected:
             squares = (own**2 * scale).sum()
             ratio = (total[block] ** 2 * scale).sum() / squares
             alike = np.clip((ratio - 1) / (self.ranks - 1), 0, 1)
-            if self.last is not None:
+            if self.last is not None and steps > 1:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
                 cosine = a @ b / np.sqrt((a @ a) * (b @ b))
                 turn = cosine + 0.65
                 self.trust[i] = np.clip(self.trust[i] + (0.3 * turn if turn > 0 else turn), 0, 1)
             surprise = squares / max((precision[block] * scale).sum(), 1e-300)
             counts = surprise**4 / (surprise**4 + 4.0**-4)
-            priors = (self.ranks - 1) * counts * (1 - self.trust[i] * (1 - alike))
-            for half in (damped, result):
-                half[block] /= 1 + priors
+            trust, others = self.trust[i] if steps > 1 else 1.0, self.ranks - 1
+            damped[block] /= 1 + others * counts * (1 - trust * (1 - alike))
+            result[block] /= 1 + others * (1 - trust * (1 - counts * alike))
         self.last = total
         return np.concatenate([damped, result])
 
@@ -68,28 +68,34 @@ def as_tensor(values: FloatArray) -> torch.Tensor:
 
 
 def summed(
-    damping: Any, changes: list[FloatArray], prior: FloatArray, convert: Any = np.copy
+    damping: Any,
+    changes: list[FloatArray],
+    prior: FloatArray,
+    convert: Any = np.copy,
+    steps: float = 8,
 ) -> tuple[FloatArray, list[float]]:
     """Return the damped sum of the ranks' changes, and their agreement."""
-    squares = []
+    described = []
     for change in changes:
-        squares.append(convert(np.zeros(damping.blocks, np.float32)))
-        damping.squares(convert(change), convert(prior), squares[-1])
+        described.append(convert(np.zeros(damping.described, np.float32)))
+        damping.describe(convert(change), convert(prior), steps, described[-1])
     total = convert(np.sum(changes, axis=0))
-    agreement = damping.damp(total, convert(prior), sum(squares[1:], squares[0]), len(changes))
+    agreement = damping.damp(total, convert(prior), sum(described[1:], described[0]), len(changes))
     return np.asarray(total), agreement
 
 
 @settings(max_examples=30, deadline=None)
-@given(layers_of, st.integers(2, 6), seeds)
-def test_is_the_formula(layers: list[tuple[int, int]], ranks: int, seed: int) -> None:
-    """Three merges in turn, on the host and on a device."""
+@given(layers_of, st.integers(2, 6), seeds, st.permutations([1, 2, 8]))
+def test_is_the_formula(
+    layers: list[tuple[int, int]], ranks: int, seed: int, order: list[int]
+) -> None:
+    """Three merges in turn, after so many steps each, on the host and on a device."""
     rng, table = np.random.default_rng(seed), table_of(layers)
     damping = _backend.AdaptiveSum(table)
     device, expected = on_device(table), Expected(layers, ranks)
-    assert damping.blocks == device.blocks == len(expected.blocks)
+    assert damping.described == device.described == len(expected.blocks) + 1
     common = rng.normal(size=2 * table.size)
-    for _ in range(3):
+    for steps in order:
         prior = gaussians(rng, table.size)
         changes = []
         for _ in range(ranks):
@@ -98,9 +104,10 @@ def test_is_the_formula(layers: list[tuple[int, int]], ranks: int, seed: int) ->
                 np.float32
             )
             changes.append(change)
-        ours, agreement = summed(damping, changes, prior)
-        other, same = summed(device, changes, prior, as_tensor)
-        exact = expected.damped(np.array(changes, np.float64), prior[table.size :].astype(float))
+        ours, agreement = summed(damping, changes, prior, steps=steps)
+        other, same = summed(device, changes, prior, as_tensor, steps)
+        variances = prior[table.size :].astype(float)
+        exact = expected.damped(np.array(changes, np.float64), variances, steps)
         scale = np.abs(np.array(changes, np.float64)).sum(0)
         assert (np.abs(ours - exact) <= 1e-5 * scale).all()
         assert (np.abs(other - ours) <= 1e-5 * scale).all()
@@ -165,6 +172,39 @@ def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> N
     again, _ = summed(damping, changes, prior)
     fresh, _ = summed(_backend.AdaptiveSum(table), changes, prior)
     assert again.tolist() == fresh.tolist()
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 16), seeds)
+def test_precisions_count_where_sums_turn_back_for_noise(ranks: int, seed: int) -> None:
+    """Where ranks know better after each merge, only their means are averaged."""
+    rng, table = np.random.default_rng(seed), table_of([(256, 0)])
+    prior, damping = gaussians(rng, 256), _backend.AdaptiveSum(table)
+    changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
+    for change in changes:
+        change[:256] = 1e4 / prior[256:]
+    for sign in (1, -1, 1, -1, 1, -1):
+        turned = [np.concatenate([change[:256], sign * change[256:]]) for change in changes]
+        total, _ = summed(damping, turned, prior)
+    np.testing.assert_allclose(total[:256], ranks * 1e4 / prior[256:], rtol=1e-3)
+    scale = np.abs(np.array(turned)).sum(0)[256:]
+    assert (np.abs(total[256:] - np.sum(turned, axis=0)[256:] / ranks) <= 1e-6 * scale).all()
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 16), seeds)
+def test_single_steps_that_turn_back_are_summed(ranks: int, seed: int) -> None:
+    rng, table = np.random.default_rng(seed), table_of([(300, 0)])
+    prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table)
+    changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
+    for change in changes:
+        change[:300] = 0  # nobody knows better
+    fresh, _ = summed(damping, changes, prior, steps=1)
+    for _ in range(3):
+        back, _ = summed(damping, [-change for change in changes], prior, steps=1)
+        again, _ = summed(damping, changes, prior, steps=1)
+    assert back[300:].tolist() == (-fresh[300:]).tolist()
+    assert again[300:].tolist() == fresh[300:].tolist()
 
 
 @settings(max_examples=20)
