@@ -99,7 +99,7 @@ def _seconds(way: str, kind: str, hidden: int, kills: int) -> dict[str, Figure]:
                 _await_next(job, folder, way, before, victim, moment, taken)
             (folder / "over").touch()
             job.wait(LIMIT)
-    return {what: _figure(seconds) for what, seconds in taken.items()}
+    return {what: Figure.of(seconds) for what, seconds in taken.items()}
 
 
 def _ready(folder: Path, way: str, ranks: int) -> bool:
@@ -138,11 +138,6 @@ def _await_next(
     line = _steps(folder)[new]
     for what, (since, until) in _JOINING.items():
         taken[f"a new rank {what}"].append(line[until] - line[since])
-
-
-def _figure(seconds: list[float]) -> Figure:
-    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-    return Figure(float(middle), float(low), float(high))
 
 
 @contextmanager

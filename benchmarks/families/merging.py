@@ -27,6 +27,7 @@ SEED = 1
 # steps between two merges, and more.
 WORSE = {2: (1.05, 1.15), 8: (1.02, 1.05)}
 LARGE, LOCAL = 4096, 32  # a global batch, and the local ones of a rank's share
+ORDERS = (0, 1, 2)  # where figures of one order of the data differ as much as is asked for
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Case:
     every: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     local: int = 0  # samples of a local batch; 0: a share is one step
-    order: int = 0  # of the data: the sampler's seed
+    orders: tuple[int, ...] = (0,)  # of the data: the sampler's seeds
 
     def __str__(self) -> str:
         """Return the row's name."""
         words = [f"{self.network}, batch {self.batch}, {self.ranks} ranks, {self.every} steps"]
-        words += [f"local batches of {self.local}, order {self.order}"] * bool(self.local)
+        words += [f"local batches of {self.local}"] * bool(self.local)
         return ", ".join([*words, *map(str, self.options.values())])
 
 
@@ -54,8 +55,9 @@ Found = dict[int, Quality]  # by epochs
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(o) 2 to 16 ranks that merge every 1 to 32 steps, against one process with the same batch.
 
-    Negative log-likelihood, calibration error and test error of Fashion-MNIST, by an MLP. And a
-    large global batch in local ones, against one process with a small batch; and rules and bits.
+    Negative log-likelihood, calibration error and test error of Fashion-MNIST, by an MLP; medians
+    where there are several orders of the data. And a large global batch in local ones, against one
+    process with a small batch; and rules and bits.
     """
     return measure_cases(communicator, quick, _cases(quick))
 
@@ -74,10 +76,11 @@ def measure_cases(communicator: Communicator, quick: bool, cases: Iterable[Case]
         part = communicator.split(0 if communicator.rank < case.ranks else None)
         if part is not None:
             with part:
-                ours = train(case, part)
+                ours = [train(case, order, part) for order in case.orders]
             if communicator.rank == 0:
                 print(f"{case}: {ours}", flush=True)  # the next ones take minutes
-                found += _rows(case, ours, alone[case.network, _compared_with(case)])
+                batch = _compared_with(case)
+                found += _rows(case, ours, [alone[case.network, batch, o] for o in case.orders])
         communicator.barrier(timeout=LIMIT)
     return found
 
@@ -93,8 +96,7 @@ def _cases(quick: bool) -> Iterator[Case]:
     yield Case("MLP", 256, 4, 8, {"merge": "bayes"})
     for compress in ("bf16", "int8"):
         yield Case("MLP", 256, 4, 32, {"compress": compress})
-    for order in range(3):
-        yield Case("MLP", LARGE, 16, 1, {}, LOCAL, order)
+    yield Case("MLP", LARGE, 16, 1, {}, LOCAL, ORDERS)
 
 
 def _compared_with(case: Case) -> int:
@@ -104,31 +106,34 @@ def _compared_with(case: Case) -> int:
 
 def _alone(
     communicator: Communicator, cases: list[Case], train: Callable[..., Found]
-) -> dict[tuple[str, int], Found]:
+) -> dict[tuple[str, int, int], Found]:
     """Train what the cases are compared with, each on a rank of its own."""
-    keys = sorted({(case.network, _compared_with(case)) for case in cases})
+    compared = [(case.network, _compared_with(case), case.orders) for case in cases]
+    keys = sorted({(kind, batch, order) for kind, batch, orders in compared for order in orders})
     mine = {}
-    for network, batch in keys[communicator.rank :: communicator.size]:
-        mine[network, batch] = train(Case(network, batch), SingleCommunicator())
+    for network, batch, order in keys[communicator.rank :: communicator.size]:
+        mine[network, batch, order] = train(Case(network, batch), order, SingleCommunicator())
     communicator.barrier(timeout=LIMIT)
     told = [
         [[*key], [[epochs, *vars(quality).values()] for epochs, quality in found.items()]]
         for key, found in mine.items()
     ]
     return {
-        (network, batch): {epochs: Quality(*values) for epochs, *values in found}
+        (network, batch, order): {epochs: Quality(*values) for epochs, *values in found}
         for part in all_gather_object(communicator, told)
-        for (network, batch), found in part
+        for (network, batch, order), found in part
     }
 
 
-def _train(case: Case, group: Communicator, data: ImageData, epochs: tuple[int, ...]) -> Found:
+def _train(
+    case: Case, order: int, group: Communicator, data: ImageData, epochs: tuple[int, ...]
+) -> Found:
     task = ImageTask(data, SIGMA_V)
     options: dict[str, Any] = {"average": False}
     if case.ranks > 1:
         options = {"reduction": "precision", "sync_every": case.every, **case.options}
     network = _network(case.network, data.side, task.metric.hrc_softmax.len)
-    sampler = DistributedSampler(data.x_train, group.size, group.rank, seed=case.order)
+    sampler = DistributedSampler(data.x_train, group.size, group.rank, seed=order)
     found = {}
     with DDPSequential(network, communicator=group, compute="torch", **options) as model:
         model.set_threads(1)
@@ -167,9 +172,10 @@ def mlp(side: int, outputs: int) -> Sequential:
     )
 
 
-def _rows(case: Case, ours: Found, alone: Found) -> Iterator[Row]:
-    for epochs, quality in ours.items():
-        other, name = alone[epochs], f"{case}, {epochs} epochs"
+def _rows(case: Case, ours: list[Found], alone: list[Found]) -> Iterator[Row]:
+    """Return the medians over the orders of the data."""
+    for epochs in ours[0]:
+        name = f"{case}, {epochs} epochs"
         worse = WORSE[epochs][case.every > 8] if epochs in WORSE else None
         target = 1 / worse if worse and not (case.options or case.local) else None
         for kind, unit, least in (
@@ -178,5 +184,8 @@ def _rows(case: Case, ours: Found, alone: Found) -> Iterator[Row]:
             ("error", "%", None),
         ):
             attribute = "nll" if kind == "likelihood" else kind
-            mine, theirs = (Figure.single(getattr(found, attribute)) for found in (quality, other))
+            mine, theirs = (
+                Figure.of([getattr(found[epochs], attribute) for found in orders])
+                for orders in (ours, alone)
+            )
             yield Row(f"{kind}, {name}", mine, theirs, unit, least)

@@ -35,6 +35,12 @@ class Figure:
         """Return that of one measurement."""
         return cls(value, value, value)
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        """Return that of so many measurements."""
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        return cls(float(middle), float(low), float(high))
+
     def in_unit(self, factor: float) -> Figure:
         return Figure(factor * self.median, factor * self.low, factor * self.high)
 
