@@ -73,6 +73,31 @@ def test_steps_alone_are_capped_as_parts_of_a_step_of_all(shm: RankPool, device:
     np.testing.assert_allclose(bayes, one, rtol=1e-5)
 
 
+def tremble(comm: Any, device: str, options: Options, shares: int, local: int) -> bool:
+    """All ranks learn that values are large, and small, by turns. Returns whether they are trusted.
+
+    They merge after so many shares, each of so many steps.
+    """
+    model = wrap(comm, device=device, sync_every=shares, **options)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 6)
+    for merge in range(6):
+        for _ in range(shares):
+            for part in model.local_batches(np.arange(6), 6 // local):
+                learn(model, x[part], y[part] + 3000 * (-1) ** merge)
+                model.step()
+    state = model._exchange.state_dict()
+    level = state["node"] if state["nodes"] is None else state["nodes"]["common"]
+    return bool((level["damping"]["trust"] == 1).all())
+
+
+@pytest.mark.parametrize("options", [{}, {"node_size": 1}], ids=["one level", "two levels"])
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_single_steps_are_trusted(shm: RankPool, device: str, options: Options) -> None:
+    for shares, local, trusted in ((1, 1, True), (2, 1, False), (1, 2, False)):
+        found = shm.run(tremble, device, options, shares, local, size=2)
+        assert found == [trusted, trusted], (shares, local)
+
+
 def learn_locally(comm: Any, sizes: list[int]) -> tuple[str, str, int]:
     """Shares of a batch in local batches, and the same by as many steps."""
     x, y = NETWORKS["mlp"].batch(comm.rank, 40)
