@@ -22,7 +22,7 @@ from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import Closing, abort
 from tagi_ddp.data import DistributedSampler
 
-_FORMAT = 1
+_FORMAT = 2
 _SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
 
 
