@@ -141,15 +141,15 @@ def _by_changes(replica: Any, adaptive: bool) -> Merge:
     parameters, damping = replica.parameters, AdaptiveSum(replica.parameters)
 
     def merge(prior: np.ndarray, posteriors: np.ndarray) -> np.ndarray:
-        total, squares = np.zeros_like(prior), np.zeros(damping.blocks, np.float32)
+        total, descriptions = np.zeros_like(prior), np.zeros(damping.described, np.float32)
         for posterior in posteriors:
-            change, square = np.empty_like(prior), np.empty_like(squares)
+            change, description = np.empty_like(prior), np.empty_like(descriptions)
             parameters.change_since(posterior, prior, change)
-            damping.squares(change, prior, square)
+            damping.describe(change, prior, EVERY, description)
             total += change
-            squares += square
+            descriptions += description
         if adaptive:
-            damping.damp(total, prior, squares, RANKS)
+            damping.damp(total, prior, descriptions, RANKS)
         merged = prior.copy()
         parameters.add_change(merged, prior, total)
         return merged
