@@ -55,7 +55,7 @@ double counted(double squares, double growth) {
     return 1.0 / (1.0 + ratio * ratio * ratio * ratio);
 }
 
-// Keeps values that are finite.
+// Copies values to `last`, and 0 for those that are not finite.
 TAGI_DDP_WIDE
 void keep(float* values, float* last, size_t count) {
     for (size_t i = 0; i < count; ++i) {

@@ -48,8 +48,6 @@ class AdaptiveSum {
     // For changes of `parameters`.
     explicit AdaptiveSum(const Parameters& parameters);
 
-    size_t blocks() const { return blocks_.size(); }
-
     // How many numbers describe a change.
     size_t described() const { return blocks_.size() + 1; }
 

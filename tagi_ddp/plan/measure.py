@@ -24,8 +24,9 @@ _BETWEEN = 4  # times as much memory
 def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> Link:
     """Time all_reduces of some sizes, and return the link that explains them best, to all ranks.
 
-    A collective call. Each rank must have a link of its own, as the ranks of one node have
-    (`Cluster.node`), or one rank of every node while the others rest (`Cluster.across`).
+    In turn with other work, as in training. A collective call. Each rank must have a link of its
+    own, as the ranks of one node have (`Cluster.node`), or one rank of every node while the others
+    rest (`Cluster.across`).
 
     Args:
         communicator: of 2 or more ranks.

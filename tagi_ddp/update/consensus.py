@@ -86,6 +86,7 @@ class Consensus:
         """
         if self._communicator.size == 1:
             self.gaussians[:] = now
+            self.steps = 0
             return [0] * len(self._replica.layers)
         self._replica.parameters.change_since(now, self.gaussians, self.change)
         self.start().wait()

@@ -166,6 +166,7 @@ class ElasticMerging(Merging, ElasticExchange):
             comm.broadcast(array if behind else array.copy(), source)
         if behind:  # the others have what it has learned, or have left that behind
             self._begin()
+            self._node.steps = 0
             self._write()
 
     def settle(self) -> None:

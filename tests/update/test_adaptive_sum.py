@@ -84,6 +84,16 @@ def summed(
     return np.asarray(total), agreement
 
 
+def moves(
+    rng: np.random.Generator, table: _backend.Parameters, prior: FloatArray, ranks: int
+) -> list[FloatArray]:
+    """Return changes of ranks whose means move, though nobody knows better."""
+    changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
+    for change in changes:
+        change[: table.size] = 0
+    return changes
+
+
 @settings(max_examples=30, deadline=None)
 @given(layers_of, st.integers(2, 6), seeds, st.permutations([1, 2, 8]))
 def test_is_the_formula(
@@ -160,9 +170,7 @@ def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> N
     """Ranks that tremble: what one merge does the next undoes."""
     rng, table = np.random.default_rng(seed), table_of([(300, 0)])
     prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table)
-    changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
-    for change in changes:
-        change[:300] = 0  # nobody knows better
+    changes = moves(rng, table, prior, ranks)
     for sign in (1, -1, 1, -1, 1, -1):
         total, _ = summed(damping, [sign * change for change in changes], prior)
         start = sign * np.sum(changes, axis=0)[300:]
@@ -196,9 +204,7 @@ def test_precisions_count_where_sums_turn_back_for_noise(ranks: int, seed: int) 
 def test_single_steps_that_turn_back_are_summed(ranks: int, seed: int) -> None:
     rng, table = np.random.default_rng(seed), table_of([(300, 0)])
     prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table)
-    changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
-    for change in changes:
-        change[:300] = 0  # nobody knows better
+    changes = moves(rng, table, prior, ranks)
     fresh, _ = summed(damping, changes, prior, steps=1)
     for _ in range(3):
         back, _ = summed(damping, [-change for change in changes], prior, steps=1)

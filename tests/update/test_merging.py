@@ -46,6 +46,7 @@ def test_one_process_just_trains(device: str) -> None:
             learn(model, *NETWORKS["mlp"].batch(step, 6))
             model.step()
     assert [model.unmerged_steps for model in models] == [0, 0, 2, 0]
+    assert [m._exchange.state_dict()["node"]["steps"] for m in models[1:]] == [0, 2, 0]
     assert len({model.check_replicas() for model in models}) == 1
 
 

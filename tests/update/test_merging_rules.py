@@ -13,6 +13,9 @@ from support.reports import report
 from tagi_ddp import DDPSequential
 from tagi_ddp._backend import cap_factor
 from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.update.elastic import ElasticMerging
+from tagi_ddp.update.exchange import Setting
+from tagi_ddp.update.merging import Scheme
 
 Options = dict[str, Any]
 
@@ -96,6 +99,26 @@ def test_single_steps_are_trusted(shm: RankPool, device: str, options: Options) 
     for shares, local, trusted in ((1, 1, True), (2, 1, False), (1, 2, False)):
         found = shm.run(tremble, device, options, shares, local, size=2)
         assert found == [trusted, trusted], (shares, local)
+
+
+def fall_behind(comm: Any) -> int:
+    """Rank 1 has made two steps that rank 0 knows nothing of, and goes on from where that is."""
+    with wrap(comm) as model:
+        scheme = Scheme(node_size=None, rule="agreement", compress=None)
+        setting = Setting(comm, model._replica, average=False)
+        exchange = ElasticMerging(setting, scheme, 4, lambda progress, exchanging: False)
+        for _ in range(1 + comm.rank):
+            learn(model, *NETWORKS["mlp"].batch(0, 6))
+            exchange(6)
+        exchange.enter(comm)
+        exchange.take_over(0, behind=comm.rank == 1)
+        steps = exchange.state_dict()["node"]["steps"]
+        exchange.close()
+    return int(steps)
+
+
+def test_steps_that_are_left_behind_do_not_count(shm: RankPool) -> None:
+    assert shm.run(fall_behind, size=2) == [1, 0]
 
 
 def learn_locally(comm: Any, sizes: list[int]) -> tuple[str, str, int]:
