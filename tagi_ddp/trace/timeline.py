@@ -42,7 +42,9 @@ class Timeline:
         self._failed = False  # to write, which is not tried again
         self._named: set[int] = set()  # threads whose names have been written
         self._written = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while its thread has it
+        self._writer = 0  # the thread that is writing
+        self._ended_by = 0  # the signal that has come meanwhile
         atexit.register(self.write)
         # Launchers end ranks by it when another one has failed.
         in_main = threading.current_thread() is threading.main_thread()
@@ -62,16 +64,9 @@ class Timeline:
         if os.getpid() != self._process:
             return  # a fork: these are its parent's
         with self._lock:
-            events, self._events = self._events, []
-            self._written = time.monotonic()
-            if not events:
-                return
+            self._writer = threading.get_ident()
             try:
-                place = detect()
-                job = place.job or f"{socket.gethostname()}-{self._process}"
-                self._folder.mkdir(parents=True, exist_ok=True)
-                path = self._folder / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', job)}.json"
-                append(path, self._lines(place.rank, events))
+                self._write()
             except (OSError, ValueError) as error:
                 self._failed = True
                 warnings.warn(
@@ -79,12 +74,28 @@ class Timeline:
                     RuntimeWarning,
                     stacklevel=2,
                 )
+            finally:
+                self._writer = 0
+        if self._ended_by:
+            _end_by(self._ended_by)
+
+    def _write(self) -> None:
+        events, self._events = self._events, []
+        self._written = time.monotonic()
+        if not events:
+            return
+        place = detect()
+        job = place.job or f"{socket.gethostname()}-{self._process}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', job)}.json"
+        append(path, self._lines(place.rank, events))
 
     def _terminate(self, number: int, frame: object) -> None:
-        if not self._lock.locked():  # else this has interrupted it
-            self.write()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        if self._writer == threading.get_ident():  # interrupted, and ends when it has written
+            self._ended_by = number
+            return
+        self.write()
+        _end_by(number)
 
     def _lines(
         self, rank: int, events: list[tuple[str, threading.Thread, float, float]]
@@ -108,6 +119,11 @@ class Timeline:
 def _name(kind: str, rank: int, thread: int, name: str) -> dict[str, object]:
     event = {"name": f"{kind}_name", "ph": "M", "pid": rank, "tid": thread}
     return event | {"args": {"name": name}}
+
+
+def _end_by(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def append(path: Path, events: list[bytes]) -> None:
