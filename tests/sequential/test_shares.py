@@ -10,6 +10,8 @@ from support.networks import NETWORKS, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
 from support.reports import wrap
 
+from tagi_ddp.communicators.single import SingleCommunicator
+
 
 def accumulate(comm: Any, name: str, splits: list[int]) -> tuple[float, float]:
     """Train with micro-batches, and on the same batches whole; return how far both are apart."""
@@ -35,6 +37,31 @@ def test_no_sync_sums_micro_batches(shm: RankPool, name: str, splits: list[int])
     for apart, moved in shm.run(accumulate, name, splits, size=2):
         assert apart < 1e-5
         assert moved > 1e-3
+
+
+def train_as_two(comm: Any, name: str, compute: str) -> float:
+    """Train by two ranks, and alone by their shares in turn; return how far both are apart."""
+    options: dict[str, Any] = {"average": False, "compute": compute}
+    together, alone = wrap(comm, name, **options), wrap(SingleCommunicator(), name, **options)
+    for step in range(30):
+        shares = [NETWORKS[name].batch(2 * step + rank, 5 + rank) for rank in range(2)]
+        learn(together, *shares[comm.rank])
+        together.step()
+        with alone.no_sync():
+            for share in shares:
+                learn(alone, *share)
+        alone.step()
+    return distance(parameters(together), parameters(alone))
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"), [("mlp", "native"), ("mlp", "torch"), ("mlp", "engine"), ("cnn", "torch")]
+)
+def test_two_ranks_equal_one_that_takes_their_shares(
+    shm: RankPool, name: str, compute: str
+) -> None:
+    """Bit for bit: what ranks change is nothing but the order of sums."""
+    assert shm.run(train_as_two, name, compute, size=2) == [0.0, 0.0]
 
 
 def last_micro_batch_outside(comm: Any) -> bool:
