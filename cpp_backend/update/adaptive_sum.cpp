@@ -55,11 +55,14 @@ double counted(double squares, double growth) {
     return 1.0 / (1.0 + ratio * ratio * ratio * ratio);
 }
 
-// Copies values to `last`, and 0 for those that are not finite.
+// Adds a multiple of the sum before, and makes this sum, where it is finite, the last one.
 TAGI_DDP_WIDE
-void keep(float* values, float* last, size_t count) {
+void follow(float* values, float* last, double multiple, size_t count) {
+    const float factor = static_cast<float>(multiple);
     for (size_t i = 0; i < count; ++i) {
-        last[i] = std::fabs(values[i]) <= std::numeric_limits<float>::max() ? values[i] : 0.0f;
+        const float value = values[i];
+        values[i] += factor * last[i];
+        last[i] = std::fabs(value) <= std::numeric_limits<float>::max() ? value : 0.0f;
     }
 }
 
@@ -124,14 +127,15 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
             alike = std::clamp((ratio - 1.0) / std::max(1, ranks - 1), 0.0, 1.0);
             counts = all > 0 ? counted(all, growth(precision, var, block.count)) : 0.0;
         }
+        double back = 0.0;
         if (!single && sum > 0 && before_that > 0) {
-            const double cosine = product(weighted, last, var, block.count) /
-                                  (std::sqrt(sum) * std::sqrt(before_that));
-            const double turn = cosine + leeway;
+            const double along = product(weighted, last, var, block.count);
+            back = std::min(along / before_that, 0.0);
+            const double turn = along / (std::sqrt(sum) * std::sqrt(before_that)) + leeway;
             trust = std::clamp(trust + (turn > 0 ? regained * turn : turn), 0.0, 1.0);
         }
         const double trusted = single ? 1.0 : trust;
-        keep(weighted, last, block.count);
+        follow(weighted, last, back * back / (1.0 - back), block.count);
         divide(precision, (ranks - 1) * counts * (1.0 - trusted * (1.0 - alike)), block.count);
         divide(weighted, (ranks - 1) * (1.0 - trusted * (1.0 - counts * alike)), block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);

@@ -22,11 +22,19 @@
 //
 //     s = sum |w_r|^2 / sum ((l_r - l0) / l0),  part = s^4 / (s^4 + (1/4)^4)
 //
-// And changes are orthogonal, too, where ranks that step alone for a while only tremble about what
-// they have reached, and to sum them goes too far each way: then consecutive sums turn back, and
-// are trusted less. Single steps turn back on one process, too, and are trusted.
+// And changes are orthogonal, too, where ranks that step alone for a while go from one side of what
+// they seek to the other: their sum overshoots, and consecutive sums turn back. Of the sum before a
+// sum has r times as much in itself; if r < 0 and all depends linearly on where it begins, sums go
+// on so, and what they add up to in that direction is taken in at once (Aitken's process, or
+// Anderson acceleration with one direction only, for there is noise in the others):
 //
-//     t = cos(sum w_r, the sum before) + 0.65
+//     r = <sum w_r, the sum before> / |the sum before|^2, from the sum before r / (1 - r) times
+//
+// What still turns back is trusted less. Sums of mere noise about a minimum, each of which undoes
+// the one before, have a cosine of -1/2 and are trusted so far. Single steps turn back on one
+// process, too, and nothing of this is done to them.
+//
+//     t = cos(sum w_r, the sum before) + 1/2
 //     trust = clip(trust + t, 0, 1) where t < 0, clip(trust + 0.3 t, 0, 1) else, at first 1
 //     c_l = part (1 - trust (1 - c)),  c_w = 1 - trust (1 - part c)
 #pragma once
@@ -41,7 +49,7 @@ namespace tagi_ddp {
 class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
-    static constexpr double leeway = 0.65;    // by which consecutive sums may turn back
+    static constexpr double leeway = 0.5;     // by which consecutive sums may turn back
     static constexpr double regained = 0.3;   // of a rise of trust; of a fall all counts
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 

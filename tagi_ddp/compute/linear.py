@@ -50,7 +50,8 @@ class Linear(Layer):
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Sum over the batch: delta W = var W (dm^T a), delta var W = var W^2 (dv^T a^2)."""
-        assert self._saved is not None and self._squares is not None
+        assert self._saved is not None
+        assert self._squares is not None
         mean_delta = deltas.mean.view(-1, self._outputs)
         variance_delta = deltas.variance.view(-1, self._outputs)
         weights, biases = self._weights, self._biases

@@ -44,12 +44,17 @@ class DeviceAdaptiveSum:
         grown = self._product(precision, variances, torch.ones_like(variances)).clamp(min=0)
         counts = torch.where(every > 0, 1 / (1 + (AdaptiveSum.SURPRISE * grown / every) ** 4), 0.0)
         counts = torch.where(torch.isfinite(every), counts, 1.0)
-        cosine = self._product(weighted, self.previous, variances) / (total.sqrt() * last.sqrt())
-        turn = cosine + AdaptiveSum.LEEWAY
+        along = self._product(weighted, self.previous, variances)
+        turns = ~single & (total > 0) & (last > 0)
+        turn = along / (total.sqrt() * last.sqrt()) + AdaptiveSum.LEEWAY
         trust = (self.trust + torch.where(turn > 0, AdaptiveSum.REGAINED * turn, turn)).clamp(0, 1)
-        self.trust = torch.where(~single & (total > 0) & (last > 0), trust, self.trust)
+        self.trust = torch.where(turns, trust, self.trust)
         trusted = torch.where(single, 1.0, self.trust)
-        self.previous = torch.where(torch.isfinite(weighted), weighted, 0.0)
+        back = torch.where(turns, (along / last).clamp(max=0), 0.0)
+        back = (back * back / (1 - back)).float().repeat_interleave(self._counts)
+        finite = torch.where(torch.isfinite(weighted), weighted, 0.0)
+        weighted.addcmul_(back, self.previous)
+        self.previous = finite
         precision *= self._part((ranks - 1) * counts * (1 - trusted * (1 - alike)))
         weighted *= self._part((ranks - 1) * (1 - trusted * (1 - counts * alike)))
         layers = zip(alike.split(self._layers), self._counts.split(self._layers), strict=True)

@@ -42,18 +42,20 @@ class Expected:
         damped, result = precision.copy(), total.copy()
         for i, block in enumerate(self.blocks):
             own, scale = weighted[:, block], var0[block]
-            squares = (own**2 * scale).sum()
+            squares, along = (own**2 * scale).sum(), 0.0
             ratio = (total[block] ** 2 * scale).sum() / squares
             alike = np.clip((ratio - 1) / (self.ranks - 1), 0, 1)
             if self.last is not None and steps > 1:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
-                cosine = a @ b / np.sqrt((a @ a) * (b @ b))
-                turn = cosine + 0.65
+                along = min(a @ b / (b @ b), 0)
+                turn = a @ b / np.sqrt((a @ a) * (b @ b)) + 0.5
                 self.trust[i] = np.clip(self.trust[i] + (0.3 * turn if turn > 0 else turn), 0, 1)
             surprise = squares / max((precision[block] * scale).sum(), 1e-300)
             counts = surprise**4 / (surprise**4 + 4.0**-4)
             trust, others = self.trust[i] if steps > 1 else 1.0, self.ranks - 1
             damped[block] /= 1 + others * counts * (1 - trust * (1 - alike))
+            if along < 0:  # r times the sum before becomes r / (1 - r) times
+                result[block] += (along / (1 - along) - along) * self.last[block]
             result[block] /= 1 + others * (1 - trust * (1 - counts * alike))
         self.last = total
         return np.concatenate([damped, result])
@@ -167,7 +169,7 @@ def test_moves_that_precisions_account_for_are_summed(ranks: int, seed: int) -> 
 @settings(max_examples=20)
 @given(st.integers(2, 16), seeds)
 def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> None:
-    """Ranks that tremble: what one merge does the next undoes."""
+    """What one merge does the next undoes: the half of that is where both meet."""
     rng, table = np.random.default_rng(seed), table_of([(300, 0)])
     prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table)
     changes = moves(rng, table, prior, ranks)
@@ -175,7 +177,7 @@ def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> N
         total, _ = summed(damping, [sign * change for change in changes], prior)
         start = sign * np.sum(changes, axis=0)[300:]
     scale = np.abs(np.array(changes)).sum(0)[300:]
-    assert (np.abs(total[300:] - start / ranks) <= 1e-6 * scale).all()
+    assert (np.abs(total[300:] - start / ranks / 2) <= 1e-6 * scale).all()
     damping.restart()
     again, _ = summed(damping, changes, prior)
     fresh, _ = summed(_backend.AdaptiveSum(table), changes, prior)
@@ -196,7 +198,29 @@ def test_precisions_count_where_sums_turn_back_for_noise(ranks: int, seed: int) 
         total, _ = summed(damping, turned, prior)
     np.testing.assert_allclose(total[:256], ranks * 1e4 / prior[256:], rtol=1e-3)
     scale = np.abs(np.array(turned)).sum(0)[256:]
-    assert (np.abs(total[256:] - np.sum(turned, axis=0)[256:] / ranks) <= 1e-6 * scale).all()
+    assert (np.abs(total[256:] - np.sum(turned, axis=0)[256:] / ranks / 2) <= 1e-6 * scale).all()
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 16), st.floats(0.01, 1), seeds)
+def test_a_sum_that_overshot_ends_where_the_turns_lead(
+    ranks: int, overshot: float, seed: int
+) -> None:
+    """Where a sum of S goes ``overshot`` too far, it ends at S / (1 + overshot) from its start."""
+    rng, table = np.random.default_rng(seed), table_of([(256, 0)])
+    prior, damping = gaussians(rng, 256), _backend.AdaptiveSum(table)
+    first, second = np.zeros((2, ranks, 512), np.float32)
+    owner = np.arange(128) % ranks  # so that no two ranks' changes are alike
+    moved = (rng.normal(size=128) / np.sqrt(prior[256:384])).astype(np.float32)
+    other = (2 * moved * np.sqrt(prior[256:384] / prior[384:])).astype(np.float32)
+    first[owner, 256 + np.arange(128)] = moved
+    second[owner, 256 + np.arange(128)] = -overshot * moved
+    second[owner, 384 + np.arange(128)] = other
+    start, _ = summed(damping, list(first), prior)
+    total, _ = summed(damping, list(second), prior)
+    ended = start[256:384] + total[256:384]
+    np.testing.assert_allclose(ended, moved / (1 + overshot), rtol=1e-4)
+    np.testing.assert_allclose(total[384:], other, rtol=1e-5)
 
 
 @settings(max_examples=20)
