@@ -31,10 +31,10 @@
 //     r = <sum w_r, the sum before> / |the sum before|^2, from the sum before r / (1 - r) times
 //
 // What still turns back is trusted less. Sums of mere noise about a minimum, each of which undoes
-// the one before, have a cosine of -1/2 and are trusted so far. Single steps turn back on one
+// the one before, have a cosine of -1/2, and are trusted so far and by chance a little further. Single steps turn back on one
 // process, too, and nothing of this is done to them.
 //
-//     t = cos(sum w_r, the sum before) + 1/2
+//     t = cos(sum w_r, the sum before) + 0.55
 //     trust = clip(trust + t, 0, 1) where t < 0, clip(trust + 0.3 t, 0, 1) else, at first 1
 //     c_l = part (1 - trust (1 - c)),  c_w = 1 - trust (1 - part c)
 #pragma once
@@ -49,7 +49,7 @@ namespace tagi_ddp {
 class AdaptiveSum {
  public:
     static constexpr size_t block_floats = 256;
-    static constexpr double leeway = 0.5;     // by which consecutive sums may turn back
+    static constexpr double leeway = 0.55;    // by which consecutive sums may turn back
     static constexpr double regained = 0.3;   // of a rise of trust; of a fall all counts
     static constexpr double surprise = 0.25;  // at which agreement counts by half
 

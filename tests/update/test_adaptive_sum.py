@@ -48,7 +48,7 @@ class Expected:
             if self.last is not None and steps > 1:
                 a, b = (v[block] * np.sqrt(scale) for v in (total, self.last))
                 along = min(a @ b / (b @ b), 0)
-                turn = a @ b / np.sqrt((a @ a) * (b @ b)) + 0.5
+                turn = a @ b / np.sqrt((a @ a) * (b @ b)) + 0.55
                 self.trust[i] = np.clip(self.trust[i] + (0.3 * turn if turn > 0 else turn), 0, 1)
             surprise = squares / max((precision[block] * scale).sum(), 1e-300)
             counts = surprise**4 / (surprise**4 + 4.0**-4)
