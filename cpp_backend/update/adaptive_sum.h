@@ -30,9 +30,9 @@
 //
 //     r = <sum w_r, the sum before> / |the sum before|^2, from the sum before r / (1 - r) times
 //
-// What still turns back is trusted less. Sums of mere noise about a minimum, each of which undoes
-// the one before, have a cosine of -1/2, and are trusted so far and by chance a little further. Single steps turn back on one
-// process, too, and nothing of this is done to them.
+// What still turns back is trusted less. Of mere noise about a minimum, where each sum undoes the
+// one before, the cosine is -1/2: so far they are trusted, and a little further, for chance. Single
+// steps turn back on one process, too, and nothing of this is done to them.
 //
 //     t = cos(sum w_r, the sum before) + 0.55
 //     trust = clip(trust + t, 0, 1) where t < 0, clip(trust + 0.3 t, 0, 1) else, at first 1

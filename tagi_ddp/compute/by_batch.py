@@ -22,7 +22,7 @@ class ComputeByBatch:
         self, model: Any, natively: NativeCompute, make_other: Callable[[], Compute]
     ) -> None:
         """Choose between ``natively`` and what ``make_other`` makes: torch."""
-        self._work = Work(model, natively.replica)
+        self._work = Work(model._cpp_backend.layers, natively.replica)
         self.natively = natively
         self._make_other = make_other
         self._other: Compute | None = None

@@ -8,6 +8,7 @@ products are faster by a fifth and its layers begin later by some hundred micros
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,12 @@ _COSTS = {
 
 
 class Work:
-    """The work of a network's layers.
+    """The work of layers, the engine's objects.
 
     remembers: whether deltas of a layer add up over steps, so that one must compute them all.
     """
 
-    def __init__(self, model: Any, replica: Replica) -> None:
+    def __init__(self, layers: Sequence[Any], replica: Replica) -> None:
         counts = [count for _, count in replica.parameters.blocks[::2]]
         handles = [id(layer.handle) for layer in replica.layers]
         weights = dict(zip(handles, counts, strict=True))
@@ -55,7 +56,7 @@ class Work:
         self._call = 0.0  # by torch, less natively; in microseconds
         self._sample = 0.0
         outputs = 0
-        for handle in model._cpp_backend.layers:
+        for handle in layers:
             kind = type(handle).__name__
             cost = _COSTS.get(kind, _SLOW_ACTIVATION)
             self.remembers |= kind == "Embedding"

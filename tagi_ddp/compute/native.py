@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,14 @@ def build(model: Any, replica: Replica) -> Network:
 
     Raises ValueError or LayoutError where it cannot.
     """
+    return assemble(model._cpp_backend.layers, replica)
+
+
+def assemble(handles: Sequence[Any], replica: Replica) -> Network:
+    """Do the same for layers in a row, by their engine's objects."""
     parameters = replica.memory
     if parameters is None or not replica.in_place:
         raise LayoutError("the engine's memory cannot be used in place")
-    handles = model._cpp_backend.layers
     unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *_ACTIVATIONS}
     if unknown:
         raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")

@@ -24,6 +24,7 @@ from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
 from tagi_ddp.compute.embedding import Embedding
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
+from tagi_ddp.compute.linear_run import with_runs
 from tagi_ddp.compute.lstm import LSTM
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
@@ -87,26 +88,30 @@ class Network:
     """All layers of a replica, bound to its means and variances, and to a bucket for the deltas."""
 
     def __init__(
-        self, model: Any, replica: Replica, deltas: Tensor, dtype: torch.dtype = torch.float32
+        self,
+        model: Any,
+        replica: Replica,
+        deltas: Tensor,
+        dtype: torch.dtype = torch.float32,
+        kernels: bool = False,
     ) -> None:
         """Build the layers; ``deltas`` is [means | variances], float32.
 
-        Matrix products and convolutions are computed in ``dtype``.
+        Matrix products and convolutions are computed in ``dtype``. ``kernels``: whether the
+        backend's may compute Linear layers; their deltas go where the replica's are placed.
         """
         self._replica = replica
         self._deltas = deltas
-        self._layers = [_build(layer) for layer in model._cpp_backend.layers]
+        layers = [_build(layer) for layer in model._cpp_backend.layers]
+        #: the LSTM layers by their index; as the engine, without those inside of blocks
+        self.lstms = {i: layer for i, layer in enumerate(layers) if isinstance(layer, LSTM)}
+        self._layers = with_runs(layers, replica) if kernels else layers
         self._chain = Chain(None, self._layers)
         for part in self._chain.parts():
             part.dtype = dtype
         #: the number of elements of one sample of the input
         self.input_size = self._chain.parts()[0].input_size
         self.bind()
-
-    @property
-    def lstms(self) -> dict[int, LSTM]:
-        """The LSTM layers by their index; as the engine, without those inside of blocks."""
-        return {i: layer for i, layer in enumerate(self._layers) if isinstance(layer, LSTM)}
 
     @property
     def embeddings(self) -> list[Embedding]:

@@ -49,16 +49,20 @@ class Both:
     """One network of ``layers``, computed by the engine, by torch and natively from one state.
 
     ``native`` is None where the backend has no kernels for a layer, or none for its place.
+    ``kernels``: whether Linear layers of torch's are computed by the backend's, in small batches.
     """
 
-    def __init__(self, *layers: Any, threads: int = 1) -> None:
+    def __init__(self, *layers: Any, threads: int = 1, kernels: bool = False) -> None:
         import pytagi.nn as nn
 
         self.model = nn.Sequential(*layers)
         self.model.set_threads(threads)
         self.replica = attach(self.model)
         self.deltas = torch.zeros(2 * self.replica.parameters.size)
-        self.network = Network(self.model, self.replica, self.deltas)
+        if kernels:
+            assert self.replica.memory is not None
+            self.replica.memory.place_deltas(self.deltas.numpy())
+        self.network = Network(self.model, self.replica, self.deltas, kernels=kernels)
         try:
             self.native = native.build(self.model, self.replica)
         except ValueError:
@@ -197,6 +201,8 @@ def compare(
     ours = [both.torch(mean, variance, innovation)]
     if both.native is not None:
         ours.append(both.natively(mean, variance, innovation))
+    pytagi.manual_seed(seed % 2**31)
+    ours.append(Both(*make(), kernels=True).torch(mean, variance, innovation))
     state = copy.deepcopy([array for array, _ in saved])
     _restore(saved)
     theirs = both.engine(mean, variance, innovation)

@@ -1,0 +1,77 @@
+"""Linear layers in a row, and activations between them, of a network that torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tagi_ddp.compute import native
+from tagi_ddp.compute.activations import Activation
+from tagi_ddp.compute.blocks import Chain
+from tagi_ddp.compute.cost import Work
+from tagi_ddp.compute.layer import Layer
+from tagi_ddp.compute.linear import Linear
+from tagi_ddp.compute.states import Deltas, States, as_array, scale
+from tagi_ddp.replica.protocol import Replica
+
+
+class LinearRun(Chain):
+    """Small batches by the backend's kernels: there most of torch's time is its operations' begin.
+
+    The parameters are the replica's, in the engine's memory, and their deltas go where
+    `Parameters.place_deltas` has said.
+    """
+
+    def __init__(self, layers: Sequence[Layer], replica: Replica) -> None:
+        super().__init__(None, layers)
+        handles = [layer.handle for layer in layers]
+        self._kernels = native.assemble(handles, replica)
+        self._work = Work(handles, replica)
+        self._saved: States | None = None  # the inputs of a batch that the kernels have computed
+
+    def forward(self, states: States, training: bool) -> States:
+        """Call one after the other, or the kernels for all."""
+        mean, variance = states.viewed(self._kernels.input_size)
+        samples = len(mean)
+        self._saved = None
+        if not samples or not self._work.is_native(samples):
+            return super().forward(states, training)
+        self._saved = States(mean, None, states.jacobian)
+        out = mean.new_empty(2, samples, self._kernels.output_size)
+        spread = None if variance is None else as_array(variance)
+        self._kernels.forward(as_array(mean), spread, None, training, *out.numpy())
+        return States(*out)
+
+    def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
+        """Call one after the other, the last one first, or the kernels for all."""
+        saved = self._saved
+        if saved is None:
+            return super().backward(deltas, to_input)
+        self._kernels.set_innovation(as_array(deltas.mean), as_array(deltas.variance))
+        self._kernels.backward(to_input)
+        if not to_input:
+            return deltas
+        below = saved.mean.new_empty(2, *saved.mean.shape)
+        self._kernels.read_input_innovation(*below.numpy())
+        return scale(saved.jacobian, Deltas(*below))
+
+
+def with_runs(layers: Sequence[Layer], replica: Replica) -> list[Layer]:
+    """Return the layers, those that can be in a `LinearRun` within one."""
+    result: list[Layer] = []
+    run: list[Layer] = []
+
+    def end_run() -> None:
+        last = max((i for i, layer in enumerate(run) if isinstance(layer, Linear)), default=-1)
+        if last >= 0:
+            result.append(LinearRun(run[: last + 1], replica))
+        result.extend(run[last + 1 :])
+        run.clear()
+
+    for layer in layers:
+        if isinstance(layer, Linear) or (run and isinstance(layer, Activation)):
+            run.append(layer)
+        else:
+            end_run()
+            result.append(layer)
+    end_run()
+    return result
