@@ -105,7 +105,7 @@ void bind_compute(nb::module_& module) {
         "observations "
         "of all outputs. Returns False, with nothing done, unless all are as many.");
     module.def(
-        "innovation",
+        "output_innovation",
         [](const Inputs& mean, const Inputs& variance, const Inputs& jacobian, const Inputs& mu_obs,
            const Inputs& var_obs, const Outputs& out_mean, const Outputs& out_variance) {
             const size_t count = mean.size();

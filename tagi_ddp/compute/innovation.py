@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagi_ddp import _backend
+from tagi_ddp._backend import output_innovation
 from tagi_ddp.compute.states import Deltas, States, as_array
 
 
@@ -42,7 +42,7 @@ def innovation_on_host(states: States, mu_obs: Tensor, var_obs: Tensor) -> Delta
     given = [states.mean, states.variance_tensor()]
     jacobian = None if states.jacobian is None else as_array(states.jacobian.tensor())
     out = torch.empty((2, *states.mean.shape))
-    _backend.innovation(
+    output_innovation(
         *map(as_array, given), jacobian, as_array(mu_obs), as_array(var_obs), *out.numpy()
     )
     return Deltas(*out)
