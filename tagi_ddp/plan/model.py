@@ -17,8 +17,8 @@ communicators of this package do:
   node's on the link that they share, and a phase in the node; large ones in chunks, of which one
   is between nodes while others are in the nodes.
 - broadcast of n bytes in a node: one latency and n bytes after the handshake.
-- A vote, before replicas change, on whether all can: a handshake and an all_gather of almost no
-  bytes, which is one phase; with nodes of several ranks, two in the node and one between.
+- A vote, before replicas change, on whether all can: between nodes a handshake, whose messages
+  carry it; in a node a handshake and an all_gather of almost no bytes, which is one phase.
 
 The schemes, each with n bytes, both deltas of all parameters:
 
@@ -212,10 +212,7 @@ def _handshake(cluster: Cluster, ranks: int) -> float:
 
 
 def _vote(cluster: Cluster, ranks: int) -> float:
-    inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
-    gather = _phase(cluster.node, inside, 0)
-    if nodes > 1:
-        gather = 2 * gather + _phase_between(cluster.across, nodes, 0)
+    gather = _phase(cluster.node, ranks, 0) if cluster.nodes(ranks) == 1 else 0.0
     return _handshake(cluster, ranks) + gather
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
@@ -11,6 +13,10 @@ from tagi_ddp.communicators.errors import CommunicatorError, Mismatch
 from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.flat import Flat
 from tagi_ddp.communicators.host.two_level import Make, TwoLevel, open_two_levels, ranks_by_host
+
+# Bytes that are gathered with the messages of the handshake, of a rank and of all: no engine is
+# faster.
+_FEW, _FEW_OF_ALL = 256, 1 << 15
 
 
 class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
@@ -82,6 +88,16 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     def _all_gather(
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
+        kind = target.array.dtype
+        if max(counts) * kind.itemsize <= _FEW and sum(counts) * kind.itemsize <= _FEW_OF_ALL:
+            handshake = self._handshake(call)
+            own = source.array.tobytes().hex()
+            told = {**handshake.gather(own), self.rank: own}
+            ends = np.cumsum(counts)
+            for rank, (count, end) in enumerate(zip(counts, ends, strict=True)):
+                target.array[end - count : end] = np.frombuffer(bytes.fromhex(told[rank]), kind)
+            handshake.leave()
+            return
         handshake = self._enter(call)
         self._way.all_gather(handshake, source, target, counts)
         self._done(handshake, call)

@@ -28,6 +28,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
     "large all_reduce": lambda c: c.all_reduce(ones(2_000_000)),
     "broadcast": lambda c: c.broadcast(ones(), c.size - 1),
     "all_gather": lambda c: c.all_gather(ones(), ones(8 * c.size)),
+    "large all_gather": lambda c: c.all_gather(ones(100), ones(100 * c.size)),
     "reduce_scatter": lambda c: c.reduce_scatter(ones(8 * c.size), ones()),
     "all_to_all": lambda c: c.all_to_all(ones(8 * c.size), ones(8 * c.size)),
     "recv": lambda c: c.recv(ones(), c.size - 1) if c.rank < c.size - 1 else c.send(ones(), 0),
@@ -59,7 +60,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "root": (lambda c: c.broadcast(ones(), 1), lambda c: c.broadcast(ones(), 0)),
     "gather": (
         lambda c: c.all_gather(ones(4), ones(4 * c.size)),
-        lambda c: c.all_gather(ones(8), ones(8 * c.size)),
+        lambda c: c.all_gather(ones(100), ones(100 * c.size)),
     ),
     "gather counts": (
         lambda c: c.all_gather(ones(8), ones(9 * c.size - 1), [9] * (c.size - 1) + [8]),
@@ -279,7 +280,7 @@ class FailuresContract:
     def check_late(self, pool: RankPool, size: int, wait: str) -> None:
         options = {"size": size, "fresh": True, "timeout": LIMIT}
         *waiting, late = pool.run(come_late, WAITS[wait], **options)
-        name = {"large all_reduce": "all_reduce", "asynchronous": "all_reduce"}.get(wait, wait)
+        name = "all_reduce" if wait == "asynchronous" else wait.removeprefix("large ")
         # A rank that began later than another may hear of the end earlier.
         assert max(first[3] for first, *_ in waiting) > LIMIT * 0.9
         for rank, (first, *later) in enumerate(waiting):

@@ -82,6 +82,7 @@ def shares(size: int) -> list[list[int] | None]:
     return [
         None,
         [3 + rank for rank in range(size)],
+        [300 + rank for rank in range(size)],
         [(rank % 2) * 5 for rank in range(size)],
         [70_001 if rank == size - 1 else 0 for rank in range(size)],
         [0] * size,
