@@ -19,27 +19,27 @@ class Chain(Layer):
 
     def __init__(self, handle: Any, layers: Sequence[Layer]) -> None:
         super().__init__(handle)
-        self._layers = list(layers)
+        self.layers = list(layers)
         for before, layer in pairwise(layers):
             if isinstance(layer, Activation):
                 layer.in_place = not before.keeps_output
-        self.keeps_output = self._layers[-1].keeps_output
+        self.keeps_output = self.layers[-1].keeps_output
 
     def parts(self) -> list[Layer]:
         """Return the layers inside."""
-        return [part for layer in self._layers for part in layer.parts()]
+        return [part for layer in self.layers for part in layer.parts()]
 
     def forward(self, states: States, training: bool) -> States:
         """Call one after the other."""
-        for layer in self._layers:
+        for layer in self.layers:
             states = layer.forward(states, training)
         return states
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Call one after the other, the last one first."""
-        for layer in self._layers[:0:-1]:
+        for layer in self.layers[:0:-1]:
             deltas = layer.backward(deltas, True)
-        return self._layers[0].backward(deltas, to_input)
+        return self.layers[0].backward(deltas, to_input)
 
 
 class LayerBlock(Chain):
@@ -54,7 +54,7 @@ class LayerBlock(Chain):
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Call one after the other, the last one first; hand on as it is what a single one gets."""
-        if len(self._layers) > 1:
+        if len(self.layers) > 1:
             return super().backward(deltas, to_input)
         # The engine takes the output's buffer for the input's, whatever the sizes.
         shape = self._input

@@ -28,6 +28,11 @@ class LinearRun(Chain):
         self._work = Work(handles, replica)
         self._saved: States | None = None  # the inputs of a batch that the kernels have computed
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether the kernels have computed the last batch."""
+        return self._saved is not None
+
     def forward(self, states: States, training: bool) -> States:
         """Call one after the other, or the kernels for all."""
         mean, variance = states.viewed(self._kernels.input_size)

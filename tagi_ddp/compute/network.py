@@ -24,7 +24,7 @@ from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
 from tagi_ddp.compute.embedding import Embedding
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
-from tagi_ddp.compute.linear_run import with_runs
+from tagi_ddp.compute.linear_run import LinearRun, with_runs
 from tagi_ddp.compute.lstm import LSTM
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
@@ -138,18 +138,20 @@ class Network:
                 )
         self._begins = self._find_begins()
 
-    def _find_begins(self) -> list[int]:
+    def _find_begins(self) -> dict[Layer, int]:
         """Return for each layer where its parameters, or those of the next that has some, begin."""
         parameters = self._replica.parameters
         begins = [begin for begin, _ in parameters.blocks[::2]]
         handles = [id(layer.handle) for layer in self._replica.layers]
         by_handle = dict(zip(handles, begins, strict=True))
-        result, next_begin = [], parameters.size
+        result, next_begin = {}, parameters.size
         for layer in reversed(self._layers):
-            own = [by_handle.get(id(part.handle), parameters.size) for part in layer.parts()]
-            next_begin = min([next_begin, *own])
-            result.append(next_begin)
-        return result[::-1]
+            for inner in reversed(layer.layers if isinstance(layer, LinearRun) else [layer]):
+                own = [by_handle.get(id(part.handle), parameters.size) for part in inner.parts()]
+                next_begin = min([next_begin, *own])
+                result[inner] = next_begin
+            result[layer] = next_begin
+        return result
 
     def _gaussians(self, block: tuple[int, int], mu: Any, var: Any) -> Gaussians:
         offset, count = block
@@ -180,11 +182,17 @@ class Network:
 
         Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
         """
-        for layer, begin in zip(self._layers[::-1], self._begins[::-1], strict=True):
-            deltas = layer.backward(deltas, to_input or layer is not self._layers[0])
+        layers = [each for layer in self._layers for each in _one_by_one(layer)]
+        for layer in reversed(layers):
+            deltas = layer.backward(deltas, to_input or layer is not layers[0])
             if done is not None:
-                done(begin)
+                done(self._begins[layer])
         return deltas
+
+
+def _one_by_one(layer: Layer) -> list[Layer]:
+    """Return the layers that have computed the last batch."""
+    return layer.layers if isinstance(layer, LinearRun) and not layer.by_kernels else [layer]
 
 
 def _kind(handle: Any) -> str:

@@ -66,7 +66,8 @@ def test_all_batches_are_as_by_torch_alone(exact: bool, monkeypatch: pytest.Monk
         mean = torch.from_numpy(rng.normal(size=(batch, 36)).astype(np.float32))
         variance = None if exact else torch.from_numpy(rng.random((batch, 36), np.float32))
         given = torch.from_numpy(rng.normal(size=(2, batch, 2)).astype(np.float32))
-        results = []
+        results: list[Any] = []
+        told: list[list[int]] = []
         for each in (alone, with_kernels):
             states = each.network.forward(mean, variance, training=True)
             begins: list[int] = []
@@ -75,10 +76,13 @@ def test_all_batches_are_as_by_torch_alone(exact: bool, monkeypatch: pytest.Monk
             assert sorted(begins, reverse=True) == begins
             assert begins[-1] == 0
             assert states.variance is not None
+            told.append(begins)
             parts = [states.mean, states.variance, below.mean, below.variance, each.deltas]
             results.append([part.clone() for part in parts])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.std()))
         (_, run), _ = runs_of(with_kernels.network)
-        natively.append(run._saved is not None)
+        natively.append(run.by_kernels)
+        assert len(told[1]) == len(told[0]) - 2 * run.by_kernels  # all of a run at once
+        assert set(told[1]) <= set(told[0])
     assert natively == [True, False, True, True]
