@@ -20,9 +20,8 @@ FOUR_CALLS, ONE_CALL, SMOOTHER, AUTO = 2.0, 5.0, 2.0, 0.95
 FLOOR = 80.0  # microseconds of a step by torch, however small the network of two layers is
 SERIES = 4096  # steps, more than any sample takes
 SAMPLE_SECONDS = 0.001
-# In a cell of the grid, who is that near to the best is measured so long, on so many networks; on
-# more, but at most so many, while "auto" is behind.
-NEAR, CELL_SECONDS, NETWORKS, MOST = 1.5, 0.2, 7, 28
+# In a cell of the grid, who is that near to the best is measured so long, on so many networks.
+NEAR, CELL_SECONDS, NETWORKS = 1.5, 0.2, 7
 WAYS = ("plain", "engine", "native", "torch")
 
 
@@ -122,21 +121,16 @@ def _auto(communicator: Communicator, case: Case, quick: bool) -> Row:
         least = min(figure.median for figure in figures.values())
         near = [way for way, figure in figures.items() if figure.median < NEAR * least]
         rounds = int(CELL_SECONDS / (max(SAMPLE_SECONDS, least * 1e-6) * len(near)))
-        found: list[dict[str, Figure]] = []
-        while len(found) < MOST and (len(found) < NETWORKS or _best(figures)[1] < AUTO):
-            found.append(_measure(communicator, _steps(case, near), max(5, min(rounds, 101))))
-            for way in near:
-                figures[way] = min((each[way] for each in found), key=lambda figure: figure.low)
-    best, _ = _best(figures)
-    low = {way: Figure(each.low, each.low, each.median) for way, each in figures.items()}
+        found = [
+            _measure(communicator, _steps(case, near), max(5, min(rounds, 101)))
+            for _ in range(NETWORKS)
+        ]
+        for way in near:
+            figures[way] = min((each[way] for each in found), key=lambda figure: figure.low)
+    figures = {way: Figure(each.low, each.low, each.median) for way, each in figures.items()}
+    best = min(WAYS, key=lambda way: figures[way].median)
     name = f"{case.name}, batch {case.batch}, auto against the best: {best}"
-    return Row(name, low["auto"], low[best], "us", AUTO)
-
-
-def _best(figures: dict[str, Figure]) -> tuple[str, float]:
-    """Return the fastest of all but "auto", and how fast that is by it."""
-    best = min(WAYS, key=lambda way: figures[way].low)
-    return best, figures[best].low / figures["auto"].low
+    return Row(name, figures["auto"], figures[best], "us", AUTO)
 
 
 def _steps(case: Case, ways: Sequence[str]) -> dict[str, Callable[[], None]]:

@@ -104,23 +104,6 @@ void bind_compute(nb::module_& module) {
         "Write the innovation of verified hidden states to verified delta states, from "
         "observations "
         "of all outputs. Returns False, with nothing done, unless all are as many.");
-    module.def(
-        "output_innovation",
-        [](const Inputs& mean, const Inputs& variance, const Inputs& jacobian, const Inputs& mu_obs,
-           const Inputs& var_obs, const Outputs& out_mean, const Outputs& out_variance) {
-            const size_t count = mean.size();
-            require_size("variance", variance.size(), count);
-            if (jacobian) require_size("jacobian", jacobian.size(), count);
-            require_size("mu_obs", mu_obs.size(), count);
-            require_size("var_obs", var_obs.size(), count);
-            require_size("out_mean", out_mean.size(), count);
-            require_size("out_variance", out_variance.size(), count);
-            const States outputs{mean.data(), variance.data(), jacobian.data(), 1, count, count};
-            innovation(outputs, mu_obs.data(), var_obs.data(),
-                       {out_mean.data(), out_variance.data()});
-        },
-        "mean"_a, "variance"_a, "jacobian"_a.none(), "mu_obs"_a, "var_obs"_a, "out_mean"_a,
-        "out_variance"_a, "Write the innovation of outputs from observations of all of them.");
     nb::class_<Network>(module, "Network",
                         "A small network's forward, output update and backward over a replica's "
                         "parameters, in the caller's thread.")

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import output_innovation
-from tagi_ddp.compute.states import Deltas, States, as_array
+from tagi_ddp.compute.states import Deltas, States
 
 
 def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
@@ -35,15 +34,6 @@ def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
     unseen = torch.isnan((gain - gain).add_(y))  # a number less itself is 0, or NaN if not finite
     moved = (y - mean).mul_(gain)
     return Deltas(moved.masked_fill_(unseen, 0), shrunk.masked_fill_(unseen, 0))
-
-
-def innovation_on_host(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
-    """Do the same by the backend, in one operation for ten."""
-    mean, variance = as_array(states.mean), as_array(states.variance_tensor())
-    jacobian = None if states.jacobian is None else as_array(states.jacobian.tensor())
-    out = torch.empty((2, *states.mean.shape))
-    output_innovation(mean, variance, jacobian, as_array(mu_obs), as_array(var_obs), *out.numpy())
-    return Deltas(*out)
 
 
 def selected_innovation(

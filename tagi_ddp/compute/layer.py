@@ -76,6 +76,10 @@ class Layer(ABC):
         """Return the layers inside, in the engine's order, that may have parameters."""
         return [self]
 
+    def computed(self) -> list[Layer]:
+        """Return who has computed the last batch, and computes its backward, in order."""
+        return [self]
+
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
         """Use these parameters from now on; layers with parameters override it."""
         raise TypeError(f"{type(self).__name__} has no parameters")

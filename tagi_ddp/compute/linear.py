@@ -24,40 +24,36 @@ class Linear(Layer):
         super().__init__(handle)
         self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
         self._saved: States | None = None
-        self._squares: Tensor | None = None  # of the saved means
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
         """Use these parameters from now on."""
         self._weights = weights.viewed(self._outputs, self._inputs)
-        self._mu_t, self._var_t = self._weights.mu.t(), self._weights.var.t()
         self._biases = biases
 
     def forward(self, states: States, training: bool) -> States:
         """Propagate: mean W a + b; variance (W^2 + var W) var a + var W a^2 + var b."""
         mean, variance = states.viewed(self._inputs)
-        mu, var, biases = self._mu_t, self._var_t, self._biases
-        squares = mean * mean
-        if training:
-            self._saved, self._squares = States(mean, None, states.jacobian), squares
-        else:
-            self._saved = self._squares = None
-        mean_out = self._product(mean, mu, None if biases is None else biases.mu)
-        variance_out = self._product(squares, var, None if biases is None else biases.var)
+        weights, biases = self._weights, self._biases
+        self._saved = States(mean, None, states.jacobian) if training else None
+        mean_out = self._product(mean, weights.mu, None if biases is None else biases.mu)
+        variance_out = self._product(
+            mean * mean, weights.var, None if biases is None else biases.var
+        )
         if variance is not None:
-            moments = torch.addcmul(var, mu, mu)
-            variance_out = self._product(variance, moments, variance_out)
+            squares = torch.addcmul(weights.var, weights.mu, weights.mu)
+            variance_out = self._product(variance, squares, variance_out)
         return States(mean_out, variance_out)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Sum over the batch: delta W = var W (dm^T a), delta var W = var W^2 (dv^T a^2)."""
         assert self._saved is not None
-        assert self._squares is not None
+        mean = self._saved.mean
         mean_delta = deltas.mean.view(-1, self._outputs)
         variance_delta = deltas.variance.view(-1, self._outputs)
         weights, biases = self._weights, self._biases
-        sums = self._product(mean_delta.t(), self._saved.mean)
+        sums = self._product(mean_delta.t(), mean.t())
         torch.mul(sums, weights.var, out=weights.delta_mu)
-        sums = self._product(variance_delta.t(), self._squares)
+        sums = self._product(variance_delta.t(), (mean * mean).t())
         torch.mul(sums, weights.var, out=weights.delta_var).mul_(weights.var)
         if biases is not None:
             torch.sum(mean_delta, 0, out=biases.delta_mu)
@@ -66,28 +62,30 @@ class Linear(Layer):
         if not to_input:
             return deltas
         below = Deltas(
-            self._product(mean_delta, weights.mu),
-            self._product(variance_delta, weights.mu * weights.mu),
+            self._product(mean_delta, weights.mu.t()),
+            self._product(variance_delta, (weights.mu * weights.mu).t()),
         )
         return scale(self._saved.jacobian, below)
 
-    def _product(self, x: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
         if self.dtype == torch.float32:
-            return product(x, right, added)
-        output = product(x.to(self.dtype), right.to(self.dtype)).float()
+            return product(x, weights, added)
+        output = product(x.to(self.dtype), weights.to(self.dtype)).float()
         return output if added is None else output.add_(added)
 
 
-def product(x: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return x right, and what is ``added``: a row for all rows, or a matrix, which may change.
+def product(x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return x weights^T, and what is ``added``: a row for all rows, or a matrix, which may change.
 
     Large ones on the CPU by oneDNN, which torch takes for convolutions but not for matrices: twice
     as fast as its default on AMD's processors. Of small ones the default is faster, by up to five
-    times.
+    times; there each operation counts, and `torch.nn.functional.linear` is two.
     """
-    large = x.shape[0] * right.numel() > _LARGE
+    large = x.shape[0] * weights.numel() > _LARGE
     if large and x.is_cpu and torch.backends.mkldnn.is_available():
         row = added if added is not None and added.dim() == 1 else None
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, right.t(), row, "none", [], "")
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weights, row, "none", [], "")
         return output if added is None or added is row else output.add_(added)
-    return torch.mm(x, right) if added is None else torch.addmm(added, x, right)
+    if added is None:
+        return torch.mm(x, weights.t())
+    return torch.addmm(added, x, weights.t())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from tagi_ddp.compute import native
 from tagi_ddp.compute.activations import Activation
 from tagi_ddp.compute.blocks import Chain
 from tagi_ddp.compute.cost import Work
 from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.linear import Linear
-from tagi_ddp.compute.states import Deltas, States, as_array, scale
+from tagi_ddp.compute.states import Deltas, States, scale
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -28,10 +31,9 @@ class LinearRun(Chain):
         self._work = Work(handles, replica)
         self._saved: States | None = None  # the inputs of a batch that the kernels have computed
 
-    @property
-    def by_kernels(self) -> bool:
-        """Whether the kernels have computed the last batch."""
-        return self._saved is not None
+    def computed(self) -> list[Layer]:
+        """Return this, if the kernels have computed the last batch, or else the layers."""
+        return self.layers if self._saved is None else [self]
 
     def forward(self, states: States, training: bool) -> States:
         """Call one after the other, or the kernels for all."""
@@ -42,16 +44,15 @@ class LinearRun(Chain):
             return super().forward(states, training)
         self._saved = States(mean, None, states.jacobian)
         out = mean.new_empty(2, samples, self._kernels.output_size)
-        spread = None if variance is None else as_array(variance)
-        self._kernels.forward(as_array(mean), spread, None, training, *out.numpy())
+        spread = None if variance is None else _array(variance)
+        self._kernels.forward(_array(mean), spread, None, training, *out.numpy())
         return States(*out)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Call one after the other, the last one first, or the kernels for all."""
+        """Write the deltas of all layers, by the kernels."""
         saved = self._saved
-        if saved is None:
-            return super().backward(deltas, to_input)
-        self._kernels.set_innovation(as_array(deltas.mean), as_array(deltas.variance))
+        assert saved is not None
+        self._kernels.set_innovation(_array(deltas.mean), _array(deltas.variance))
         self._kernels.backward(to_input)
         if not to_input:
             return deltas
@@ -80,3 +81,8 @@ def with_runs(layers: Sequence[Layer], replica: Replica) -> list[Layer]:
             result.append(layer)
     end_run()
     return result
+
+
+def _array(tensor: Tensor) -> FloatArray:
+    array: FloatArray = tensor.contiguous().numpy()
+    return array

@@ -24,7 +24,7 @@ from tagi_ddp.compute.convolution import Conv2d, ConvTranspose2d
 from tagi_ddp.compute.embedding import Embedding
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.linear import Linear
-from tagi_ddp.compute.linear_run import LinearRun, with_runs
+from tagi_ddp.compute.linear_run import with_runs
 from tagi_ddp.compute.lstm import LSTM
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
@@ -121,37 +121,24 @@ class Network:
     def bind(self) -> None:
         """Find the parameters again; call when `Replica.version` has changed."""
         parts = {id(part.handle): part for part in self._chain.parts()}
+        self._begins: dict[Layer, int] = {}  # of their parameters in the flat sequence
         blocks = iter(self._replica.parameters.blocks)
         for layer, arrays in zip(self._replica.layers, self._replica.arrays(), strict=True):
-            weights = self._gaussians(next(blocks), arrays["mu_w"], arrays["var_w"])
+            begin, count = next(blocks)
+            weights = self._gaussians((begin, count), arrays["mu_w"], arrays["var_w"])
             offset, count = next(blocks)
             biases = None
             if count:
                 biases = self._gaussians((offset, count), arrays["mu_b"], arrays["var_b"])
             part = parts[id(layer.handle)]
             part.bind(weights, biases)
+            self._begins[part] = begin
             if isinstance(part, BatchNorm2d):
                 part.bind_statistics(
                     torch.as_tensor(arrays["mu_ra"]),
                     torch.as_tensor(arrays["var_ra"]),
                     arrays["first_batch"],
                 )
-        self._begins = self._find_begins()
-
-    def _find_begins(self) -> dict[Layer, int]:
-        """Return for each layer where its parameters, or those of the next that has some, begin."""
-        parameters = self._replica.parameters
-        begins = [begin for begin, _ in parameters.blocks[::2]]
-        handles = [id(layer.handle) for layer in self._replica.layers]
-        by_handle = dict(zip(handles, begins, strict=True))
-        result, next_begin = {}, parameters.size
-        for layer in reversed(self._layers):
-            for inner in reversed(layer.layers if isinstance(layer, LinearRun) else [layer]):
-                own = [by_handle.get(id(part.handle), parameters.size) for part in inner.parts()]
-                next_begin = min([next_begin, *own])
-                result[inner] = next_begin
-            result[layer] = next_begin
-        return result
 
     def _gaussians(self, block: tuple[int, int], mu: Any, var: Any) -> Gaussians:
         offset, count = block
@@ -182,17 +169,14 @@ class Network:
 
         Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
         """
-        layers = [each for layer in self._layers for each in _one_by_one(layer)]
+        layers = [each for layer in self._layers for each in layer.computed()]
+        begin = self._replica.parameters.size
         for layer in reversed(layers):
             deltas = layer.backward(deltas, to_input or layer is not layers[0])
             if done is not None:
-                done(self._begins[layer])
+                begin = min(self._begins.get(part, begin) for part in layer.parts())
+                done(begin)
         return deltas
-
-
-def _one_by_one(layer: Layer) -> list[Layer]:
-    """Return the layers that have computed the last batch."""
-    return layer.layers if isinstance(layer, LinearRun) and not layer.by_kernels else [layer]
 
 
 def _kind(handle: Any) -> str:

@@ -17,7 +17,6 @@ from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.innovation import (
     heteroscedastic_innovation,
     innovation,
-    innovation_on_host,
     selected_innovation,
 )
 from tagi_ddp.compute.interface import LSTMStates, Precision, UpdateMethod
@@ -69,8 +68,8 @@ class TorchCompute:
             on_device = DeviceReplica(replica, self._device)
             self.replica, deltas = on_device, on_device.parameters.deltas
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self._kernels = bucket is not None and replica.in_place and dtype == torch.float32
-        self.network = Network(model, self.replica, deltas, dtype, self._kernels)
+        kernels = bucket is not None and replica.in_place and dtype == torch.float32
+        self.network = Network(model, self.replica, deltas, dtype, kernels)
         self._tf32 = precision == "tf32"
         self._buffers: OutputBuffers | None = None
         self.states: States | None = None  # the last outputs
@@ -200,10 +199,7 @@ class TorchCompute:
         if self.states is None:
             raise RuntimeError("there are no outputs before a forward()")
         arrays = [_tensor(value, self.states.mean) for value in observations.values()]
-        formula = _FORMULAS[method]
-        if self._kernels and formula is innovation:
-            formula = innovation_on_host
-        self.innovation = formula(self.states, *arrays)
+        self.innovation = _FORMULAS[method](self.states, *arrays)
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last outputs, flat."""

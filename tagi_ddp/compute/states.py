@@ -8,8 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tagi_ddp.engine.buffers import FloatArray
-
 
 class Jacobian(Protocol):
     """The derivative of an activation's mean by its input's, element by element."""
@@ -101,12 +99,6 @@ class Rectified:
     def tensor(self) -> Tensor:
         """Return the derivative."""
         return (self.output > 0).float()
-
-
-def as_array(tensor: Tensor) -> FloatArray:
-    """Return a tensor on the CPU as an array, a copy unless its elements lie in order."""
-    array: FloatArray = tensor.contiguous().numpy()
-    return array
 
 
 def scale(jacobian: Jacobian | None, deltas: Deltas) -> Deltas:

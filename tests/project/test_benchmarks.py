@@ -97,7 +97,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     targets = [row["target"] for row in host if not row["name"].startswith("all_reduce")]
     targets += [row["target"] for row in gpu]
     compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4 + [None, 1 / 3] * 2
-    small: list[float | None] = [2, 5, 2, None, 0.95]
+    small: list[float | None] = [2, 5, 2, None, 1, 1, 0.95]
     pauses: list[float | None] = [1, 1, 1, None, None] * 2
     elastic: list[float | None] = [*[1, 1, None] * 2, 1]
     uci = [None]
