@@ -99,7 +99,7 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
     compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4 + [None, 1 / 3] * 2
     small: list[float | None] = [2, 5, 2, None, 1, 1, 0.95]
     pauses: list[float | None] = [1, 1, 1, None, None] * 2
-    elastic: list[float | None] = [*[1, 1, None] * 2, 1]
+    elastic: list[float | None] = [*[1, 1, 1, None] * 2, 1]
     uci = [None]
     scaling, memory, overlap = [1.8, None] * 2, [0.25] * 2, [None] * 2
     calibration = [*([None] if cars == [None] else []), *[1 / 1.05] * 4, *[None] * 4]
