@@ -224,7 +224,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
         return begin + 2 * _phase(cluster.node, ranks, size)
     if inside == 1:
         return begin + _ring(cluster.across, nodes, size)
-    chunks = number_of_chunks(size)
+    chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth)
     within = 2 * _phase(cluster.node, inside, size / chunks)
     between = _ring(cluster.across, nodes, size / chunks)
     return begin + within + between + (chunks - 1) * max(within, between)

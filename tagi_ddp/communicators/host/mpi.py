@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -40,7 +41,11 @@ if "mpi4py.MPI" not in sys.modules:
 from mpi4py import MPI  # loads the library
 
 _SPIN = 0.002  # seconds of polling before the pauses begin
-_PAUSE = 0.0005  # the longest pause between two polls, in seconds
+_PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they take long
+# Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
+# sends itself; and how many such pieces each rank is sent at a time.
+_PIECE, _FLYING = 60_000, 64
+_SUMS = 10_000  # all_reduces that are told apart by their tags
 _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
@@ -51,7 +56,7 @@ _FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
 
 _broken = False
 _outlives = False  # whether this process goes on in other groups when one is broken
-_pending: set[Request] = set()  # MPI may write to their buffers, even when nothing waits
+_pending: set[Operation] = set()  # MPI may write to their buffers, even when nothing waits
 
 
 class MpiEngine:
@@ -60,6 +65,7 @@ class MpiEngine:
     def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
+        self._sums = 0  # begun so far
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
         """Return one of the ranks of a color, ordered by key; a call of all ranks."""
@@ -78,36 +84,8 @@ class MpiEngine:
             group.Free()
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
-        """Exchange slices, reduce them in the order of the ranks, and give them to all.
-
-        Two ranks exchange everything: as many bytes, and one message. Open MPI's own sum that does
-        not block uses one direction of the network at a time where few ranks take part.
-        """
-        rank, size = self._mpi.rank, self._mpi.size
-        whole = size == 2
-        counts = [array.size] * size if whole else equal_counts(array.size, size)
-        mine = array if whole else np.split(array, np.cumsum(counts)[:-1])[rank]
-        rows = np.empty((size, mine.size), array.dtype)
-        out = rows.reshape(-1)
-        if whole:
-            scattered = self.all_gather(array, out, counts, limit)
-        else:
-            scattered = self.all_to_all(array, out, counts, [mine.size] * size, limit)
-        gathered: Ready | None = None  # once it has begun
-
-        def ready(seconds: float) -> bool:
-            nonlocal gathered
-            end = time.monotonic() + seconds
-            if gathered is None:
-                if not scattered(seconds):
-                    return False
-                _REDUCE[op].reduce(rows, axis=0, out=mine)
-                if whole:
-                    return True
-                gathered = self.all_gather(mine.copy(), array, counts, limit)
-            return gathered(max(0.0, end - time.monotonic()))
-
-        return ready
+        self._sums = (self._sums + 1) % _SUMS
+        return Sum(self._mpi, array, op, 1 + 2 * self._sums).ready
 
     def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
         return Request(self._mpi.Ibcast([array, _type(array)], root)).ready
@@ -174,25 +152,109 @@ class MpiCommunicator(CheckedHostCommunicator):
             part.open_engines(made, Call("init", "", call.left(), deadline=call.deadline))
 
 
-class Request:
-    """A non-blocking operation of MPI, which only advances while it is polled."""
+class Operation:
+    """What MPI does without blocking; it only advances while it is polled."""
 
-    def __init__(self, request: MPI.Request) -> None:
-        self._request = request
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
         _pending.add(self)
 
+    def poll(self) -> bool:
+        """Advance; tell whether it is done."""
+        raise NotImplementedError
+
     def ready(self, seconds: float) -> bool:
-        started = time.monotonic()
-        while not self._request.Test():
-            passed = time.monotonic() - started
-            if passed > seconds:
+        end = time.monotonic() + seconds
+        while not self.poll():
+            now = time.monotonic()
+            if now > end:
                 return False
-            if passed < _SPIN:
+            age = now - self._begun
+            if age < _SPIN:
                 os.sched_yield()
             else:
-                time.sleep(_PAUSE)
+                time.sleep(min(max(age / 100, _PAUSES[0]), _PAUSES[1]))
         _pending.discard(self)
         return True
+
+
+class Request(Operation):
+    """One request of MPI."""
+
+    def __init__(self, request: MPI.Request) -> None:
+        super().__init__()
+        self._request = request
+
+    def poll(self) -> bool:
+        return self._request.Test()
+
+
+class Sum(Operation):
+    """An all_reduce: each rank reduces a slice, in the order of the ranks, for all.
+
+    Slices travel in pieces: this rank reduces some while others are on their way. Messages have the
+    number ``tag`` if they are to be reduced, and the next one if they have been. Open MPI's own sum
+    that does not block uses one direction of the network at a time where few ranks take part.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
+        super().__init__()
+        self._mpi, self._op, self._tag, self._type = mpi, op, tag, _type(array)
+        ends = np.cumsum(equal_counts(array.size, mpi.size))
+        slices = [_pieces(part) for part in np.split(array, ends[:-1])]
+        self._own = slices[mpi.rank]
+        self._peers = [_Peer(i, slices[i]) for i in range(mpi.size) if i != mpi.rank]
+        self._peers.sort(key=lambda peer: (peer.rank - mpi.rank) % mpi.size)  # each another first
+        # By piece, what is to be reduced: a row for each rank.
+        self._rows = [np.empty((mpi.size, piece.size), array.dtype) for piece in self._own]
+        for peer in self._peers:
+            peer.comes = [self._receive(rows[peer.rank], peer, tag) for rows in self._rows]
+            self._exchange(peer)
+        self._reduced = 0  # pieces
+        self._told: list[MPI.Request] = []  # sent when they were
+
+    def poll(self) -> bool:
+        for peer in self._peers:
+            self._exchange(peer)
+        while self._reduced < len(self._own) and all(
+            peer.comes[self._reduced].Test() for peer in self._peers
+        ):
+            piece, rows = self._own[self._reduced], self._rows[self._reduced]
+            rows[self._mpi.rank] = piece
+            _REDUCE[self._op].reduce(rows, axis=0, out=piece)
+            self._told += [self._send(piece, peer, self._tag + 1) for peer in self._peers]
+            self._reduced += 1
+        return (
+            self._reduced == len(self._own)
+            and all(len(peer.results) == len(peer.pieces) for peer in self._peers)
+            and all(peer.results[-1].Test() for peer in self._peers if peer.results)
+            and MPI.Request.Testall([r for peer in self._peers for r in peer.results] + self._told)
+        )
+
+    def _exchange(self, peer: _Peer) -> None:
+        """Send what the peer is to reduce; then its result may come in the same place."""
+        sent, results = peer.sent, peer.results
+        while len(results) < len(sent) and sent[len(results)].Test():
+            results.append(self._receive(peer.pieces[len(results)], peer, self._tag + 1))
+        while len(sent) < min(len(peer.pieces), len(results) + _FLYING):
+            sent.append(self._send(peer.pieces[len(sent)], peer, self._tag))
+
+    def _send(self, piece: np.ndarray, peer: _Peer, tag: int) -> MPI.Request:
+        return self._mpi.Isend([piece, self._type], peer.rank, tag)
+
+    def _receive(self, piece: np.ndarray, peer: _Peer, tag: int) -> MPI.Request:
+        return self._mpi.Irecv([piece, self._type], peer.rank, tag)
+
+
+@dataclass
+class _Peer:
+    """Another rank in a sum, and the pieces that it reduces."""
+
+    rank: int
+    pieces: list[np.ndarray]
+    comes: list[MPI.Request] = field(default_factory=list)  # what this rank reduces
+    sent: list[MPI.Request] = field(default_factory=list)
+    results: list[MPI.Request] = field(default_factory=list)
 
 
 def create(
@@ -278,6 +340,11 @@ def outlive_ranks() -> None:
     """Let a broken group be no reason to end all ranks; see `ulfm`."""
     global _outlives
     _outlives = True
+
+
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
+    step = _PIECE // array.itemsize
+    return [array[begin : begin + step] for begin in range(0, array.size, step)]
 
 
 def _type(array: np.ndarray) -> MPI.Datatype:

@@ -9,8 +9,10 @@ Numbers are added up over the ranks of each host, then over the hosts: all ranks
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -30,6 +32,9 @@ from tagi_ddp.communicators.shm import create
 from tagi_ddp.communicators.single import SingleCommunicator
 
 _SMALL, _LARGE, _SOME = 1 << 22, 1 << 23, 4  # bytes of chunks, and a number that is enough
+_WORTH = 0.004  # seconds on the network that make a smaller chunk worth what it costs
+_TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
+_PROBES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes that measure the network
 _MORE = 60.0  # seconds by which memory waits longer than a call: the handshake finds the reason
 
 Make = Callable[[str, list[int], Call], Engine]
@@ -56,6 +61,28 @@ class TwoLevel:
         self._flat = flat
         self._lanes = min(map(len, hosts))
         self._idle = [0] * (memory.size - self._lanes)  # what ranks in no lane carry
+        self._latency, self._rate = 0.0, math.inf  # of the network between hosts
+
+    def measure(self, handshake: Handshake) -> None:
+        """Measure the network: seconds of a small sum, and bytes a second out of a host."""
+        self._latency = self._seconds(handshake, 0)
+        for size in _PROBES:
+            seconds = self._seconds(handshake, size)
+            if seconds > self._latency:
+                self._rate = size / (seconds - self._latency)
+            if seconds > max(_WORTH, 2 * self._latency):
+                return
+
+    def _seconds(self, handshake: Handshake, size: int) -> float:
+        """Return what a sum of so many bytes takes between hosts, the better time of two."""
+        times = np.zeros(2)
+        for i in range(len(times)):
+            begin = time.perf_counter()
+            if self._lane is not None:
+                array = np.zeros(1 + size // 4 // self._lanes, np.float32)
+                handshake.carry(self._lane.engine.all_reduce(array, "sum", handshake.left()))
+            times[i] = time.perf_counter() - begin
+        return float(self._flat.gather_rows(handshake, times).max(axis=0).min())
 
     def abort(self, reason: str) -> None:
         """Let no rank of this host wait in memory."""
@@ -73,7 +100,7 @@ class TwoLevel:
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        chunks = _chunks(source)
+        chunks = self._chunks(source)
         partial: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
 
         def within(chunk: int) -> Ready:
@@ -95,7 +122,7 @@ class TwoLevel:
         _pipeline(handshake, len(chunks), [within, between, share])
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
-        chunks = _chunks(data)
+        chunks = self._chunks(data)
         host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         mine: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
 
@@ -221,6 +248,12 @@ class TwoLevel:
 
     # Parts of them.
 
+    def _chunks(self, elements: HostElements) -> list[slice]:
+        """Return chunks of about equal length."""
+        number = number_of_chunks(elements.array.nbytes, self._latency, self._rate)
+        ends = accumulate(equal_counts(elements.count, number), initial=0)
+        return [slice(begin, end) for begin, end in pairwise(ends)]
+
     def _slices(self, count: int) -> list[int]:
         """Return how many of ``count`` elements each rank of this host carries."""
         return [*equal_counts(count, self._lanes), *self._idle]
@@ -294,19 +327,19 @@ def open_two_levels(
     if local < min(map(len, hosts)):
         engine = make(f"lane {local}", [ranks[local] for ranks in hosts], call)
         lane = Flat(engine, number, len(hosts))
-    return TwoLevel(hosts, memory, lane, flat)
+    levels = TwoLevel(hosts, memory, lane, flat)
+    levels.measure(handshake)
+    return levels
 
 
-def number_of_chunks(size: float) -> int:
-    """Return in how many chunks so many bytes travel; small ones only until there are some."""
-    return int(max(1, min(size // _SMALL, _SOME), size // _LARGE))
+def number_of_chunks(size: float, latency: float, rate: float) -> int:
+    """Return in how many chunks so many bytes travel; small ones only until there are some.
 
-
-def _chunks(elements: HostElements) -> list[slice]:
-    """Return chunks of about equal length."""
-    number = number_of_chunks(elements.array.nbytes)
-    ends = accumulate(equal_counts(elements.count, number), initial=0)
-    return [slice(begin, end) for begin, end in pairwise(ends)]
+    ``latency`` of the network between hosts is in seconds, ``rate`` in bytes a second out of a one.
+    """
+    worth = max(_WORTH, 4 * latency) * rate
+    some = min(_SOME, max(size // _SMALL, size // worth))
+    return int(max(1, some, size // _LARGE))
 
 
 def _cut(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
@@ -334,13 +367,13 @@ def _ready(work: Work | None) -> Ready:
 
 
 def _pipeline(handshake: Handshake, chunks: int, stages: list[Stage]) -> None:
-    """Bring all chunks through all stages, each at another one, in the same order on all ranks."""
-    pending: dict[int, Ready | None] = {}
-    for tick in range(chunks + len(stages)):
-        for stage in reversed(range(len(stages) + 1)):
-            chunk = tick - stage
+    """Bring all chunks through all stages, in the same order on all ranks: several at each."""
+    pending: dict[int, Ready | None] = {}  # by chunk
+    for tick in range(chunks + _TICKS[-1]):
+        for stage, begin in enumerate(_TICKS):
+            chunk = tick - begin
             if 0 <= chunk < chunks:
-                if stage > 0 and (ready := pending.pop(chunk)) is not None:
+                if (ready := pending.pop(chunk, None)) is not None:
                     handshake.carry(ready)
                 if stage < len(stages):
                     pending[chunk] = stages[stage](chunk)
