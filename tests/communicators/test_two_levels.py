@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from support.rank_pool import RankPool
 
 # Of each rank a letter, its host's.
-PLACES = [("gloo", "ab"), ("gloo", "aabb"), ("gloo", "aabab"), ("gloo", "abcc"), ("mpi", "aba")]
-MORE_PLACES = [("gloo", "abc"), ("gloo", "abab"), ("mpi", "abc")]
+PLACES = [("gloo", "ab"), ("gloo", "aabb"), ("gloo", "aabab"), ("gloo", "abcc")]
+PLACES += [("mpi", "aba"), ("mpi", "abc")]
+MORE_PLACES = [("gloo", "abc"), ("gloo", "abab"), ("mpi", "ab"), ("mpi", "abcc")]
 
 EXPECTED = {
     "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
@@ -37,6 +39,10 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     from tagi_ddp.communicators.host import two_level
 
     two_level._SMALL, two_level._LARGE, two_level._SOME = 64, 4096, 5
+    if comm.backend == "mpi":
+        from tagi_ddp.communicators.host import mpi
+
+        mpi._PIECE, mpi._FLYING, mpi._SUMS = 64, 3, 4
     rng, told = np.random.default_rng(seed), []
     size, rank = comm.size, comm.rank
     for dtype in (np.float32, np.float16, np.uint8, np.int16, np.uint64, np.float64):
@@ -85,6 +91,27 @@ def test_a_lane_is_a_rank_of_each_host(pool: RankPool) -> None:
     several = 1 < len(set(place)) < len(place)
     lanes = min(map(place.count, place)) if several else None
     assert pool.run(levels) == [lanes] * len(place)
+
+
+def measured(comm: Any) -> tuple[float, float] | None:
+    return comm._levels and (comm._levels._latency, comm._levels._rate)
+
+
+def test_all_ranks_know_the_same_network(pool: RankPool) -> None:
+    [first, *others] = pool.run(measured)
+    assert all(other == first for other in others)
+    if first is not None:
+        latency, rate = first
+        assert 0 < latency < 1 and 1e5 < rate
+
+
+def test_chunks_are_worth_the_waits_for_them() -> None:
+    from tagi_ddp.communicators.host.two_level import number_of_chunks
+
+    assert number_of_chunks(2e6, 1e-4, 1e8) == 4  # 20 ms on the network
+    assert number_of_chunks(2e6, 1e-4, 1e9) == 1  # 2 ms
+    assert number_of_chunks(2e6, 5e-2, 1e8) == 1  # most of it latency
+    assert number_of_chunks(1e9, 1e-4, math.inf) == 119
 
 
 def levels_if_asked_for(comm: Any, job: str) -> list[int | None]:

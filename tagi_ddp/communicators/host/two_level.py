@@ -34,7 +34,8 @@ from tagi_ddp.communicators.single import SingleCommunicator
 _SMALL, _LARGE, _SOME = 1 << 22, 1 << 23, 4  # bytes of chunks, and a number that is enough
 _WORTH = 0.004  # seconds on the network that make a smaller chunk worth what it costs
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
-_PROBES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes that measure the network
+# What measures the network: bytes, more and more until they take so many seconds.
+_PROBES, _CLEAR = (1 << 16, 1 << 18, 1 << 20, 1 << 22), 0.01
 _MORE = 60.0  # seconds by which memory waits longer than a call: the handshake finds the reason
 
 Make = Callable[[str, list[int], Call], Engine]
@@ -70,12 +71,12 @@ class TwoLevel:
             seconds = self._seconds(handshake, size)
             if seconds > self._latency:
                 self._rate = size / (seconds - self._latency)
-            if seconds > max(_WORTH, 2 * self._latency):
+            if seconds > max(_CLEAR, 2 * self._latency):
                 return
 
     def _seconds(self, handshake: Handshake, size: int) -> float:
-        """Return what a sum of so many bytes takes between hosts, the better time of two."""
-        times = np.zeros(2)
+        """Return what a sum of so many bytes takes between hosts, the best time of some."""
+        times = np.zeros(3)
         for i in range(len(times)):
             begin = time.perf_counter()
             if self._lane is not None:
@@ -335,10 +336,10 @@ def open_two_levels(
 def number_of_chunks(size: float, latency: float, rate: float) -> int:
     """Return in how many chunks so many bytes travel; small ones only until there are some.
 
-    ``latency`` of the network between hosts is in seconds, ``rate`` in bytes a second out of a one.
+    ``latency`` of the network between hosts is in seconds, ``rate`` in bytes a second out of one.
     """
     worth = max(_WORTH, 4 * latency) * rate
-    some = min(_SOME, max(size // _SMALL, size // worth))
+    some = _SOME if size >= _SOME * worth else min(_SOME, size // _SMALL)
     return int(max(1, some, size // _LARGE))
 
 
