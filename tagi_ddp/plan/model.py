@@ -226,8 +226,10 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
         return begin + _ring(cluster.across, nodes, size)
     chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth)
     within = 2 * _phase(cluster.node, inside, size / chunks)
-    between = _ring(cluster.across, nodes, size / chunks)
-    return begin + within + between + (chunks - 1) * max(within, between)
+    # Several chunks are on their way at once: they wait for the network's latency together.
+    more = _ring(replace(cluster.across, latency=0.0), nodes, size / chunks)
+    latency = _ring(cluster.across, nodes, 0)
+    return begin + within + latency + more + (chunks - 1) * max(within, more)
 
 
 def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> float:

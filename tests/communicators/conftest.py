@@ -63,7 +63,9 @@ def environment_of(request: pytest.FixtureRequest) -> dict[str, str]:
     """Return the variables of the ranks of the test's backend."""
     if request.cls.backend != "nccl":
         hosts = getattr(request.cls, "hosts", "")  # of each rank a letter, its host's
-        return {"RANK_POOL_HOSTS": hosts} if hosts else {}
+        levels = getattr(request.cls, "levels", "")
+        variables = {"RANK_POOL_HOSTS": hosts, "TAGI_DDP_TWO_LEVELS": levels}
+        return {name: value for name, value in variables.items() if value}
     environment: dict[str, str] = request.getfixturevalue("stand_in")
     return environment
 

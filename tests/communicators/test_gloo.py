@@ -15,8 +15,18 @@ from tagi_ddp.communicators import BackendUnavailable, Timeout, as_communicator,
 
 
 class TestGloo(WholeContract):
+    """On one host: through its memory."""
+
     backend = "gloo"
     sizes = (2, 3)
+
+
+class TestFlat(WholeContract):
+    """Through gloo alone."""
+
+    backend = "gloo"
+    sizes = (3,)
+    levels = "0"
 
 
 class TestTwoLevels(WholeContract):

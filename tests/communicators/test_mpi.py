@@ -28,8 +28,18 @@ class TestMpi(
     FailuresContract,
     StopContract,
 ):
+    """On one host: through its memory."""
+
     backend = "mpi"
     sizes = (2, 3)
+
+
+class TestFlat(OperationsContract, FailuresContract):
+    """Through MPI alone."""
+
+    backend = "mpi"
+    sizes = (3,)
+    levels = "0"
 
 
 @pytest.mark.slow  # that of gloo is not

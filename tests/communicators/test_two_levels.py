@@ -12,7 +12,7 @@ from support.rank_pool import RankPool
 
 # Of each rank a letter, its host's.
 PLACES = [("gloo", "ab"), ("gloo", "aabb"), ("gloo", "aabab"), ("gloo", "abcc")]
-PLACES += [("mpi", "aba"), ("mpi", "abc")]
+PLACES += [("mpi", "aba"), ("mpi", "abc"), ("mpi", "aaa")]
 MORE_PLACES = [("gloo", "abc"), ("gloo", "abab"), ("mpi", "ab"), ("mpi", "abcc")]
 
 EXPECTED = {
@@ -88,8 +88,7 @@ def levels(comm: Any) -> int | None:
 
 def test_a_lane_is_a_rank_of_each_host(pool: RankPool) -> None:
     place = pool._environment["RANK_POOL_HOSTS"]
-    several = 1 < len(set(place)) < len(place)
-    lanes = min(map(place.count, place)) if several else None
+    lanes = min(map(place.count, place)) if len(set(place)) < len(place) else None
     assert pool.run(levels) == [lanes] * len(place)
 
 
@@ -100,9 +99,10 @@ def measured(comm: Any) -> tuple[float, float] | None:
 def test_all_ranks_know_the_same_network(pool: RankPool) -> None:
     [first, *others] = pool.run(measured)
     assert all(other == first for other in others)
-    if first is not None:
+    if first is not None and len(set(pool._environment["RANK_POOL_HOSTS"])) > 1:
         latency, rate = first
-        assert 0 < latency < 1 and 1e5 < rate
+        assert 0 < latency < 1
+        assert rate > 1e5
 
 
 def test_chunks_are_worth_the_waits_for_them() -> None:

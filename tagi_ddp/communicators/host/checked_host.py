@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
 
 from tagi_ddp.communicators.buffers import HostElements, elements
@@ -12,7 +14,13 @@ from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch
 from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.flat import Flat
-from tagi_ddp.communicators.host.two_level import Make, TwoLevel, open_two_levels, ranks_by_host
+from tagi_ddp.communicators.host.two_level import (
+    Make,
+    TwoLevel,
+    open_two_levels,
+    ranks_by_host,
+    two_levels_wanted,
+)
 
 # Bytes that are gathered with the messages of the handshake, of a rank and of all: no engine is
 # faster.
@@ -30,15 +38,17 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     def open_ways(self, call: Call, make: Make) -> None:
         """Connect this rank; ``call`` is what errors name."""
         handshake = self._handshake(call)
+        own = [two_levels_wanted(), secrets.token_hex(16)]
         with handshake.explaining():
             self._engine = make("all", list(range(self.size)), call)
+            told = {**handshake.gather(own), self.rank: own}
             hosts = ranks_by_host(self._channel.hosts)
             apart = len(hosts) == self.size > 1
             flat = self._way = Flat(self._engine, self.rank, self.size, apart)
-            if 1 < len(hosts) < self.size:
-                self._levels = open_two_levels(flat, hosts, handshake, call, make)
-                self._way = self._levels or flat
-        handshake.meet()
+            if len(hosts) < self.size and all(wanted for wanted, _ in told.values()):
+                tokens = {rank: token for rank, (_, token) in told.items()}
+                self._levels = open_two_levels(flat, hosts, tokens, handshake, call, make)
+                self._way = self._levels
         handshake.leave()
 
     def _engine_send(

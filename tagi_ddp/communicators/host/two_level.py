@@ -1,4 +1,4 @@
-"""Collectives of ranks on several hosts: shared memory within a host, the network between hosts.
+"""Collectives of ranks that share hosts: shared memory within a host, the network between hosts.
 
 The first ranks of each host, equally many on all, carry a slice each: a lane is one rank of every
 host, with an engine of its own. So what leaves a host is as little as if it were one rank, and all
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Any
@@ -49,7 +48,7 @@ class TwoLevel:
     """A rank of ``hosts``, which hold the numbers of their ranks.
 
     ``memory`` joins the ranks of this host, ``lane`` this rank and one of each other host; None on
-    ranks that are in no lane. ``flat`` joins all.
+    ranks that are in no lane, as all are on a single host. ``flat`` joins all.
     """
 
     def __init__(
@@ -157,6 +156,9 @@ class TwoLevel:
     def all_gather(
         self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
+        if len(self._hosts) == 1:
+            handshake.carry(self._gather_within(handshake, source.array, target.array, counts))
+            return
         kind = source.array.dtype
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
         slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
@@ -190,6 +192,14 @@ class TwoLevel:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
+        if len(self._hosts) == 1:
+            array = widen(source.array, source.dtype)
+            mine = target.array
+            if array.dtype != mine.dtype:
+                mine = np.empty(mine.size, array.dtype)
+            handshake.carry(self._reduce_within(handshake, array, mine, counts, op))
+            target.array[...] = finish(mine, target.dtype, op, self._flat.size)
+            return
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
         slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
         given = _cut(source.array, counts)
@@ -233,15 +243,16 @@ class TwoLevel:
             async_op=True,
             timeout=_limit(handshake),
         )
-        handshake.carry(
-            self._flat.engine.all_to_all(
-                np.concatenate([out[rank] for rank in away]),
-                far,
-                [count * (rank in away) for rank, count in enumerate(sent)],
-                [count * (rank in away) for rank, count in enumerate(received)],
-                handshake.left(),
+        if away:
+            handshake.carry(
+                self._flat.engine.all_to_all(
+                    np.concatenate([out[rank] for rank in away]),
+                    far,
+                    [count * (rank in away) for rank, count in enumerate(sent)],
+                    [count * (rank in away) for rank, count in enumerate(received)],
+                    handshake.left(),
+                )
             )
-        )
         handshake.carry(_ready(work))
         for ranks, came in ((here, near), (away, far)):
             for rank, part in zip(ranks, _cut(came, [received[r] for r in ranks]), strict=True):
@@ -303,33 +314,42 @@ def ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def open_two_levels(
-    flat: Flat, hosts: list[list[int]], handshake: Handshake, call: Call, make: Make
-) -> TwoLevel | None:
-    """Return the levels of a rank, None if a rank is told to do without.
+def two_levels_wanted() -> bool:
+    """Return whether the environment lets this rank's collectives have two levels.
 
-    A collective call, which ``handshake`` is to conclude. Raises ValueError where
-    TAGI_DDP_TWO_LEVELS is neither "0" nor "1".
+    Raises ValueError where TAGI_DDP_TWO_LEVELS is neither "0" nor "1".
     """
     wish = os.environ.get("TAGI_DDP_TWO_LEVELS", "1")
     if wish not in ("0", "1"):
         raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {wish!r}')
-    own = np.frombuffer(bytes([int(wish)]) + secrets.token_bytes(16), np.uint8)
-    told = flat.gather_rows(handshake, own)
-    if not told[:, 0].all():
-        return None
+    return wish == "1"
+
+
+def open_two_levels(
+    flat: Flat,
+    hosts: list[list[int]],
+    tokens: Mapping[int, str],
+    handshake: Handshake,
+    call: Call,
+    make: Make,
+) -> TwoLevel:
+    """Return the levels of a rank; ``tokens``, a secret of each rank, tell apart groups.
+
+    A collective call, which ``handshake`` is to conclude.
+    """
     [number] = [i for i, ranks in enumerate(hosts) if flat.rank in ranks]
-    token = told[hosts[number][0], 1:].tobytes().hex()
+    token = tokens[hosts[number][0]]
     local, size = hosts[number].index(flat.rank), len(hosts[number])
     memory: Communicator = SingleCommunicator(call.limit)
     if size > 1:
         memory = create(local, size, token, call.left(), spin=False)
     lane = None
-    if local < min(map(len, hosts)):
+    if len(hosts) > 1 and local < min(map(len, hosts)):
         engine = make(f"lane {local}", [ranks[local] for ranks in hosts], call)
         lane = Flat(engine, number, len(hosts))
     levels = TwoLevel(hosts, memory, lane, flat)
-    levels.measure(handshake)
+    if len(hosts) > 1:
+        levels.measure(handshake)
     return levels
 
 
