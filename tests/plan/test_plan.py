@@ -65,11 +65,12 @@ def test_two_nodes() -> None:
 
 
 def test_chunks_are_on_both_levels_at_once() -> None:
-    # 16e6 bytes, in 3 chunks; in a node each takes 2 * 2/3 s, or 2 * 1/15 s; between nodes 0.4 s.
-    training = Training(1.0, 2e6)
-    for bandwidth, first, others in ((4e6, 4 / 3, 4 / 3), (4e7, 2 / 15, 0.4)):
-        cluster = Cluster(Link(0, bandwidth), Link(0, 4e7 / 3), 2)
-        expected = 1 + first + 0.4 + 2 * others
+    # 16e6 bytes, in 4 chunks; in a node each takes 2 * 1/2 s, or 2 * 1/20 s; between nodes 0.3 s.
+    # All wait together for the latency: that of a vote's handshake, the sum's, and the ring's four.
+    training, latency = Training(1.0, 2e6), 0.01
+    for bandwidth, first, others in ((4e6, 1.0, 1.0), (4e7, 0.1, 0.3)):
+        cluster = Cluster(Link(0, bandwidth), Link(latency, 4e7 / 3), 2)
+        expected = 1 + first + 0.3 + 3 * others + 6 * latency
         assert predict(training, cluster, 4)["sum"] == pytest.approx(expected)
 
 
