@@ -40,9 +40,9 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
 
     two_level._SMALL, two_level._LARGE, two_level._SOME = 64, 4096, 5
     if comm.backend == "mpi":
-        from tagi_ddp.communicators.host import mpi
+        from tagi_ddp.communicators.host import mpi, mpi_requests
 
-        mpi._PIECE, mpi._FLYING, mpi._SUMS = 64, 3, 4
+        mpi_requests._PIECE, mpi_requests._FLYING, mpi._SUMS = 64, 3, 4
     rng, told = np.random.default_rng(seed), []
     size, rank = comm.size, comm.rank
     for dtype in (np.float32, np.float16, np.uint8, np.int16, np.uint64, np.float64):

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-from mpi4py import MPI
 
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout
-from tagi_ddp.communicators.host import mpi
+from tagi_ddp.communicators.host.mpi import MpiCommunicator, outlive_ranks, wrap
+from tagi_ddp.communicators.host.mpi_library import MPI, start
 from tagi_ddp.environment import detect
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ class Survivors:
                 "start the ranks with mpirun --with-ft ulfm"
             )
         environment = detect()
-        mpi.start(environment.rank, environment.world_size, limit)
-        mpi.outlive_ranks()
+        start(environment.rank, environment.world_size, limit)
+        outlive_ranks()
         self._group: MPI.Intracomm = MPI.COMM_WORLD
 
     def gather(self, words: list[int], limit: float) -> np.ndarray:
@@ -70,10 +70,10 @@ class Survivors:
             return None
         return table if agreed else None
 
-    def connect(self, limit: float) -> mpi.MpiCommunicator:
+    def connect(self, limit: float) -> MpiCommunicator:
         """Return a communicator of the ranks that are left; raises PeerLost, Timeout."""
         try:
-            return mpi.wrap(self._group, limit)
+            return wrap(self._group, limit)
         except MPI.Exception as error:
             raise PeerLost(f"a rank was lost while the others connected: {error}", ()) from error
 

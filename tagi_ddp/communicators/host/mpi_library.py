@@ -1,0 +1,48 @@
+"""MPI's library by mpi4py, loaded in a way that fits the engine and lets `start` decide when."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+
+from tagi_ddp.communicators.errors import Timeout
+from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
+
+if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
+    raise ImportError("no MPI library was found when the engine was loaded")
+
+import mpi4py
+
+if "mpi4py.MPI" not in sys.modules:
+    # `start` does it, as it may wait for other ranks. MPI ends with the process in any case.
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+
+from mpi4py import MPI  # loads the library
+
+__all__ = ["MPI", "start"]
+
+
+def start(rank: int, size: int, timeout: float) -> None:
+    """Start MPI unless it has been; in C it waits for all ranks, and nothing ends that."""
+    if MPI.Is_initialized():
+        return
+    name = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    level: int = getattr(MPI, f"THREAD_{name.upper()}")
+    if level < MPI.THREAD_MULTIPLE:  # the script's wish: this thread alone may use MPI
+        MPI.Init_thread(level)
+        return
+    # ctypes, unlike mpi4py, lets other threads run meanwhile.
+    library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
+    arguments = (None, None, ctypes.c_int(level), ctypes.byref(provided))
+    thread = threading.Thread(target=library.MPI_Init_thread, args=arguments, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise Timeout(
+            f"init on rank {rank} of {size} (mpi): MPI did not start within {timeout:g} s: a rank "
+            "has not called init, nor imported mpi4py.MPI. Look at the ranks' output; raise "
+            "timeout= if they are only slow. End this process: MPI cannot be started again."
+        )
+    for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does
