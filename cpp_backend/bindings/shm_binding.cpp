@@ -41,6 +41,18 @@ void check_signals() {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
+// Calls `function`, if it is not None, too.
+std::function<void()> looking_by(nb::handle function) {
+    if (function.is_none()) return check_signals;
+    auto kept = std::make_shared<Kept>();
+    kept->objects.push_back(nb::borrow(function));
+    return [kept] {
+        check_signals();
+        nb::gil_scoped_acquire lock;
+        kept->objects.front()();
+    };
+}
+
 // Waits for `work`, in slices so that Ctrl-C works. False when `limit` passed first.
 bool wait_for(Work& work, double limit) {
     nb::gil_scoped_release unlocked;
@@ -303,19 +315,21 @@ void bind_shm(nb::module_& module) {
         .def(
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
-               const std::string& name, double timeout, bool spin) {
+               const std::string& name, double timeout, bool spin, nb::handle on_wait) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
                 require_rank(rank, "rank", size);
                 checked_timeout(timeout);
                 std::shared_ptr<ShmCommunicator> communicator;
+                const auto look = looking_by(on_wait);
                 {
                     nb::gil_scoped_release unlocked;
                     communicator = std::make_shared<ShmCommunicator>(rank, size, job, name, timeout,
-                                                                     check_signals, spin);
+                                                                     look, spin);
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },
-            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0, "spin"_a = true)
+            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0, "spin"_a = true,
+            "on_wait"_a = nb::none())
         .def_prop_ro("rank", &PyShmCommunicator::rank)
         .def_prop_ro("size", &PyShmCommunicator::size)
         .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })

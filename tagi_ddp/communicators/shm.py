@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+from collections.abc import Callable
 
 from tagi_ddp._backend import ShmCommunicator, abort_shm
 from tagi_ddp.communicators.guard import last_words
@@ -13,16 +14,23 @@ __all__ = ["ShmCommunicator", "create"]
 
 
 def create(
-    rank: int, world_size: int, job: str, timeout: float, spin: bool = True
+    rank: int,
+    world_size: int,
+    job: str,
+    timeout: float,
+    spin: bool = True,
+    on_wait: Callable[[], None] | None = None,
 ) -> ShmCommunicator:
     """Return this rank's communicator once all ``world_size`` ranks of ``job`` have called this.
 
     ``job`` tells apart the groups of one user on one host. ``timeout`` in seconds limits this call
     and is the default of every operation. Without ``spin`` waits leave the cores, even if there is
-    one for each rank, to what else the ranks do meanwhile. Raises Timeout naming the ranks that did
-    not come, Mismatch when two ranks have one number or ranks differ in ``world_size``.
+    one for each rank, to what else the ranks do meanwhile. ``on_wait`` is called about every 50 ms
+    while an operation waits; what it raises ends the operation, on all ranks. Raises Timeout naming
+    the ranks that did not come, Mismatch when two ranks have one number or ranks differ in
+    ``world_size``.
     """
-    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout, spin)
+    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout, spin, on_wait)
 
 
 def meeting_name(job: str) -> str:

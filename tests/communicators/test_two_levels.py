@@ -82,25 +82,30 @@ def test_all_collectives(pool: RankPool) -> None:
         assert all(other == first for other in others)
 
 
-def levels(comm: Any) -> int | None:
-    return comm._levels and comm._levels._lanes
+def way(comm: Any) -> tuple[str, int | None]:
+    """Return how data travel, and in how many lanes."""
+    return type(comm._way).__name__, getattr(comm._way, "_lanes", None)
 
 
 def test_a_lane_is_a_rank_of_each_host(pool: RankPool) -> None:
     place = pool._environment["RANK_POOL_HOSTS"]
-    lanes = min(map(place.count, place)) if len(set(place)) < len(place) else None
-    assert pool.run(levels) == [lanes] * len(place)
+    expected: tuple[str, int | None] = "TwoLevel", min(map(place.count, place))
+    if len(set(place)) == len(place):
+        expected = "Flat", None
+    if len(set(place)) == 1:
+        expected = "OneHost", None
+    assert pool.run(way) == [expected] * len(place)
 
 
-def measured(comm: Any) -> tuple[float, float] | None:
-    return comm._levels and (comm._levels._latency, comm._levels._rate)
+def measured(comm: Any) -> tuple[float | None, float | None]:
+    return getattr(comm._way, "_latency", None), getattr(comm._way, "_rate", None)
 
 
 def test_all_ranks_know_the_same_network(pool: RankPool) -> None:
     [first, *others] = pool.run(measured)
     assert all(other == first for other in others)
-    if first is not None and len(set(pool._environment["RANK_POOL_HOSTS"])) > 1:
-        latency, rate = first
+    latency, rate = first
+    if latency is not None:
         assert 0 < latency < 1
         assert rate > 1e5
 
@@ -114,7 +119,7 @@ def test_chunks_are_worth_the_waits_for_them() -> None:
     assert number_of_chunks(1e9, 1e-4, math.inf) == 119
 
 
-def levels_if_asked_for(comm: Any, job: str) -> list[int | None]:
+def ways_if_asked_for(comm: Any, job: str) -> list[tuple[str, int | None]]:
     """One rank's wish is that of all."""
     import os
 
@@ -130,7 +135,7 @@ def levels_if_asked_for(comm: Any, job: str) -> list[int | None]:
         os.environ["TAGI_DDP_TWO_LEVELS"] = wish if comm.rank == 1 else "1"
         settings = {"rank": comm.rank, "world_size": comm.size, "job": f"{job} {wish}"}
         with init("gloo", **settings, timeout=20) as other:
-            found.append(levels(other))
+            found.append(way(other))
             total = np.ones(5)
             other.all_reduce(total)
             assert (total == comm.size).all()
@@ -139,6 +144,6 @@ def levels_if_asked_for(comm: Any, job: str) -> list[int | None]:
 
 
 def test_the_way_out(pool: RankPool) -> None:
-    [first, *others] = pool.run(levels_if_asked_for, "way out")
-    assert first[1] is None
+    [first, *others] = pool.run(ways_if_asked_for, "way out")
+    assert first[1] == ("Flat", None)
     assert all(other == first for other in others)

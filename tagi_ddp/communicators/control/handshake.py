@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,11 @@ _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 Ready = Callable[[float], bool]
 """Waits up to some seconds for an engine; tells whether it is done; raises its RuntimeError."""
+
+Agree = Callable[["Handshake", bytes], bool]
+"""Brings all ranks together, and tells whether they give the same word of `WORD` bytes."""
+
+WORD = 8  # bytes that tell calls apart
 
 
 class Handshake:
@@ -60,36 +66,56 @@ class Handshake:
         self._here = {rank}  # the ranks that have come
         self._round = pair[0]
         self._said = b""
+        self._talk: Iterator[None] | None = None  # beside a faster way to meet
+        self._found: CommunicatorError | None = None  # in `look`
 
-    def meet(self) -> None:
-        """Tell this call to the peers; return once all have come."""
-        self._meet({})
+    def meet(self, agree: Agree | None = None) -> None:
+        """Return once all have come, and call the same.
+
+        The peers are told by ``agree``, or else by messages, which also tell what keeps it.
+        """
+        talk = self._talking({})
+        if agree is not None:
+            call, self._talk = self._call, talk
+            said = json.dumps([call.name, call.arguments]).encode()
+            agreed = agree(self, hashlib.blake2b(said, digest_size=WORD).digest())
+            self._talk = None
+            if agreed:
+                self._here.update(self._peers)
+                return
+        self._finish(talk)
 
     def gather(self, content: Any) -> dict[int, Any]:
         """Meet, and return the small ``content`` of each peer."""
-        contents = self._meet({self._rank: content})
+        contents = {self._rank: content}
+        self._finish(self._talking(contents))
         return {rank: content for rank, content in contents.items() if rank != self._rank}
 
-    def _meet(self, contents: dict[int, Any]) -> dict[int, Any]:
+    def _finish(self, talk: Iterator[None]) -> None:
+        self._call.waits_for = self._missing
+        for _ in talk:
+            self._await_senders()
+
+    def _talking(self, contents: dict[int, Any]) -> Iterator[None]:
+        """Tell this call in rounds, and gather ``contents``; yield until the senders are here."""
         call, notes = self._call, self._notes
-        call.waits_for = self._absent
         for step in self._rounds:
             self._round = step
             self._said = json.dumps([call.name, call.arguments, contents]).encode()
             with self._channel.telling():
                 notes.enter(step.receivers, self._own, call.number, self._said)
-            self._await_senders()
+            while not self._channel.until(self._senders_here, 0.0):
+                yield
             for rank in step.senders:
                 message = notes.entered.pop((rank, self._theirs, call.number))
                 self._here.update(self._known_to(rank))
                 if contents:
                     told = json.loads(message)[2]
                     contents |= {int(other): content for other, content in told.items()}
-        return contents
 
     def _await_senders(self) -> None:
         if not self._until(self._senders_here, self._call.deadline):
-            self._time_out(self._to_blame(self._absent()) or self._absent())
+            self._time_out(self._missing())
 
     def _until(self, ready: Callable[[], bool], end: float) -> bool:
         """Wait for messages until ``end`` at most; if it takes long, tell that this rank waits."""
@@ -121,7 +147,7 @@ class Handshake:
 
     def carry(self, ready: Ready) -> None:
         """Wait until the engine is done, with an eye on the messages."""
-        self._call.waits_for = lambda: self._to_blame(self._unfinished())
+        self._call.waits_for = self._missing
         while True:
             try:
                 if ready(_SLICE):
@@ -129,6 +155,24 @@ class Handshake:
             except RuntimeError as error:
                 self.explain(error)
             self._look()
+
+    def run(self, operation: Callable[[], None]) -> None:
+        """Run an engine's operation that calls `look` now and then while it waits."""
+        self._call.waits_for = self._missing
+        try:
+            operation()
+        except RuntimeError as error:
+            if self._found is not None:
+                raise self._found from None
+            self.explain(error)
+
+    def look(self) -> None:
+        """Raise what the messages say that ends the operation which `run` runs."""
+        try:
+            self._look()
+        except CommunicatorError as error:
+            self._found = error
+            raise
 
     def leave(self) -> None:
         """Be through; a peer in a message is told."""
@@ -138,7 +182,8 @@ class Handshake:
     def _look(self) -> None:
         """Between two waits for the engine: raise what has gone wrong, or that the time is up."""
         call = self._call
-        self._channel.until(self._interrupted, 0.0)
+        if self._talk is None or next(self._talk, True):  # True: it is over
+            self._channel.until(self._interrupted, 0.0)
         now = time.monotonic()
         if now > call.deadline - call.limit / 2 or self._is_asked():
             self._announce()
@@ -181,6 +226,11 @@ class Handshake:
         through = self._notes.through
         return [r for r in self._peers if through.get((r, self._theirs), -1) < self._call.number]
 
+    def _missing(self) -> list[int]:
+        """Return the ranks that hold up the others."""
+        absent = self._absent()
+        return self._to_blame(absent or self._unfinished()) or absent
+
     def _to_blame(self, ranks: list[int]) -> list[int]:
         """Return those of ``ranks`` that did not say that they wait, in this call or before."""
         through, waiting = self._notes.through, self._notes.waiting
@@ -208,7 +258,8 @@ class Handshake:
 
     def _interrupted(self) -> bool:
         # A rank that came and closed had done its part before.
-        self._check(self._unfinished(), self._notes.died)
+        closed = self._gone().intersection(self._absent())
+        self._check(self._unfinished(), self._notes.died | closed)
         return False
 
     def _check(self, needed: list[int], gone: set[int]) -> None:

@@ -101,9 +101,16 @@ class Notes:
     def leave(self, series: Series, number: int, rank: int | None = None) -> None:
         """Be through with an operation; tell ``rank``, or else those that ask for it."""
         _raise(self.through, (self.rank, series), number)
+        if series is Series.COLLECTIVE:
+            self._forget(number)
         if rank is not None:
             self._send(Kind.THROUGH, series, number, b"", rank)
         self._answer()
+
+    def _forget(self, number: int) -> None:
+        """Forget who came to collectives that this rank knew to be met without their messages."""
+        for place in [p for p in self.entered if p[1] is Series.COLLECTIVE and p[2] <= number]:
+            del self.entered[place]
 
     def settle(self, number: int) -> None:
         """Have all ranks say when they are through with a collective; see ``settled``."""

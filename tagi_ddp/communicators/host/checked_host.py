@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -10,21 +13,21 @@ from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
-from tagi_ddp.communicators.control.handshake import Handshake
+from tagi_ddp.communicators.control.handshake import Agree, Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch
 from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.flat import Flat
-from tagi_ddp.communicators.host.two_level import (
-    Make,
-    TwoLevel,
-    open_two_levels,
-    ranks_by_host,
-    two_levels_wanted,
-)
+from tagi_ddp.communicators.host.memory import HostMemory
+from tagi_ddp.communicators.host.one_host import OneHost
+from tagi_ddp.communicators.host.two_level import TwoLevel, number_of_lanes, ranks_by_host
 
 # Bytes that are gathered with the messages of the handshake, of a rank and of all: no engine is
-# faster.
+# faster on several hosts.
 _FEW, _FEW_OF_ALL = 256, 1 << 15
+_FEW_HOSTS = 16  # whose first ranks ask each other faster than messages tell all
+
+Make = Callable[[str, list[int], Call], Engine]
+"""Makes an engine ``(name, ranks, call)``, on all of ``ranks``; ``call`` is what errors name."""
 
 
 class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
@@ -32,8 +35,10 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
 
     _elements = staticmethod(elements)
     _engine: Engine | None = None  # of all ranks
-    _levels: TwoLevel | None = None
-    _way: Flat | TwoLevel
+    _lane: Engine | None = None  # of this rank and one of each other host
+    _memory: HostMemory | None = None
+    _way: Flat | TwoLevel | OneHost
+    _agree: Agree | None = None
 
     def open_ways(self, call: Call, make: Make) -> None:
         """Connect this rank; ``call`` is what errors name."""
@@ -43,13 +48,28 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
             self._engine = make("all", list(range(self.size)), call)
             told = {**handshake.gather(own), self.rank: own}
             hosts = ranks_by_host(self._channel.hosts)
-            apart = len(hosts) == self.size > 1
-            flat = self._way = Flat(self._engine, self.rank, self.size, apart)
+            flat = self._way = Flat(self._engine, self.rank, self.size, len(hosts) == self.size > 1)
             if len(hosts) < self.size and all(wanted for wanted, _ in told.values()):
-                tokens = {rank: token for rank, (_, token) in told.items()}
-                self._levels = open_two_levels(flat, hosts, tokens, handshake, call, make)
-                self._way = self._levels
+                number = next(i for i, ranks in enumerate(hosts) if self.rank in ranks)
+                here = hosts[number]
+                local, token = here.index(self.rank), told[here[0]][1]
+                self._memory = HostMemory(local, len(here), token, handshake, call)
+                self._agree = self._memory.agree
+                self._way = OneHost(self._memory)
+                if len(hosts) > 1:
+                    lane = None
+                    if local < number_of_lanes(hosts):
+                        self._lane = make(f"lane {local}", [ranks[local] for ranks in hosts], call)
+                        lane = Flat(self._lane, number, len(hosts))
+                    levels = self._way = TwoLevel(hosts, self._memory, lane, flat)
+                    levels.measure(handshake)
+                    self._agree = levels.agree if len(hosts) <= _FEW_HOSTS else None
         handshake.leave()
+
+    def _enter(self, call: Call) -> Handshake:
+        handshake = self._handshake(call)
+        handshake.meet(self._agree)
+        return handshake
 
     def _engine_send(
         self, handshake: Handshake, data: HostElements, dst: int, limit: float
@@ -64,10 +84,11 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         handshake.carry(self._engine.recv(data.array, src, limit))
 
     def _engine_close(self, clean: bool) -> None:
-        if self._levels is not None:
-            self._levels.close(clean)
-        if self._engine is not None:
-            self._engine.close(clean)
+        if self._memory is not None:
+            self._memory.close()
+        for engine in (self._lane, self._engine):
+            if engine is not None:
+                engine.close(clean)
 
     # Operations.
 
@@ -99,7 +120,8 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
         kind = target.array.dtype
-        if max(counts) * kind.itemsize <= _FEW and sum(counts) * kind.itemsize <= _FEW_OF_ALL:
+        few = max(counts) * kind.itemsize <= _FEW and sum(counts) * kind.itemsize <= _FEW_OF_ALL
+        if few and not isinstance(self._way, OneHost):
             handshake = self._handshake(call)
             own = source.array.tobytes().hex()
             told = {**handshake.gather(own), self.rank: own}
@@ -140,5 +162,17 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
-        if self._levels is not None:
-            self._levels.abort(reason)
+        if self._memory is not None:
+            with suppress(CommunicatorError):
+                self._memory.abort(reason)
+
+
+def two_levels_wanted() -> bool:
+    """Return whether the environment lets this rank's collectives use its host's memory.
+
+    Raises ValueError where TAGI_DDP_TWO_LEVELS is neither "0" nor "1".
+    """
+    wish = os.environ.get("TAGI_DDP_TWO_LEVELS", "1")
+    if wish not in ("0", "1"):
+        raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {wish!r}')
+    return wish == "1"
