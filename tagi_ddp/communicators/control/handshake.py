@@ -27,9 +27,6 @@ _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 Ready = Callable[[float], bool]
 """Waits up to some seconds for an engine; tells whether it is done; raises its RuntimeError."""
 
-Agree = Callable[["Handshake", bytes], bool]
-"""Brings all ranks together, and tells whether they give the same word of `WORD` bytes."""
-
 WORD = 8  # bytes that tell calls apart
 
 
@@ -69,21 +66,30 @@ class Handshake:
         self._talk: Iterator[None] | None = None  # beside a faster way to meet
         self._found: CommunicatorError | None = None  # in `look`
 
-    def meet(self, agree: Agree | None = None) -> None:
-        """Return once all have come, and call the same.
+    def meet(self) -> None:
+        """Tell this call to the peers; return once all have come."""
+        self._finish(self._talking({}))
 
-        The peers are told by ``agree``, or else by messages, which also tell what keeps it.
+    def begin(self) -> None:
+        """Let what is carried next bring all ranks together, which `met` concludes.
+
+        If it takes long, or fails, the ranks tell each other as in `meet`.
         """
-        talk = self._talking({})
-        if agree is not None:
-            call, self._talk = self._call, talk
-            said = json.dumps([call.name, call.arguments]).encode()
-            agreed = agree(self, hashlib.blake2b(said, digest_size=WORD).digest())
-            self._talk = None
-            if agreed:
-                self._here.update(self._peers)
-                return
-        self._finish(talk)
+        self._call.waits_for = self._missing
+        self._talk = self._talking({})
+
+    def word(self) -> bytes:
+        """Return `WORD` bytes that are the same on all ranks if they call the same."""
+        said = json.dumps([self._call.name, self._call.arguments]).encode()
+        return hashlib.blake2b(said, digest_size=WORD).digest()
+
+    def met(self, agreed: bool = True) -> None:
+        """Go on once all have come; unless they ``agreed``, raise who calls something else."""
+        talk, self._talk = self._talk, None
+        if agreed:
+            self._here.update(self._peers)
+        elif talk is not None:
+            self._finish(talk)
 
     def gather(self, content: Any) -> dict[int, Any]:
         """Meet, and return the small ``content`` of each peer."""
@@ -306,7 +312,11 @@ class Handshake:
         late = time.monotonic() > call.deadline - _SLICE  # the engine's own limit is the call's
         try:
             grace = _GRACE if self._channel.one_host else _GRACE_OF_HOSTS
-            self._channel.until(self._interrupted, min(call.deadline, time.monotonic() + grace))
+            end = min(call.deadline, time.monotonic() + grace)
+            for _ in self._talk or ():
+                if not self._channel.until(self._senders_here, end):
+                    break
+            self._channel.until(self._interrupted, end)
             if late:
                 self._time_out(self._to_blame(self._unfinished()))
         except CommunicatorError as reason:

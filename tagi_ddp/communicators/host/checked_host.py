@@ -13,7 +13,7 @@ from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
-from tagi_ddp.communicators.control.handshake import Agree, Handshake
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch
 from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.flat import Flat
@@ -24,7 +24,6 @@ from tagi_ddp.communicators.host.two_level import TwoLevel, number_of_lanes, ran
 # Bytes that are gathered with the messages of the handshake, of a rank and of all: no engine is
 # faster on several hosts.
 _FEW, _FEW_OF_ALL = 256, 1 << 15
-_FEW_HOSTS = 16  # whose first ranks ask each other faster than messages tell all
 
 Make = Callable[[str, list[int], Call], Engine]
 """Makes an engine ``(name, ranks, call)``, on all of ``ranks``; ``call`` is what errors name."""
@@ -38,7 +37,6 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     _lane: Engine | None = None  # of this rank and one of each other host
     _memory: HostMemory | None = None
     _way: Flat | TwoLevel | OneHost
-    _agree: Agree | None = None
 
     def open_ways(self, call: Call, make: Make) -> None:
         """Connect this rank; ``call`` is what errors name."""
@@ -54,7 +52,6 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
                 here = hosts[number]
                 local, token = here.index(self.rank), told[here[0]][1]
                 self._memory = HostMemory(local, len(here), token, handshake, call)
-                self._agree = self._memory.agree
                 self._way = OneHost(self._memory)
                 if len(hosts) > 1:
                     lane = None
@@ -63,12 +60,11 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
                         lane = Flat(self._lane, number, len(hosts))
                     levels = self._way = TwoLevel(hosts, self._memory, lane, flat)
                     levels.measure(handshake)
-                    self._agree = levels.agree if len(hosts) <= _FEW_HOSTS else None
         handshake.leave()
 
     def _enter(self, call: Call) -> Handshake:
         handshake = self._handshake(call)
-        handshake.meet(self._agree)
+        self._way.meet(handshake)
         return handshake
 
     def _engine_send(
@@ -95,7 +91,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     def _all_reduce(
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        handshake = self._enter(call)
+        handshake = self._handshake(call)
         self._way.all_reduce(handshake, source, target, op)
         self._done(handshake, call)
 
@@ -107,12 +103,12 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        handshake = self._enter(call)
+        handshake = self._handshake(call)
         self._way.reduce_scatter(handshake, source, target, counts, op)
         self._done(handshake, call)
 
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
-        handshake = self._enter(call)
+        handshake = self._handshake(call)
         self._way.broadcast(handshake, data, root)
         self._done(handshake, call)
 
@@ -130,7 +126,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
                 target.array[end - count : end] = np.frombuffer(bytes.fromhex(told[rank]), kind)
             handshake.leave()
             return
-        handshake = self._enter(call)
+        handshake = self._handshake(call)
         self._way.all_gather(handshake, source, target, counts)
         self._done(handshake, call)
 

@@ -15,7 +15,7 @@ _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use agai
 
 
 class Flat:
-    """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake has brought them together.
+    """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake brings them together.
 
     ``apart``: each is on a host of its own, where the engine's own sums are faster. Else numbers
     are added in the order of the ranks. All ranks receive the same bits.
@@ -27,9 +27,14 @@ class Flat:
         self.size = size
         self._apart = apart
 
+    def meet(self, handshake: Handshake) -> None:
+        """Bring all ranks together, as all collectives but `all_to_all` do first."""
+        handshake.meet()
+
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
+        handshake.meet()
         if self._apart:
             total = widen(source.array, source.dtype)
             if total is source.array:
@@ -59,6 +64,7 @@ class Flat:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
+        handshake.meet()
         self._scatter(handshake, source.dtype, source.array, target.array, counts, op)
 
     def _scatter(
@@ -95,11 +101,13 @@ class Flat:
         return ready, [*rows[: self.rank], own, *rows[self.rank :]]
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
+        handshake.meet()
         handshake.carry(self.engine.broadcast(data.array, root, handshake.left()))
 
     def all_gather(
         self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
+        handshake.meet()
         handshake.carry(
             self.engine.all_gather(source.array, target.array, counts, handshake.left())
         )

@@ -57,7 +57,7 @@ class HostMemory:
         return ready
 
     def agree(self, handshake: Handshake, word: bytes) -> bool:
-        """Return whether all ranks of the host give the same word; see `Handshake.meet`."""
+        """Return whether all ranks of the host give the same word of `WORD` bytes."""
         words = np.empty((self.size, WORD), np.uint8)
         self.run(handshake, self.comm.all_gather, np.frombuffer(word, np.uint8), words.reshape(-1))
         return bool((words == words[0]).all())

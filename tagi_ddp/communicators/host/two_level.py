@@ -20,12 +20,13 @@ import numpy as np
 
 from tagi_ddp.communicators.buffers import HostElements, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
-from tagi_ddp.communicators.control.handshake import WORD, Handshake, Ready
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host.flat import Flat
 from tagi_ddp.communicators.host.memory import HostMemory
 from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 
 _SMALL, _LARGE, _SOME = 1 << 22, 1 << 23, 4  # bytes of chunks, and a number that is enough
+_FEW_HOSTS = 16  # that ask each other faster than messages tell all
 _WORTH = 0.004  # seconds on the network that make a smaller chunk worth what it costs
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
 # What measures the network: bytes, more and more until they take so many seconds.
@@ -78,28 +79,23 @@ class TwoLevel:
             times[i] = time.perf_counter() - begin
         return float(self._flat.gather_rows(handshake, times).max(axis=0).min())
 
-    def agree(self, handshake: Handshake, word: bytes) -> bool:
-        """Return whether all ranks give the same word; see `Handshake.meet`.
-
-        The first ranks of the hosts ask each other, and tell the rest.
-        """
-        agreed = np.array([self._memory.agree(handshake, word)])
-        if self._memory.rank == 0:
-            assert self._lane is not None
-            mine = np.frombuffer(word + agreed.tobytes(), np.uint8)
-            hosts = np.empty((len(self._hosts), WORD + 1), np.uint8)
-            counts = [WORD + 1] * len(hosts)
-            out = hosts.reshape(-1)
-            handshake.carry(self._lane.engine.all_gather(mine, out, counts, handshake.left()))
-            agreed[0] = (hosts == hosts[0]).all() and agreed[0]
-        self._memory.run(handshake, self._memory.comm.broadcast, agreed.view(np.uint8), 0)
-        return bool(agreed[0])
-
     # Collectives, as in `Flat`.
+
+    def meet(self, handshake: Handshake) -> None:
+        if len(self._hosts) > _FEW_HOSTS:
+            handshake.meet()
+            return
+        handshake.begin()
+        agreed = np.array([self._memory.agree(handshake, handshake.word())])
+        if self._memory.rank == 0:  # asks the first ranks of the other hosts, and tells this one's
+            agreed[0] = self._ask(handshake, bool(agreed[0]))()
+        self._memory.run(handshake, self._memory.comm.broadcast, agreed.view(np.uint8), 0)
+        handshake.met(bool(agreed[0]))
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
+        met = self._meet_beside(handshake)
         chunks = self._chunks(source)
         start = partial(self._start, handshake, len(chunks))
         sums: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
@@ -111,6 +107,8 @@ class TwoLevel:
             return start(self._reduce_within(array, sums[chunk], counts, op))
 
         def between(chunk: int) -> Ready | None:
+            if chunk == 0:
+                met()
             if self._lane is None:
                 return None
             return self._lane.engine.all_reduce(sums[chunk], op, handshake.left())
@@ -123,6 +121,7 @@ class TwoLevel:
         _pipeline(handshake, len(chunks), [within, between, share])
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
+        self.meet(handshake)
         chunks = self._chunks(data)
         host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         start = partial(self._start, handshake, len(chunks))
@@ -154,6 +153,7 @@ class TwoLevel:
     def all_gather(
         self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
+        self.meet(handshake)
         kind = source.array.dtype
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
         slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
@@ -188,6 +188,7 @@ class TwoLevel:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
+        self.meet(handshake)
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
         slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
         given = _cut(source.array, counts)
@@ -247,6 +248,36 @@ class TwoLevel:
                 places[rank][...] = part
 
     # Parts of them.
+
+    def _meet_beside(self, handshake: Handshake) -> Callable[[], None]:
+        """Begin to bring all ranks together; return what concludes it.
+
+        What they do meanwhile in the memory of their hosts makes sure that those agree.
+        """
+        if len(self._hosts) > _FEW_HOSTS:
+            handshake.meet()
+            return lambda: None
+        handshake.begin()
+        agreed = self._ask(handshake, True)
+        return lambda: handshake.met(agreed())
+
+    def _ask(self, handshake: Handshake, here: bool) -> Callable[[], bool]:
+        """Begin to ask the other ranks of this one's lane, if it has one.
+
+        Return what tells whether all call the same, and do so ``here`` on their hosts.
+        """
+        if self._lane is None:
+            return lambda: True
+        mine = np.frombuffer(handshake.word() + bytes([here]), np.uint8)
+        words = np.empty((self._lane.size, mine.size), np.uint8)
+        counts = [mine.size] * self._lane.size
+        ready = self._lane.engine.all_gather(mine, words.reshape(-1), counts, handshake.left())
+
+        def agreed() -> bool:
+            handshake.carry(ready)
+            return here and bool((words == mine).all())
+
+        return agreed
 
     def _chunks(self, elements: HostElements) -> list[slice]:
         """Return chunks of about equal length."""
