@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, Work
-from tagi_ddp.communicators.control.handshake import WORD, Handshake, Ready
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import Timeout
 from tagi_ddp.communicators.shm import create
 from tagi_ddp.communicators.single import SingleCommunicator
@@ -55,12 +53,6 @@ class HostMemory:
             return True
 
         return ready
-
-    def agree(self, handshake: Handshake, word: bytes) -> bool:
-        """Return whether all ranks of the host give the same word of `WORD` bytes."""
-        words = np.empty((self.size, WORD), np.uint8)
-        self.run(handshake, self.comm.all_gather, np.frombuffer(word, np.uint8), words.reshape(-1))
-        return bool((words == words[0]).all())
 
     def abort(self, reason: str) -> None:
         """Let no rank of this host wait here."""

@@ -82,15 +82,9 @@ class TwoLevel:
     # Collectives, as in `Flat`.
 
     def meet(self, handshake: Handshake) -> None:
-        if len(self._hosts) > _FEW_HOSTS:
-            handshake.meet()
-            return
-        handshake.begin()
-        agreed = np.array([self._memory.agree(handshake, handshake.word())])
-        if self._memory.rank == 0:  # asks the first ranks of the other hosts, and tells this one's
-            agreed[0] = self._ask(handshake, bool(agreed[0]))()
-        self._memory.run(handshake, self._memory.comm.broadcast, agreed.view(np.uint8), 0)
-        handshake.met(bool(agreed[0]))
+        met = self._meet_beside(handshake)
+        self._memory.run(handshake, self._memory.comm.barrier)
+        met()
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
@@ -104,11 +98,14 @@ class TwoLevel:
             array = widen(source.array[chunks[chunk]], source.dtype)
             counts = self._slices(array.size)
             sums[chunk] = np.empty(counts[self._memory.rank], array.dtype)
-            return start(self._reduce_within(array, sums[chunk], counts, op))
+            operation = self._reduce_within(array, sums[chunk], counts, op)
+            if chunk:
+                return self._memory.begin(handshake, operation)
+            self._memory.run(handshake, operation)
+            met()
+            return None
 
         def between(chunk: int) -> Ready | None:
-            if chunk == 0:
-                met()
             if self._lane is None:
                 return None
             return self._lane.engine.all_reduce(sums[chunk], op, handshake.left())
@@ -252,32 +249,29 @@ class TwoLevel:
     def _meet_beside(self, handshake: Handshake) -> Callable[[], None]:
         """Begin to bring all ranks together; return what concludes it.
 
-        What they do meanwhile in the memory of their hosts makes sure that those agree.
+        What they do meanwhile in the memory of their hosts makes sure that those agree. The first
+        ranks of the hosts ask each other, and tell the rest.
         """
         if len(self._hosts) > _FEW_HOSTS:
             handshake.meet()
             return lambda: None
         handshake.begin()
-        agreed = self._ask(handshake, True)
-        return lambda: handshake.met(agreed())
+        word = np.frombuffer(handshake.word(), np.uint8)
+        words = np.empty((len(self._hosts), word.size), np.uint8)
+        ready = None
+        if self._memory.rank == 0:
+            assert self._lane is not None
+            counts = [word.size] * len(self._hosts)
+            out = words.reshape(-1)
+            ready = self._lane.engine.all_gather(word, out, counts, handshake.left())
 
-    def _ask(self, handshake: Handshake, here: bool) -> Callable[[], bool]:
-        """Begin to ask the other ranks of this one's lane, if it has one.
+        def met() -> None:
+            if ready is not None:
+                handshake.carry(ready)
+            self._memory.run(handshake, self._memory.comm.broadcast, words.reshape(-1), 0)
+            handshake.met(bool((words == word).all()))
 
-        Return what tells whether all call the same, and do so ``here`` on their hosts.
-        """
-        if self._lane is None:
-            return lambda: True
-        mine = np.frombuffer(handshake.word() + bytes([here]), np.uint8)
-        words = np.empty((self._lane.size, mine.size), np.uint8)
-        counts = [mine.size] * self._lane.size
-        ready = self._lane.engine.all_gather(mine, words.reshape(-1), counts, handshake.left())
-
-        def agreed() -> bool:
-            handshake.carry(ready)
-            return here and bool((words == mine).all())
-
-        return agreed
+        return met
 
     def _chunks(self, elements: HostElements) -> list[slice]:
         """Return chunks of about equal length."""
