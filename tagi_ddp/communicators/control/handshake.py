@@ -27,8 +27,6 @@ _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 Ready = Callable[[float], bool]
 """Waits up to some seconds for an engine; tells whether it is done; raises its RuntimeError."""
 
-WORD = 8  # bytes that tell calls apart
-
 
 class Handshake:
     """The part of ``peers`` in ``call``; raises what went wrong, naming the ranks at fault.
@@ -79,9 +77,9 @@ class Handshake:
         self._talk = self._talking({})
 
     def word(self) -> bytes:
-        """Return `WORD` bytes that are the same on all ranks if they call the same."""
+        """Return bytes, equally many for every call, that are the same for the same calls."""
         said = json.dumps([self._call.name, self._call.arguments]).encode()
-        return hashlib.blake2b(said, digest_size=WORD).digest()
+        return hashlib.blake2b(said, digest_size=8).digest()
 
     def met(self, agreed: bool = True) -> None:
         """Go on once all have come; unless they ``agreed``, raise who calls something else."""

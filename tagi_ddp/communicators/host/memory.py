@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, Work
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
@@ -53,6 +55,13 @@ class HostMemory:
             return True
 
         return ready
+
+    def agree(self, handshake: Handshake) -> bool:
+        """Return, once all ranks of the host have come, whether they call the same."""
+        word = np.frombuffer(handshake.word(), np.uint8)
+        words = np.empty((self.size, word.size), np.uint8)
+        self.run(handshake, self.comm.all_gather, word, words.reshape(-1))
+        return bool((words == word).all())
 
     def abort(self, reason: str) -> None:
         """Let no rank of this host wait here."""

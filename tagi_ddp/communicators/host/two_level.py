@@ -82,9 +82,11 @@ class TwoLevel:
     # Collectives, as in `Flat`.
 
     def meet(self, handshake: Handshake) -> None:
-        met = self._meet_beside(handshake)
-        self._memory.run(handshake, self._memory.comm.barrier)
-        met()
+        if len(self._hosts) > _FEW_HOSTS:
+            handshake.meet()
+            return
+        handshake.begin()
+        self._conclude(handshake, self._ask(handshake, self._memory.agree(handshake)))
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
@@ -249,29 +251,38 @@ class TwoLevel:
     def _meet_beside(self, handshake: Handshake) -> Callable[[], None]:
         """Begin to bring all ranks together; return what concludes it.
 
-        What they do meanwhile in the memory of their hosts makes sure that those agree. The first
-        ranks of the hosts ask each other, and tell the rest.
+        What they do meanwhile in the memory of their hosts makes sure that those agree.
         """
         if len(self._hosts) > _FEW_HOSTS:
             handshake.meet()
             return lambda: None
         handshake.begin()
-        word = np.frombuffer(handshake.word(), np.uint8)
-        words = np.empty((len(self._hosts), word.size), np.uint8)
-        ready = None
-        if self._memory.rank == 0:
-            assert self._lane is not None
-            counts = [word.size] * len(self._hosts)
-            out = words.reshape(-1)
-            ready = self._lane.engine.all_gather(word, out, counts, handshake.left())
+        return partial(self._conclude, handshake, self._ask(handshake, True))
 
-        def met() -> None:
-            if ready is not None:
-                handshake.carry(ready)
-            self._memory.run(handshake, self._memory.comm.broadcast, words.reshape(-1), 0)
-            handshake.met(bool((words == word).all()))
+    def _ask(self, handshake: Handshake, here: bool) -> Callable[[], bool]:
+        """Let the first ranks of the hosts begin to ask each other; return what ends it.
 
-        return met
+        It tells whether all call the same, and all do so ``here`` on their hosts.
+        """
+        if self._memory.rank != 0:
+            return lambda: True
+        assert self._lane is not None
+        mine = np.frombuffer(handshake.word() + bytes([here]), np.uint8)
+        words = np.empty((self._lane.size, mine.size), np.uint8)
+        counts, out = [mine.size] * self._lane.size, words.reshape(-1)
+        ready = self._lane.engine.all_gather(mine, out, counts, handshake.left())
+
+        def agreed() -> bool:
+            handshake.carry(ready)
+            return here and bool((words == mine).all())
+
+        return agreed
+
+    def _conclude(self, handshake: Handshake, agreed: Callable[[], bool]) -> None:
+        """Let the first rank of the host tell the others whether all have ``agreed``."""
+        told = np.array([agreed()], np.uint8)
+        self._memory.run(handshake, self._memory.comm.broadcast, told, 0)
+        handshake.met(bool(told[0]))
 
     def _chunks(self, elements: HostElements) -> list[slice]:
         """Return chunks of about equal length."""
