@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -147,3 +148,29 @@ def test_the_way_out(pool: RankPool) -> None:
     [first, *others] = pool.run(ways_if_asked_for, "way out")
     assert first[1] == ("Flat", None)
     assert all(other == first for other in others)
+
+
+def way_of_another_user(comm: Any, job: str) -> tuple[str, bool]:
+    """Say that rank 1 belongs to somebody else."""
+    import os
+    import warnings
+
+    from tagi_ddp import init
+
+    own = os.getuid()
+    os.getuid = lambda: own + (comm.rank == 1)
+    settings = {"rank": comm.rank, "world_size": comm.size, "job": job, "timeout": 20}
+    try:
+        with warnings.catch_warnings(record=True) as found, init("gloo", **settings) as other:
+            total = np.ones(5)
+            other.all_reduce(total)
+            assert (total == comm.size).all()
+            return way(other)[0], any("several users" in str(each.message) for each in found)
+    finally:
+        os.getuid = lambda: own
+
+
+def test_users_share_no_memory() -> None:
+    pool = RankPool("gloo", 3, environment={"RANK_POOL_HOSTS": "aab"})
+    with contextlib.closing(pool):
+        assert pool.run(way_of_another_user, "users") == [("Flat", rank == 0) for rank in range(3)]

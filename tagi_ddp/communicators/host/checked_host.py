@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -41,26 +42,46 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     def open_ways(self, call: Call, make: Make) -> None:
         """Connect this rank; ``call`` is what errors name."""
         handshake = self._handshake(call)
-        own = [two_levels_wanted(), secrets.token_hex(16)]
+        own = [two_levels_wanted(), secrets.token_hex(16), os.getuid()]
         with handshake.explaining():
             self._engine = make("all", list(range(self.size)), call)
             told = {**handshake.gather(own), self.rank: own}
             hosts = ranks_by_host(self._channel.hosts)
-            flat = self._way = Flat(self._engine, self.rank, self.size, len(hosts) == self.size > 1)
-            if len(hosts) < self.size and all(wanted for wanted, _ in told.values()):
-                number = next(i for i, ranks in enumerate(hosts) if self.rank in ranks)
-                here = hosts[number]
-                local, token = here.index(self.rank), told[here[0]][1]
-                self._memory = HostMemory(local, len(here), token, handshake, call)
-                self._way = OneHost(self._memory)
-                if len(hosts) > 1:
-                    lane = None
-                    if local < number_of_lanes(hosts):
-                        self._lane = make(f"lane {local}", [ranks[local] for ranks in hosts], call)
-                        lane = Flat(self._lane, number, len(hosts))
-                    levels = self._way = TwoLevel(hosts, self._memory, lane, flat)
-                    levels.measure(handshake)
+            self._way = Flat(self._engine, self.rank, self.size, len(hosts) == self.size > 1)
+            if len(hosts) < self.size and all(wanted for wanted, *_ in told.values()):
+                if all(len({told[rank][2] for rank in ranks}) == 1 for ranks in hosts):
+                    tokens = [told[ranks[0]][1] for ranks in hosts]
+                    self._way = self._open_memory(self._way, hosts, tokens, handshake, call, make)
+                elif self.rank == 0:
+                    warnings.warn(
+                        "ranks of one host belong to several users, who cannot share its memory: "
+                        "sums are slower. Start all ranks as one user.",
+                        stacklevel=2,
+                    )
         handshake.leave()
+
+    def _open_memory(
+        self,
+        flat: Flat,
+        hosts: list[list[int]],
+        tokens: list[str],
+        handshake: Handshake,
+        call: Call,
+        make: Make,
+    ) -> OneHost | TwoLevel:
+        """Return the way by the memory of each host, whose ranks know its token."""
+        number = next(i for i, ranks in enumerate(hosts) if self.rank in ranks)
+        local, size = hosts[number].index(self.rank), len(hosts[number])
+        self._memory = HostMemory(local, size, tokens[number], handshake, call)
+        if len(hosts) == 1:
+            return OneHost(self._memory)
+        lane = None
+        if local < number_of_lanes(hosts):
+            self._lane = make(f"lane {local}", [ranks[local] for ranks in hosts], call)
+            lane = Flat(self._lane, number, len(hosts))
+        levels = TwoLevel(hosts, self._memory, lane, flat)
+        levels.measure(handshake)
+        return levels
 
     def _enter(self, call: Call) -> Handshake:
         handshake = self._handshake(call)
