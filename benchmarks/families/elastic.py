@@ -1,6 +1,6 @@
 """How soon an elastic job goes on after a kill, and has a new rank; see `rows`.
 
-``python -m benchmarks.families.elastic FOLDER WAY HIDDEN`` is a rank of such a job.
+``python -m benchmarks.families.elastic FOLDER WAY KIND RANKS HIDDEN`` is a rank of such a job.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from tagi_ddp import Communicator, DDPConfig, DDPSequential, DistributedSampler
 from tagi_ddp.checkpoint import Checkpoints
 
 BATCH = 16  # per rank
-RANKS = 3
 LIMIT = 120.0  # seconds for what follows a kill
-LAUNCHER = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", str(RANKS)]
+LAUNCHER = [str(Path(sys.executable).with_name("tagi-ddp")), "run"]
 # Of a new rank, between which of the times that it tells: see `main`.
 _JOINING = {
     "has the posterior, since it came": ("came", "current"),
@@ -50,29 +49,28 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     Against all ranks' new start from a checkpoint, at 11 million parameters.
     """
     hidden, kills = (16, 1) if quick else (2944, 5)
-    ways = [("shm", "sums"), ("gloo", "sums"), ("shm", "merges"), ("gloo", "merges")]
     mpi = find_open_mpi()
-    restart = _seconds(RESTART, "sums", hidden, min(kills, 3))["next step"]
-    found = []
-    for way, kind in ways[:2] if quick else ways:
-        figures = _seconds(way, kind, hidden, kills)
-        found += [
-            Row(
-                f"{kind} over {way}, {RANKS} ranks: {what}",
-                figure,
-                restart,
-                "s",
-                None if "process" in what else 1.0,
-            )
-            for what, figure in figures.items()
-        ]
-    over_mpi = Missing("Open MPI is not there") if mpi is None else None
-    figure = over_mpi or _seconds("mpi", "sums", hidden, 2)["next step"]
-    found.append(Row(f"sums over mpi, {RANKS} ranks: next step", figure, restart, "s", 1.0))
+    jobs = [(2, way, kind) for kind in KINDS for way in ("shm", "gloo")]
+    jobs += [(3, "mpi", "sums")]  # which cannot replace the ranks that it loses
+    jobs += [(3, way, "merges") for way in ("shm", "gloo")]  # on two cores they wait for those
+    found: list[Row] = []
+    restarts: dict[int, Figure] = {}
+    for ranks, way, kind in jobs[:2] if quick else jobs:
+        if ranks not in restarts:
+            restarts[ranks] = _seconds(RESTART, "sums", ranks, hidden, min(kills, 3))["next step"]
+        name = f"{kind} over {way}, {ranks} ranks"
+        if way == "mpi" and mpi is None:
+            missing = Missing("Open MPI is not there")
+            found.append(Row(f"{name}: next step", missing, restarts[ranks], "s", 1.0))
+            continue
+        figures = _seconds(way, kind, ranks, hidden, 2 if way == "mpi" else kills)
+        for what, figure in figures.items():
+            target = None if "process" in what else 1.0
+            found.append(Row(f"{name}: {what}", figure, restarts[ranks], "s", target))
     return found
 
 
-def _seconds(way: str, kind: str, hidden: int, kills: int) -> dict[str, Figure]:
+def _seconds(way: str, kind: str, ranks: int, hidden: int, kills: int) -> dict[str, Figure]:
     """Return what an event took, over so many kills in one job."""
     taken: dict[str, list[float]] = {"next step": []}
     if way not in ("mpi", RESTART):
@@ -80,23 +78,24 @@ def _seconds(way: str, kind: str, hidden: int, kills: int) -> dict[str, Figure]:
     with tempfile.TemporaryDirectory(prefix="elastic.") as name:
         folder = Path(name)
         command = [sys.executable] if way == "mpi" else []
-        launcher = [*LAUNCHER, "--max-restarts", str(kills)]
+        launcher = [*LAUNCHER, "-n", str(ranks), "--max-restarts", str(kills)]
         if way == "mpi":
             root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            options = ["--oversubscribe", "--with-ft", "ulfm", "-n", str(RANKS)]
+            options = ["--oversubscribe", "--with-ft", "ulfm", "-n", str(ranks)]
             launcher = [str(find_open_mpi()), *root, *options]
-        script = ["-m", "benchmarks.families.elastic", name, way, kind, str(hidden)]
+        script = ["-m", "benchmarks.families.elastic", name, way, kind]
+        script += [str(ranks), str(hidden)]
         with _running([*launcher, *command, *script], folder / "output") as job:
             for number in range(kills):
-                ranks = RANKS - number if way == "mpi" else RANKS
-                _await(job, partial(_ready, folder, way, ranks), "all ranks make steps")
+                there = ranks - number if way == "mpi" else ranks
+                _await(job, partial(_ready, folder, way, there), "all ranks make steps")
                 time.sleep(0.5)
                 before = _steps(folder)
-                victim = sorted(before)[number % RANKS]
+                victim = sorted(before)[number % len(before)]
                 moment = time.monotonic()
                 os.kill(victim, signal.SIGKILL)
                 (folder / f"{victim}.jsonl").unlink()
-                _await_next(job, folder, way, before, victim, moment, taken)
+                _await_next(job, folder, way, before, victim, moment, ranks, taken)
             (folder / "over").touch()
             job.wait(LIMIT)
     return {what: Figure.of(seconds) for what, seconds in taken.items()}
@@ -114,13 +113,14 @@ def _await_next(
     before: dict[int, dict[str, Any]],
     victim: int,
     moment: float,
+    ranks: int,
     taken: dict[str, list[float]],
 ) -> None:
     """Wait until all go on after a kill, and put down how long it took."""
     if way == RESTART:
         for pid in before:
             (folder / f"{pid}.jsonl").unlink(missing_ok=True)
-        _await(job, lambda: len(_steps(folder)) == RANKS, "all ranks make steps again")
+        _await(job, lambda: len(_steps(folder)) == ranks, "all ranks make steps again")
         taken["next step"].append(max(each["first"] for each in _steps(folder).values()) - moment)
         return
     survivors = before.keys() - {victim}
@@ -133,7 +133,7 @@ def _await_next(
     taken["next step"].append(max(_steps(folder)[pid]["first"] for pid in survivors) - moment)
     if way == "mpi":
         return
-    _await(job, lambda: len(_steps(folder)) == RANKS, "a new rank")
+    _await(job, lambda: len(_steps(folder)) == ranks, "a new rank")
     (new,) = _steps(folder).keys() - survivors
     line = _steps(folder)[new]
     for what, (since, until) in _JOINING.items():
@@ -180,16 +180,17 @@ def _steps(folder: Path) -> dict[int, dict[str, Any]]:
 
 def main() -> None:
     """Train until there is a file "over", and tell of the first step in each group."""
-    folder, way, kind, hidden = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    folder, way, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    ranks, hidden = int(sys.argv[4]), int(sys.argv[5])
     born = _began()
     elastic = way != RESTART
     config = DDPConfig.from_env(way if elastic else "shm")
-    sampler = DistributedSampler(BATCH * RANKS, 1, 0)
+    sampler = DistributedSampler(BATCH * ranks, 1, 0)
     with DDPSequential(mlp(hidden), config, elastic=elastic, **KINDS[kind]) as model:
         samples = np.random.default_rng(0).standard_normal((BATCH, INPUTS), np.float32)
         step = backward_of(model, samples)
         if not elastic:
-            sampler.rank, sampler.num_replicas = model.communicator.rank, RANKS
+            sampler.rank, sampler.num_replicas = model.communicator.rank, ranks
         with (
             Checkpoints(folder / "checkpoints", model) as checkpoints,
             open(folder / f"{os.getpid()}.jsonl", "w", buffering=1) as file,
@@ -197,7 +198,7 @@ def main() -> None:
             first = checkpoints.resume()
             steps = partial(model.steps, sampler) if elastic else sampler.steps
             told = 0
-            for number, _ in steps(BATCH * RANKS, 100_000, first):
+            for number, _ in steps(BATCH * ranks, 100_000, first):
                 step()
                 model.step()
                 if number == first + 2 and not elastic:
