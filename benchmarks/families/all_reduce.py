@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.harness.measure import Contender, Missing, Row, measure
 from benchmarks.harness.peers import open_gloo, open_mpi
-from tagi_ddp import Communicator
+from tagi_ddp import Communicator, init
 
 # Of one rank's buffer: floats, calls in a sample. 88 MB are both deltas of 11 million parameters.
 SIZES = {"4 KB": (1024, 200), "4 MB": (1 << 20, 10), "88 MB": (22_000_000, 1)}
@@ -22,39 +22,58 @@ TARGETS = {
 }
 OURS = "own memory"
 PRIVATE = "private"
+OVER_GLOO = "over gloo"
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
-    """(c) shm in the communicator's own memory against mpi4py in place, and against gloo."""
+    """(c) shm in the communicator's own memory against mpi4py in place, and against gloo.
+
+    And a communicator over gloo, whose ranks share a host, against torch's.
+    """
     mpi, gloo = open_mpi(), open_gloo(communicator, scratch)
+    network = None
+    if not isinstance(gloo, Missing):
+        network = init("gloo", communicator.rank, communicator.size)
     sizes = {"40 B": (10, 2)} if quick else SIZES
     rounds = 2 if quick else 21
     found = []
     for size, (count, calls) in sizes.items():
-        ways = _ways(communicator, mpi, gloo, count)
+        ways = _ways(communicator, mpi, gloo, network, count)
         contenders = [Contender(name, run, calls=calls) for name, run in ways.items()]
         figures = {
             name: figure.in_unit(1e6)
             for name, figure in measure(communicator, contenders, rounds).items()
         }
-        for ours, other in ((OURS, "mpi4py"), (OURS, "gloo"), (PRIVATE, "mpi4py")):
+        for ours, other in (
+            (OURS, "mpi4py"),
+            (OURS, "gloo"),
+            (PRIVATE, "mpi4py"),
+            (OVER_GLOO, "gloo"),
+        ):
             missing = {"mpi4py": mpi, "gloo": gloo}[other]
             found.append(
                 Row(
                     f"all_reduce, {communicator.size} ranks, {size}, {ours}, against {other}",
-                    figures[ours],
+                    figures.get(ours, missing),
                     missing if isinstance(missing, Missing) else figures[other],
                     "us",
-                    TARGETS.get((communicator.size, other), {}).get(size) if ours == OURS else None,
+                    TARGETS.get((communicator.size, other), {}).get(size)
+                    if ours != PRIVATE
+                    else None,
                 )
             )
-    if not isinstance(gloo, Missing):
+    if network is not None:
+        network.close()
         gloo.destroy_process_group()
     return found
 
 
 def _ways(
-    communicator: Communicator, mpi: Any | Missing, gloo: Any | Missing, count: int
+    communicator: Communicator,
+    mpi: Any | Missing,
+    gloo: Any | Missing,
+    network: Communicator | None,
+    count: int,
 ) -> dict[str, Callable[[], object]]:
     """Return the ways to sum ``count`` floats over the ranks in place, each with its own buffer.
 
@@ -81,6 +100,9 @@ def _ways(
         array = _floats(count)
         tensor = torch.from_numpy(array)
         add("gloo", array, lambda: gloo.all_reduce(tensor))
+    if network is not None:
+        given = _floats(count)
+        add(OVER_GLOO, given, lambda: network.all_reduce(given))
     private = _floats(count)
     add(PRIVATE, private, lambda: communicator.all_reduce(private))
     return ways
