@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks.harness.measure import Contender, Missing, Row, measure
 from benchmarks.harness.peers import open_gloo, open_mpi
-from tagi_ddp import Communicator, init
+from tagi_ddp import Communicator
+from tagi_ddp.communicators import as_communicator
 
 # Of one rank's buffer: floats, calls in a sample. 88 MB are both deltas of 11 million parameters.
 SIZES = {"4 KB": (1024, 200), "4 MB": (1 << 20, 10), "88 MB": (22_000_000, 1)}
@@ -23,6 +24,7 @@ TARGETS = {
 OURS = "own memory"
 PRIVATE = "private"
 OVER_GLOO = "over gloo"
+PAIRS = ((OURS, "mpi4py"), (OURS, "gloo"), (PRIVATE, "mpi4py"), (OVER_GLOO, "gloo"))
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
@@ -33,7 +35,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     mpi, gloo = open_mpi(), open_gloo(communicator, scratch)
     network = None
     if not isinstance(gloo, Missing):
-        network = init("gloo", communicator.rank, communicator.size)
+        network = as_communicator(gloo.group.WORLD)
     sizes = {"40 B": (10, 2)} if quick else SIZES
     rounds = 2 if quick else 21
     found = []
@@ -44,22 +46,16 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
             name: figure.in_unit(1e6)
             for name, figure in measure(communicator, contenders, rounds).items()
         }
-        for ours, other in (
-            (OURS, "mpi4py"),
-            (OURS, "gloo"),
-            (PRIVATE, "mpi4py"),
-            (OVER_GLOO, "gloo"),
-        ):
+        for ours, other in PAIRS:
             missing = {"mpi4py": mpi, "gloo": gloo}[other]
+            targets = TARGETS.get((communicator.size, other), {})
             found.append(
                 Row(
                     f"all_reduce, {communicator.size} ranks, {size}, {ours}, against {other}",
                     figures.get(ours, missing),
                     missing if isinstance(missing, Missing) else figures[other],
                     "us",
-                    TARGETS.get((communicator.size, other), {}).get(size)
-                    if ours != PRIVATE
-                    else None,
+                    None if ours == PRIVATE else targets.get(size),
                 )
             )
     if network is not None:
