@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     from tagi_ddp.communicators.host import two_level
 
     two_level._SMALL, two_level._LARGE, two_level._SOME = 64, 4096, 5
+    two_level._FEW_HOSTS = 16 * (seed % 2)
     if comm.backend == "mpi":
         from tagi_ddp.communicators.host import mpi, mpi_requests
 
@@ -81,6 +83,20 @@ def test_all_collectives(pool: RankPool) -> None:
     for seed in range(3):
         first, *others = pool.run(all_of_them, seed)
         assert all(other == first for other in others)
+
+
+def wait_for_each_other(comm: Any) -> int:
+    """Return how many messages of ranks that waited are kept when all have come."""
+    for late in range(comm.size):
+        time.sleep(0.2 * (comm.rank == late))
+        comm.barrier()
+    time.sleep(0.1)  # until all have been read
+    comm.barrier()
+    return len(comm._channel.notes.entered)
+
+
+def test_who_waited_is_forgotten(pool: RankPool) -> None:
+    assert not any(pool.run(wait_for_each_other))
 
 
 def way(comm: Any) -> tuple[str, int | None]:
