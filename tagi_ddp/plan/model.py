@@ -52,6 +52,8 @@ from tagi_ddp.communicators.control.overlay import rounds
 from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
+_CHUNKS = 4  # of a large sum over several hosts, as gloo's
+
 SCHEMES = ("sum", "precision", "asynchronous")
 """What ranks exchange: sums at each step, merges, or merges by a schedule, without waiting."""
 
@@ -224,7 +226,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
         return begin + 2 * _phase(cluster.node, ranks, size)
     if inside == 1:
         return begin + _ring(cluster.across, nodes, size)
-    chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth)
+    chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth, _CHUNKS)
     within = 2 * _phase(cluster.node, inside, size / chunks)
     # Several chunks are on their way at once: they wait for the network's latency together.
     more = _ring(replace(cluster.across, latency=0.0), nodes, size / chunks)

@@ -40,7 +40,8 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     """Check every collective against numpy; return the bytes that must be equal on all ranks."""
     from tagi_ddp.communicators.host import two_level
 
-    two_level._SMALL, two_level._LARGE, two_level._SOME = 64, 4096, 5
+    two_level._SMALL, two_level._LARGE = 64, 4096
+    comm._engine.chunks = 5
     two_level._FEW_HOSTS = 16 * (seed % 2)
     if comm.backend == "mpi":
         from tagi_ddp.communicators.host import mpi, mpi_requests
@@ -130,10 +131,10 @@ def test_all_ranks_know_the_same_network(pool: RankPool) -> None:
 def test_chunks_are_worth_the_waits_for_them() -> None:
     from tagi_ddp.communicators.host.two_level import number_of_chunks
 
-    assert number_of_chunks(2e6, 1e-4, 1e8) == 4  # 20 ms on the network
-    assert number_of_chunks(2e6, 1e-4, 1e9) == 1  # 2 ms
-    assert number_of_chunks(2e6, 5e-2, 1e8) == 1  # most of it latency
-    assert number_of_chunks(1e9, 1e-4, math.inf) == 119
+    assert number_of_chunks(2e6, 1e-4, 1e8, 4) == 4  # 20 ms on the network
+    assert number_of_chunks(2e6, 1e-4, 1e9, 4) == 1  # 2 ms
+    assert number_of_chunks(2e6, 5e-2, 1e8, 4) == 1  # most of it latency
+    assert number_of_chunks(1e9, 1e-4, math.inf, 4) == 119
 
 
 def ways_if_asked_for(comm: Any, job: str) -> list[tuple[str, int | None]]:

@@ -16,6 +16,9 @@ class Engine(Protocol):
     A call begins what may take ``limit`` seconds, and returns what waits for it.
     """
 
+    chunks: int
+    """In how many parts a sum of some ms may travel, so little does a call cost."""
+
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         """Reduce the arrays of all, of any type but float16, in place, to the same bits.
 

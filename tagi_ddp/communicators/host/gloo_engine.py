@@ -39,6 +39,8 @@ class GlooEngine:
     for messages down.
     """
 
+    chunks = 4
+
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
         options._threads = 2

@@ -39,6 +39,8 @@ _outlives = False  # whether this process goes on in other groups when one is br
 class MpiEngine:
     """An MPI communicator, which it frees in the end."""
 
+    chunks = 8
+
     def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi

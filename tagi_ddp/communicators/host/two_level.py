@@ -25,9 +25,9 @@ from tagi_ddp.communicators.host.flat import Flat
 from tagi_ddp.communicators.host.memory import HostMemory
 from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 
-_SMALL, _LARGE, _SOME = 1 << 22, 1 << 23, 4  # bytes of chunks, and a number that is enough
+_SMALL, _LARGE = 1 << 22, 1 << 23  # bytes of chunks
 _FEW_HOSTS = 16  # that ask each other faster than messages tell all
-_WORTH = 0.004  # seconds on the network that make a smaller chunk worth what it costs
+_WORTH = 0.016  # seconds on the network that make smaller chunks worth what they cost
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
 # What measures the network: bytes, more and more until they take so many seconds.
 _PROBES, _CLEAR = (1 << 16, 1 << 18, 1 << 20, 1 << 22), 0.01
@@ -286,7 +286,8 @@ class TwoLevel:
 
     def _chunks(self, elements: HostElements) -> list[slice]:
         """Return chunks of about equal length."""
-        number = number_of_chunks(elements.array.nbytes, self._latency, self._rate)
+        size, some = elements.array.nbytes, self._flat.engine.chunks
+        number = number_of_chunks(size, self._latency, self._rate, some)
         ends = accumulate(equal_counts(elements.count, number), initial=0)
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
@@ -335,13 +336,13 @@ def number_of_lanes(hosts: list[list[int]]) -> int:
     return min(map(len, hosts))
 
 
-def number_of_chunks(size: float, latency: float, rate: float) -> int:
-    """Return in how many chunks so many bytes travel; small ones only until there are some.
+def number_of_chunks(size: float, latency: float, rate: float, some: int) -> int:
+    """Return in how many chunks so many bytes travel; small ones only until there are ``some``.
 
     ``latency`` of the network between hosts is in seconds, ``rate`` in bytes a second out of one.
     """
-    worth = max(_WORTH, 4 * latency) * rate
-    some = _SOME if size >= _SOME * worth else min(_SOME, size // _SMALL)
+    if size < max(_WORTH, 4 * some * latency) * rate:
+        some = int(min(some, size // _SMALL))
     return int(max(1, some, size // _LARGE))
 
 
