@@ -27,7 +27,7 @@ from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 
 _SMALL, _LARGE = 1 << 22, 1 << 23  # bytes of chunks
 _FEW_HOSTS = 16  # that ask each other faster than messages tell all
-_WORTH = 0.016  # seconds on the network that make smaller chunks worth what they cost
+_WORTH = 0.014  # seconds on the network that make smaller chunks worth what they cost
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
 # What measures the network: bytes, more and more until they take so many seconds.
 _PROBES, _CLEAR = (1 << 16, 1 << 18, 1 << 20, 1 << 22), 0.01
@@ -341,7 +341,7 @@ def number_of_chunks(size: float, latency: float, rate: float, some: int) -> int
 
     ``latency`` of the network between hosts is in seconds, ``rate`` in bytes a second out of one.
     """
-    if size < max(_WORTH, 4 * some * latency) * rate:
+    if size < max(_WORTH, 16 * latency) * rate:
         some = int(min(some, size // _SMALL))
     return int(max(1, some, size // _LARGE))
 
