@@ -52,7 +52,7 @@ from tagi_ddp.communicators.control.overlay import rounds
 from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
-_CHUNKS = 4  # of a large sum over several hosts, as gloo's
+_CHUNKS = 2  # of a large sum over several hosts, as gloo's
 
 SCHEMES = ("sum", "precision", "asynchronous")
 """What ranks exchange: sums at each step, merges, or merges by a schedule, without waiting."""

@@ -65,12 +65,12 @@ def test_two_nodes() -> None:
 
 
 def test_chunks_are_on_both_levels_at_once() -> None:
-    # 16e6 bytes, in 4 chunks; in a node each takes 2 * 1/2 s, or 2 * 1/20 s; between nodes 0.3 s.
+    # 16e6 bytes, in 2 chunks; in a node each takes 2 * 1 s, or 2 * 1/10 s; between nodes 0.6 s.
     # All wait together for the latency: that of a vote's handshake, the sum's, and the ring's four.
     training, latency = Training(1.0, 2e6), 0.01
-    for bandwidth, first, others in ((4e6, 1.0, 1.0), (4e7, 0.1, 0.3)):
+    for bandwidth, first, others in ((4e6, 2.0, 2.0), (4e7, 0.2, 0.6)):
         cluster = Cluster(Link(0, bandwidth), Link(latency, 4e7 / 3), 2)
-        expected = 1 + first + 0.3 + 3 * others + 6 * latency
+        expected = 1 + first + 0.6 + others + 6 * latency
         assert predict(training, cluster, 4)["sum"] == pytest.approx(expected)
 
 

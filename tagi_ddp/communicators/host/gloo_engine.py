@@ -39,7 +39,7 @@ class GlooEngine:
     for messages down.
     """
 
-    chunks = 4
+    chunks = 2
 
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
