@@ -31,7 +31,7 @@ Make = Callable[[str, list[int], Call], Engine]
 
 
 class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
-    """A rank whose collectives start with a handshake of all; a subclass adds the engine."""
+    """A rank whose collectives bring all ranks together first; a subclass adds the engine."""
 
     _elements = staticmethod(elements)
     _engine: Engine | None = None  # of all ranks
