@@ -146,7 +146,7 @@ class GlooEngine:
         return work
 
     def close(self, clean: bool) -> None:
-        if not clean:
+        if not clean and not all(work.is_completed() for work, _ in self._held):
             # Its destructor waits for operations that are stuck: leave it to the process's end. A
             # thread of it that lets go of an array's memory then, without Python, would abort.
             for kept in (self._groups, self._stores, self._held):
