@@ -86,6 +86,8 @@ class Handshake:
         talk, self._talk = self._talk, None
         if agreed:
             self._here.update(self._peers)
+            with self._channel.telling() as notes:
+                notes.forget(self._call.number)
         elif talk is not None:
             self._finish(talk)
 
