@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from contract.whole import WholeContract
 from support.ipv6 import has_ipv6_loopback
 from support.rank_pool import RankPool
 
-from tagi_ddp.communicators import BackendUnavailable, Timeout, as_communicator, init
+from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
 
 
 class TestGloo(WholeContract):
@@ -35,6 +37,30 @@ class TestTwoLevels(WholeContract):
     backend = "gloo"
     sizes = (3,)
     hosts = "aba"
+
+
+def threads_of_broken_groups(comm: Any, job: str) -> int:
+    """Return how many threads of gloo are left of groups in which a rank failed."""
+    before = threads_of_gloo()
+    for number in range(3):
+        group = init("gloo", comm.rank, comm.size, job=f"{job} {number}", timeout=20)
+        if comm.rank == 1:
+            group.abort("it is a test")
+        else:
+            with pytest.raises(PeerLost, match="it is a test"):
+                group.barrier()
+        group.close()
+        comm.barrier()
+    return threads_of_gloo() - before
+
+
+def threads_of_gloo() -> int:
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_broken_groups_leave_no_threads() -> None:
+    with contextlib.closing(RankPool("shm", 2)) as pool:
+        assert pool.run(threads_of_broken_groups, "broken") == [0, 0]
 
 
 def beside_process_groups(comm: Any, job: str) -> None:

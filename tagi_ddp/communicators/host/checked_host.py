@@ -22,9 +22,7 @@ from tagi_ddp.communicators.host.memory import HostMemory
 from tagi_ddp.communicators.host.one_host import OneHost
 from tagi_ddp.communicators.host.two_level import TwoLevel, number_of_lanes, ranks_by_host
 
-# Bytes that are gathered with the messages of the handshake, of a rank and of all: no engine is
-# faster on several hosts.
-_FEW, _FEW_OF_ALL = 256, 1 << 15
+_FEW_OF_ALL = 1 << 15  # bytes that messages of the handshake gather at most
 
 Make = Callable[[str, list[int], Call], Engine]
 """Makes an engine ``(name, ranks, call)``, on all of ``ranks``; ``call`` is what errors name."""
@@ -137,8 +135,8 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
         kind = target.array.dtype
-        few = max(counts) * kind.itemsize <= _FEW and sum(counts) * kind.itemsize <= _FEW_OF_ALL
-        if few and not isinstance(self._way, OneHost):
+        most, all_bytes = max(counts) * kind.itemsize, sum(counts) * kind.itemsize
+        if most <= self._way.few and all_bytes <= _FEW_OF_ALL:
             handshake = self._handshake(call)
             own = source.array.tobytes().hex()
             told = {**handshake.gather(own), self.rank: own}

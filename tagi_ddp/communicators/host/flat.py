@@ -21,6 +21,9 @@ class Flat:
     are added in the order of the ranks. All ranks receive the same bits.
     """
 
+    few = 256
+    """Bytes of a rank that messages of the handshake gather no slower than an engine."""
+
     def __init__(self, engine: Engine, rank: int, size: int, apart: bool = False) -> None:
         self.engine = engine
         self.rank = rank

@@ -14,6 +14,9 @@ from tagi_ddp.communicators.errors import Timeout
 from tagi_ddp.communicators.shm import create
 from tagi_ddp.communicators.single import SingleCommunicator
 
+MemoryOperation = Callable[..., Any]
+"""An operation of the host's memory, which takes ``async_op`` and ``timeout`` yet."""
+
 _MORE = 60.0  # seconds by which memory waits longer than a call: the handshake finds the reason
 
 
@@ -35,12 +38,12 @@ class HostMemory:
 
             self._watch.during(handshake, connect)
 
-    def run(self, handshake: Handshake, operation: Callable[..., Any], *arguments: Any) -> None:
+    def run(self, handshake: Handshake, operation: MemoryOperation, *arguments: Any) -> None:
         """Run an operation in this thread, with an eye on the messages."""
         limit = handshake.left() + _MORE
         self._watch.during(handshake, lambda: operation(*arguments, timeout=limit))
 
-    def begin(self, handshake: Handshake, operation: Callable[..., Any], *arguments: Any) -> Ready:
+    def begin(self, handshake: Handshake, operation: MemoryOperation, *arguments: Any) -> Ready:
         """Begin an operation, to do others meanwhile."""
         limit = handshake.left() + _MORE
         work: Work = operation(*arguments, async_op=True, timeout=limit)

@@ -11,12 +11,14 @@ import numpy as np
 from tagi_ddp.communicators.buffers import HostElements
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake
-from tagi_ddp.communicators.host.memory import HostMemory
-from tagi_ddp.communicators.host.reduce import finish, widen
+from tagi_ddp.communicators.host.memory import HostMemory, MemoryOperation
+from tagi_ddp.communicators.host.reduce import finish, partial_op, widen
 
 
 class OneHost:
     """A rank of the host with this ``memory``; the methods are those of `Flat`."""
+
+    few = 0
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
@@ -27,13 +29,10 @@ class OneHost:
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        comm = self._memory.comm
-        array = widen(source.array, source.dtype)
-        if array is source.array:
-            self._run(handshake, partial(comm.all_reduce, array, op, out=target.array))
-            return
-        self._run(handshake, comm.all_reduce, array, "sum" if op == "mean" else op)
-        target.array[...] = finish(array, target.dtype, op, comm.size)
+        def reduce(array: np.ndarray, out: np.ndarray, op: ReduceOp) -> MemoryOperation:
+            return partial(self._memory.comm.all_reduce, array, op, out=out)
+
+        self._reduce(handshake, source, target, op, reduce)
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
         self._run(handshake, self._memory.comm.broadcast, data.array, root)
@@ -51,15 +50,10 @@ class OneHost:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        comm = self._memory.comm
-        array = widen(source.array, source.dtype)
-        if array is source.array:
-            self._run(handshake, comm.reduce_scatter, array, target.array, counts, op)
-            return
-        mine = np.empty(target.count, array.dtype)
-        among = "sum" if op == "mean" else op
-        self._run(handshake, comm.reduce_scatter, array, mine, counts, among)
-        target.array[...] = finish(mine, target.dtype, op, comm.size)
+        def reduce(array: np.ndarray, out: np.ndarray, op: ReduceOp) -> MemoryOperation:
+            return partial(self._memory.comm.reduce_scatter, array, out, counts, op)
+
+        self._reduce(handshake, source, target, op, reduce)
 
     def all_to_all(
         self,
@@ -73,7 +67,24 @@ class OneHost:
             handshake, self._memory.comm.all_to_all, source.array, target.array, sent, received
         )
 
-    def _run(self, handshake: Handshake, operation: Callable[..., Any], *arguments: Any) -> None:
+    def _reduce(
+        self,
+        handshake: Handshake,
+        source: HostElements,
+        target: HostElements,
+        op: ReduceOp,
+        reduce: Callable[[np.ndarray, np.ndarray, ReduceOp], MemoryOperation],
+    ) -> None:
+        """Reduce; memory knows no bfloat16, and adds up 16-bit floats as wider ones."""
+        array = widen(source.array, source.dtype)
+        if array is source.array:
+            self._run(handshake, reduce(array, target.array, op))
+            return
+        out = np.empty(target.count, array.dtype)
+        self._run(handshake, reduce(array, out, partial_op(op)))
+        target.array[...] = finish(out, target.dtype, op, self._memory.size)
+
+    def _run(self, handshake: Handshake, operation: MemoryOperation, *arguments: Any) -> None:
         """Let an operation, whose calls memory compares, bring all ranks together."""
         handshake.begin()
         self._memory.run(handshake, operation, *arguments)

@@ -32,6 +32,11 @@ def reduce_rows(
             out[...] = result
 
 
+def partial_op(op: ReduceOp) -> ReduceOp:
+    """Return by what some of the ranks reduce: a mean is a sum until `finish`."""
+    return "sum" if op == "mean" else op
+
+
 def finish(total: np.ndarray, dtype: str, op: ReduceOp, ranks: int) -> np.ndarray:
     """Return as ``dtype`` what follows from what ``ranks`` ranks have added up, which is lost."""
     if op == "mean":

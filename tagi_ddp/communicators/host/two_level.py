@@ -22,8 +22,8 @@ from tagi_ddp.communicators.buffers import HostElements, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host.flat import Flat
-from tagi_ddp.communicators.host.memory import HostMemory
-from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
+from tagi_ddp.communicators.host.memory import HostMemory, MemoryOperation
+from tagi_ddp.communicators.host.reduce import finish, partial_op, reduce_rows, widen
 
 _SMALL, _LARGE = 1 << 22, 1 << 23  # bytes of chunks
 _FEW_HOSTS = 16  # that ask each other faster than messages tell all
@@ -31,9 +31,6 @@ _WORTH = 0.014  # seconds on the network that make smaller chunks worth what the
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
 # What measures the network: bytes, more and more until they take so many seconds.
 _PROBES, _CLEAR = (1 << 16, 1 << 18, 1 << 20, 1 << 22), 0.01
-
-MemoryOperation = Callable[..., Any]
-"""An operation of the host's memory, which takes ``async_op`` and ``timeout`` yet."""
 
 Stage = Callable[[int], Ready | None]
 """Begins a part of the work on a chunk; returns what waits for its end, if there is anything."""
@@ -45,6 +42,8 @@ class TwoLevel:
     ``memory`` joins the ranks of this host, ``lane`` this rank and one of each other host; None on
     ranks that are in no lane. ``flat`` joins all.
     """
+
+    few = Flat.few
 
     def __init__(
         self, hosts: list[list[int]], memory: HostMemory, lane: Flat | None, flat: Flat
@@ -306,8 +305,7 @@ class TwoLevel:
         self, array: np.ndarray, out: np.ndarray, counts: list[int], op: ReduceOp
     ) -> MemoryOperation:
         """Reduce over the ranks of this host, each to its slice; a mean is a sum yet."""
-        among = "sum" if op == "mean" else op
-        return partial(self._memory.comm.reduce_scatter, array, out, counts, among)
+        return partial(self._memory.comm.reduce_scatter, array, out, counts, partial_op(op))
 
     def _reduce_between(
         self, rows: list[np.ndarray], source: HostElements, op: ReduceOp
