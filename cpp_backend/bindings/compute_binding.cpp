@@ -123,16 +123,19 @@ void bind_compute(nb::module_& module) {
         .def(
             "forward",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Inputs& jacobian,
-               bool training, const Outputs& out_mean, const Outputs& out_variance) {
+               bool training, bool by_shares, const Outputs& out_mean,
+               const Outputs& out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Unlocked unlocked(self, batch);
-                self.forward(mean.data(), variance.data(), jacobian.data(), batch, training);
+                self.forward(mean.data(), variance.data(), jacobian.data(), batch, training,
+                             by_shares);
                 read_outputs(self, out_mean, out_variance);
             },
-            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out_mean"_a,
-            "out_variance"_a,
+            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "by_shares"_a,
+            "out_mean"_a, "out_variance"_a,
             "Compute the outputs of flat inputs; without a variance they are exact. The jacobian "
-            "is of the activation that made them, if one did.")
+            "is of the activation that made them, if one did. By shares: this and backward have "
+            "the bits of two ranks, each with a share.")
         .def(
             "update",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Numbers& selected) {
@@ -165,7 +168,7 @@ void bind_compute(nb::module_& module) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
                 const Unlocked unlocked(self, batch);
-                self.forward(mean.data(), variance.data(), nullptr, batch, true);
+                self.forward(mean.data(), variance.data(), nullptr, batch, true, true);
                 self.update(observations);
                 self.backward(false);
                 read_outputs(self, out_mean, out_variance);
@@ -173,9 +176,9 @@ void bind_compute(nb::module_& module) {
             },
             "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
             "out_mean"_a, "out_variance"_a,
-            "A whole step of one process: forward, update, backward, and the deltas capped and "
-            "applied, unless one is NaN or infinite: then the name of its layer is returned, else "
-            "\"\".")
+            "A whole step of one process, by shares: forward, update, backward, and the deltas "
+            "capped and applied, unless one is NaN or infinite: then the name of its layer is "
+            "returned, else \"\".")
         .def("read_outputs", &read_outputs, "out_mean"_a, "out_variance"_a,
              "Copy means and variances of the outputs, flat.")
         .def(

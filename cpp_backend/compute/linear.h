@@ -28,12 +28,17 @@ class Products {
     // Sums over the batch: delta W = var W (dm^T a), delta var W = var W^2 (dv^T a^2); biases too.
     void write_deltas(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                       Deltas deltas, size_t stride);
-    // The innovation of the inputs, W^T dm and (W^2)^T dv, to rows of `below_stride` floats.
-    void carry_below(const GaussianMatrix& matrix, Deltas deltas, size_t batch, size_t stride,
-                     Deltas below, size_t below_stride);
+    // The innovation of the inputs, W^T dm and (W^2)^T dv, laid out as the inputs.
+    void carry_below(const GaussianMatrix& matrix, const States& inputs, Deltas deltas,
+                     size_t stride, Deltas below);
 
  private:
-    Memory packed_, sums_, bias_;
+    void multiply(const GaussianMatrix& matrix, const States& inputs, const float* squares,
+                  float* mean, float* variance, size_t stride);
+    void write_narrow(const GaussianMatrix& matrix, const States& inputs, const float* squares,
+                      Deltas deltas, size_t stride);
+
+    Memory packed_, sums_, bias_, second_;
 };
 
 // out[i] = data[i]^2

@@ -43,7 +43,7 @@ static void forward_one(const GaussianMatrix& matrix, const float* mean, const f
     }
 }
 
-static void add_row(const float* row, size_t count, float* out) {
+static void add_row(const float* row, size_t count, float* __restrict out) {
     for (size_t i = 0; i < count; ++i) out[i] += row[i];
 }
 
@@ -63,22 +63,105 @@ static void below_one(const GaussianMatrix& matrix, const float* by_mean, const 
     }
 }
 
-// delta = var * sums, or var^2 * sums; sums are [outputs, inputs], `stride` floats apart.
-template <bool squared>
-TAGI_DDP_INLINE void scale_rows(const GaussianMatrix& matrix, const float* sums, size_t stride,
-                                float* __restrict delta) {
-    const float* var = matrix.weights.var;
-    for (size_t o = 0; o < matrix.outputs; ++o) {
-        for (size_t i = 0; i < matrix.inputs; ++i) {
-            delta[i] = sums[i] * var[i] * (squared ? var[i] : 1.0f);
+// The value, rounded: without it the compiler makes sums of products with one rounding.
+TAGI_DDP_INLINE Vector rounded(Vector value) {
+    __asm__("" : "+m"(value));
+    return value;
+}
+
+// What deltas are made of: by the rows of `by`, of the outputs, times `from`, of the inputs.
+struct Outer {
+    const float* by;
+    size_t by_row;
+    const float* from;
+    size_t from_row;
+};
+
+template <int Rows, int Vectors>
+TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer, size_t begin,
+                               size_t end, const size_t* columns) {
+    for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < Vectors; ++v) sums[r][v] = broadcast(0.0f);
+    }
+    const float* by = outer.by + begin * outer.by_row;
+    const float* from = outer.from + begin * outer.from_row;
+    for (size_t k = begin; k < end; ++k, by += outer.by_row, from += outer.from_row) {
+        Vector part[Vectors];
+        for (int v = 0; v < Vectors; ++v) part[v] = load(from + columns[v]);
+        for (int r = 0; r < Rows; ++r) {
+            const Vector times = broadcast(by[r]);
+            for (int v = 0; v < Vectors; ++v) sums[r][v] += times * part[v];
         }
-        sums += stride;
-        var += matrix.row;
-        delta += matrix.row;
     }
 }
 
-// The same of sums that are [inputs, outputs].
+// `Rows` rows of the deltas, var or var^2 times the sums, at `Vectors` places.
+template <bool squared, int Rows, int Vectors>
+TAGI_DDP_INLINE void delta_tile(const Outer& outer, size_t first, size_t batch, const float* var,
+                                float* delta, size_t row, const size_t* columns) {
+    Vector sums[Rows][Vectors], of_first[Rows][Vectors];
+    const auto scaled = [&](int r, int v) {
+        const Vector w = load(var + r * row + columns[v]);
+        return sums[r][v] * (squared ? w * w : w);
+    };
+    add_outer(sums, outer, 0, first, columns);
+    if (first < batch) {
+        for (int r = 0; r < Rows; ++r) {
+            for (int v = 0; v < Vectors; ++v) of_first[r][v] = rounded(scaled(r, v));
+        }
+        add_outer(sums, outer, first, batch, columns);
+    }
+    for (int r = 0; r < Rows; ++r) {
+        for (int v = 0; v < Vectors; ++v) {
+            const Vector value = scaled(r, v);
+            store(delta + r * row + columns[v],
+                  first < batch ? of_first[r][v] + rounded(value) : value);
+        }
+    }
+}
+
+template <bool squared, int Rows>
+TAGI_DDP_INLINE void delta_rows(const Outer& outer, size_t first, size_t batch, size_t inputs,
+                                const float* var, float* delta, size_t row) {
+    // What is left of a row after whole vectors is the end of a last one, which overlaps.
+    for (size_t at = 0; at < inputs; at += 2 * lanes) {
+        const size_t last = inputs - lanes;
+        const size_t columns[] = {std::min(at, last), std::min(at + lanes, last)};
+        if (at >= last) {
+            delta_tile<squared, Rows, 1>(outer, first, batch, var, delta, row, columns);
+        } else {
+            delta_tile<squared, Rows, 2>(outer, first, batch, var, delta, row, columns);
+        }
+    }
+}
+
+template <bool squared>
+TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, size_t first,
+                                  size_t batch, float* delta) {
+    const float* var = matrix.weights.var;
+    const size_t row = matrix.row;
+    size_t o = 0;
+    for (; o + 4 <= matrix.outputs; o += 4, outer.by += 4) {
+        delta_rows<squared, 4>(outer, first, batch, matrix.inputs, var + o * row, delta + o * row,
+                               row);
+    }
+    for (; o < matrix.outputs; ++o, ++outer.by) {
+        delta_rows<squared, 1>(outer, first, batch, matrix.inputs, var + o * row, delta + o * row,
+                               row);
+    }
+}
+
+// The deltas of weights of eight inputs or more.
+static void write_wide(const GaussianMatrix& matrix, const States& inputs, const float* squares,
+                       Deltas deltas, size_t stride) {
+    const size_t first = inputs.batch - inputs.rest;
+    delta_matrix<false>(matrix, {deltas.mean, stride, inputs.mean, inputs.stride}, first,
+                        inputs.batch, matrix.weights.delta_mu);
+    delta_matrix<true>(matrix, {deltas.variance, stride, squares, inputs.stride}, first,
+                       inputs.batch, matrix.weights.delta_var);
+}
+
+// delta = var * sums, or var^2 * sums; sums are [inputs, outputs], `stride` floats apart.
 template <bool squared>
 TAGI_DDP_INLINE void scale_columns(const GaussianMatrix& matrix, const float* sums, size_t stride,
                                    float* __restrict delta) {
@@ -92,12 +175,10 @@ TAGI_DDP_INLINE void scale_columns(const GaussianMatrix& matrix, const float* su
     }
 }
 
-static void scale(const GaussianMatrix& matrix, const float* sums, size_t stride, bool by_rows,
-                  bool squared, float* delta) {
-    if (by_rows && squared) scale_rows<true>(matrix, sums, stride, delta);
-    if (by_rows && !squared) scale_rows<false>(matrix, sums, stride, delta);
-    if (!by_rows && squared) scale_columns<true>(matrix, sums, stride, delta);
-    if (!by_rows && !squared) scale_columns<false>(matrix, sums, stride, delta);
+static void scale(const GaussianMatrix& matrix, const float* sums, size_t stride, bool squared,
+                  float* delta) {
+    if (squared) scale_columns<true>(matrix, sums, stride, delta);
+    if (!squared) scale_columns<false>(matrix, sums, stride, delta);
 }
 
 // The deltas of one sample. What is left of a row after whole vectors is the end of a last one,

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "compute/product.h"
+#include "compute/shares.h"
 
 namespace tagi_ddp {
 namespace {
@@ -14,7 +15,6 @@ enum Gate : size_t { forget, input, cell, output, gates };
 enum Pair : size_t { input_cell, forget_output, input_output, cell_output, pairs };
 constexpr Gate pair_gates[pairs][2] = {
     {input, cell}, {forget, output}, {input, output}, {cell, output}};
-constexpr size_t few_rows = 3;  // with fewer, packing costs more than it saves
 
 // One row, in and out: gates lie `stride` floats apart.
 struct Row {
@@ -137,6 +137,7 @@ void LSTM::gather(const States& inputs) {
         std::copy_n(before_.var_h.data() + h, outputs_, variance + r * stride + inputs_);
     }
     rows_ = {mean, variance, nullptr, rows, depth, stride, inputs.exact && !carries_};
+    rows_.rest = inputs.rest * steps_;
     square(mean, rows * stride, squares_.take(rows * stride));
 }
 
@@ -144,18 +145,20 @@ void LSTM::find_covariances() {
     const size_t row = inputs_ + outputs_, stride = gate_stride();
     const float* weights = gaussians_.weights->mu;
     float* out = covariances_.take(rows_.batch * pairs * stride);
-    if (rows_.batch < few_rows) {
-        for (size_t r = 0; r < rows_.batch; ++r) {
+    by_kernels(rows_, [&](size_t begin, size_t count, bool few) {
+        const float* variance = rows_.variance + begin * rows_.stride;
+        float* to = out + begin * pairs * stride;
+        for (size_t r = 0; few && r < count; ++r) {
             TAGI_DDP_PICK(covariances_one)(weights, outputs_, inputs_, row,
-                                           rows_.variance + r * rows_.stride, rows_.width, stride,
-                                           out + r * pairs * stride);
+                                           variance + r * rows_.stride, rows_.width, stride,
+                                           to + r * pairs * stride);
         }
-        return;
-    }
-    float* packed = packed_.take(rows_.width * pairs * stride);
-    TAGI_DDP_PICK(pack_pairs)(weights, outputs_, inputs_, row, rows_.width, stride, packed);
-    product(rows_.batch, rows_.width, pairs * stride, {rows_.variance, rows_.stride, 1}, packed,
-            pairs * stride, out, pairs * stride, AddTo::zero);
+        if (few) return;
+        float* packed = packed_.take(rows_.width * pairs * stride);
+        TAGI_DDP_PICK(pack_pairs)(weights, outputs_, inputs_, row, rows_.width, stride, packed);
+        product(count, rows_.width, pairs * stride, {variance, rows_.stride, 1}, packed,
+                pairs * stride, to, pairs * stride, AddTo::zero);
+    });
 }
 
 States LSTM::forward(const States& inputs, bool) {
@@ -206,7 +209,7 @@ States LSTM::forward(const States& inputs, bool) {
         std::copy_n(mean_h + r * stride, outputs_, mean + to);
         std::copy_n(var_h + r * stride, outputs_, variance + to);
     }
-    return {mean, variance, nullptr, batch_, width(), out_stride, false};
+    return {mean, variance, nullptr, batch_, width(), out_stride, false, inputs.rest};
 }
 
 Deltas LSTM::backward(Deltas deltas, bool to_input) {

@@ -45,7 +45,7 @@ class LinearRun(Chain):
         self._saved = States(mean, None, states.jacobian)
         out = mean.new_empty(2, samples, self._kernels.output_size)
         spread = None if variance is None else _array(variance)
-        self._kernels.forward(_array(mean), spread, None, training, *out.numpy())
+        self._kernels.forward(_array(mean), spread, None, training, False, *out.numpy())
         return States(*out)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:

@@ -37,6 +37,8 @@ class NativeCompute:
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0
+        #: whether a batch is computed as by two ranks, with their bits
+        self.by_shares = False
         #: of inputs, whose batches are computed here as things are: their samples and outputs
         self.sizes: dict[int, tuple[int, int]] = {}
         self._smooths = any(type(layer).__name__ in SMOOTHING for layer in self._engine.layers)
@@ -61,7 +63,9 @@ class NativeCompute:
         samples = mean.size // self.input_size
         size = samples * self.output_size
         out_mean, out_variance = empty(size, FLOAT32), empty(size, FLOAT32)
-        self.network.forward(mean, variance, jacobian, training, out_mean, out_variance)
+        self.network.forward(
+            mean, variance, jacobian, training, self.by_shares, out_mean, out_variance
+        )
         self.samples, self._trained = samples, training
         self.sizes[mean.size] = samples, size
         return out_mean, out_variance
@@ -79,7 +83,7 @@ class NativeCompute:
         var_obs: Any,
         selected: Any,
     ) -> tuple[tuple[FloatArray, FloatArray], str] | None:
-        """Take a whole step of one process; return the outputs before it, means and variances.
+        """Take a whole step of one process, by shares; return the outputs before it, means and variances.
 
         And the name of the layer with a delta that is NaN or infinite, if there is one: then
         nothing was applied. Returns None if no batch of this size was computed before, or not in

@@ -205,10 +205,10 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             if self.reduction == "precision"
             else make_exchange(setting)
         )
-        if timeline is None and isinstance(self._exchange, Alone):
-            natively = getattr(self._by_batch, "natively", self.compute)
-            if isinstance(natively, NativeCompute):
-                self._at_once = natively
+        natively = getattr(self._by_batch, "natively", self.compute)
+        if isinstance(self._exchange, Alone) and isinstance(natively, NativeCompute):
+            self._alone = natively
+            self._at_once = natively if timeline is None else None
 
     # --- the engine's interface ---------------------------------------------------------------
 
@@ -257,6 +257,8 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 return mean, mean + 0
             if by_batch is not None and mean.size != by_batch.size:
                 compute = self.compute = by_batch(mean)
+            if self._alone is not None:  # micro-batches may be ranks' shares themselves
+                self._alone.by_shares = not self._accumulation.adds
             if shown is None:
                 outputs = compute.forward(mean, variance)
             else:

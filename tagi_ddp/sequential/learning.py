@@ -23,7 +23,8 @@ class LearnInterface(SequentialInterface):
     backward: Callable[[], None]
     step: Callable[[], None]
     _or_abort: Callable[[], AbstractContextManager[None]]
-    _at_once: NativeCompute | None = None  # by which whole steps are one call: one process's
+    _alone: NativeCompute | None = None  # one process's
+    _at_once: NativeCompute | None = None  # the same, if whole steps are to be one call
 
     def learn(
         self,

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.data import share_of
 from tagi_ddp.launcher.launch import launch
 from tagi_ddp.sequential import DDPConfig, DDPSequential, accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood, begin_noise_even
@@ -147,8 +148,11 @@ def batches_of(
     """Return the rank's part of each batch, in their order: views, as `learn` takes them."""
     rank, ranks = communicator.rank, communicator.size
     count = len(samples["mu_x"])
-    own = [slice(begin + rank, begin + size, ranks) for begin in range(0, count, size)]
-    return [{name: rows[part] for name, rows in samples.items()} for part in own]
+    batches = [slice(begin, begin + size) for begin in range(0, count, size)]
+    return [
+        {name: rows[batch][share_of(len(rows[batch]), rank, ranks)] for name, rows in samples.items()}
+        for batch in batches
+    ]
 
 
 def learn(model: Any, likelihood: Likelihood, batches: Sequence[dict[str, Array]]) -> None:

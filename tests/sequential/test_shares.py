@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
 from support.reports import wrap
 
 from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.data import share_of
 
 
 def accumulate(comm: Any, name: str, splits: list[int]) -> tuple[float, float]:
@@ -62,6 +63,28 @@ def test_two_ranks_equal_one_that_takes_their_shares(
 ) -> None:
     """Bit for bit: what ranks change is nothing but the order of sums."""
     assert shm.run(train_as_two, name, compute, size=2) == [0.0, 0.0]
+
+
+def train_as_one(comm: Any, name: str) -> float:
+    """Train by two ranks on shares, and alone on the batches; return how far both are apart."""
+    options: dict[str, Any] = {"average": False, "compute": "native"}
+    together, alone = wrap(comm, name, **options), wrap(SingleCommunicator(), name, **options)
+    for step, size in enumerate([*range(1, 14), 32, *range(13, 0, -1)]):
+        x, y = NETWORKS[name].batch(step, size)
+        own = share_of(size, comm.rank, 2)
+        learn(together, x[own], y[own])
+        together.step()
+        if step % 3:
+            alone.learn(x, y, SIGMA_V**2)
+        else:
+            learn(alone, x, y)
+            alone.step()
+    return distance(parameters(together), parameters(alone))
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "layer_norm"])
+def test_one_process_has_the_bits_of_two_ranks(shm: RankPool, name: str) -> None:
+    assert shm.run(train_as_one, name, size=2) == [0.0, 0.0]
 
 
 def last_micro_batch_outside(comm: Any) -> bool:
