@@ -148,11 +148,11 @@ def batches_of(
     """Return the rank's part of each batch, in their order: views, as `learn` takes them."""
     rank, ranks = communicator.rank, communicator.size
     count = len(samples["mu_x"])
-    batches = [slice(begin, begin + size) for begin in range(0, count, size)]
-    return [
-        {name: rows[batch][share_of(len(rows[batch]), rank, ranks)] for name, rows in samples.items()}
-        for batch in batches
-    ]
+    own = []
+    for begin in range(0, count, size):
+        share = share_of(min(size, count - begin), rank, ranks)
+        own.append(slice(begin + share.start, begin + share.stop))
+    return [{name: rows[part] for name, rows in samples.items()} for part in own]
 
 
 def learn(model: Any, likelihood: Likelihood, batches: Sequence[dict[str, Array]]) -> None:
