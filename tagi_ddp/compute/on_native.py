@@ -85,10 +85,10 @@ class NativeCompute:
     ) -> tuple[tuple[FloatArray, FloatArray], str] | None:
         """Take a whole step of one process, by shares; return the outputs before it.
 
-        Their means and variances, and the name of the layer with a delta that is NaN or infinite, if there is one: then
-        nothing was applied. Returns None if no batch of this size was computed before, or not in
-        training mode; raises TypeError for what are not arrays of float32, and int32 for
-        ``selected``. The innovation of the inputs is not computed.
+        Means and variances, and the name of the layer with a delta that is NaN or infinite, if
+        there is one: then nothing was applied. Returns None if no batch of this size was computed
+        before, or not in training mode; raises TypeError for what are not arrays of float32, and
+        int32 for ``selected``. The innovation of the inputs is not computed.
         """
         sizes = self.sizes.get(mean.size)
         if sizes is None or not self._first.training:
