@@ -83,8 +83,8 @@ def test_index_outside_is_an_error() -> None:
         with pytest.raises(IndexError):
             both.network.forward(torch.tensor([[0.0, index]]), None, training=False)
         outputs = np.empty((2, 6), np.float32)
+        inputs = np.array([0, index], np.float32)
         with pytest.raises(IndexError, match=f"index {index}, but the rows go from 0 to 4"):
-            inputs = np.array([0, index], np.float32)
             both.native.forward(inputs, None, None, False, False, *outputs)
 
 
