@@ -10,6 +10,12 @@ namespace {
 
 enum class Of { means, squares, variances, moments };
 
+// The samples of a batch, and how many of them are its first share.
+struct Batch {
+    size_t first;
+    size_t samples;
+};
+
 }  // namespace
 }  // namespace tagi_ddp
 
@@ -73,26 +79,20 @@ void Products::multiply(const GaussianMatrix& matrix, const States& inputs, cons
 
 void Products::write_deltas(const GaussianMatrix& matrix, const States& inputs,
                             const float* squares, Deltas deltas, size_t stride) {
-    const bool wide = matrix.inputs >= lanes && inputs.batch > 1;
-    if (wide) TAGI_DDP_PICK(write_wide)(matrix, inputs, squares, deltas, stride);
-    write_by_shares(inputs, wide ? Block{} : matrix.weights, matrix.biases,
-                    wide ? Shape{} : Shape{matrix.outputs, matrix.inputs, matrix.row}, second_,
-                    [&](size_t begin, size_t count, const Block& weights, const Block& biases) {
-                        const Deltas own{deltas.mean + begin * stride,
-                                         deltas.variance + begin * stride};
-                        if (biases.count != 0) {
-                            const size_t outputs = matrix.outputs;
-                            TAGI_DDP_PICK(sum_columns)(own.mean, count, outputs, stride, biases.var,
-                                                       false, biases.delta_mu);
-                            TAGI_DDP_PICK(sum_columns)(own.variance, count, outputs, stride,
-                                                       biases.var, true, biases.delta_var);
-                        }
-                        if (wide) return;
-                        GaussianMatrix share = matrix;
-                        share.weights = weights;
-                        write_narrow(share, inputs.part(begin, count),
-                                     squares + begin * inputs.stride, own, stride);
-                    });
+    const Batch batch{inputs.batch - inputs.rest, inputs.batch};
+    TAGI_DDP_PICK(write_biases)(matrix.biases, batch, deltas, stride);
+    if (matrix.inputs >= lanes && inputs.batch > 1) {
+        TAGI_DDP_PICK(write_wide)(matrix, inputs, squares, deltas, stride);
+        return;
+    }
+    write_by_shares(
+        inputs, matrix.weights, Block{}, {matrix.outputs, matrix.inputs, matrix.row}, second_,
+        [&](size_t begin, size_t count, const Block& weights, const Block&) {
+            GaussianMatrix share = matrix;
+            share.weights = weights;
+            write_narrow(share, inputs.part(begin, count), squares + begin * inputs.stride,
+                         {deltas.mean + begin * stride, deltas.variance + begin * stride}, stride);
+        });
 }
 
 void Products::write_narrow(const GaussianMatrix& matrix, const States& inputs,

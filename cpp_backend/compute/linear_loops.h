@@ -63,12 +63,6 @@ static void below_one(const GaussianMatrix& matrix, const float* by_mean, const 
     }
 }
 
-// The value, rounded: without it the compiler makes sums of products with one rounding.
-TAGI_DDP_INLINE Vector rounded(Vector value) {
-    __asm__("" : "+m"(value));
-    return value;
-}
-
 // What deltas are made of: by the rows of `by`, of the outputs, times `from`, of the inputs.
 struct Outer {
     const float* by;
@@ -97,68 +91,74 @@ TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer
 
 // `Rows` rows of the deltas, var or var^2 times the sums, at `Vectors` places.
 template <bool squared, int Rows, int Vectors>
-TAGI_DDP_INLINE void delta_tile(const Outer& outer, size_t first, size_t batch, const float* var,
+TAGI_DDP_INLINE void delta_tile(const Outer& outer, const Batch& batch, const float* var,
                                 float* delta, size_t row, const size_t* columns) {
+    const bool two = batch.first < batch.samples;
     Vector sums[Rows][Vectors], of_first[Rows][Vectors];
     const auto scaled = [&](int r, int v) {
         const Vector w = load(var + r * row + columns[v]);
         return sums[r][v] * (squared ? w * w : w);
     };
-    add_outer(sums, outer, 0, first, columns);
-    if (first < batch) {
+    add_outer(sums, outer, 0, batch.first, columns);
+    if (two) {
         for (int r = 0; r < Rows; ++r) {
-            for (int v = 0; v < Vectors; ++v) of_first[r][v] = rounded(scaled(r, v));
+            for (int v = 0; v < Vectors; ++v) of_first[r][v] = TAGI_DDP_ROUNDED(scaled(r, v));
         }
-        add_outer(sums, outer, first, batch, columns);
+        add_outer(sums, outer, batch.first, batch.samples, columns);
     }
     for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
             const Vector value = scaled(r, v);
             store(delta + r * row + columns[v],
-                  first < batch ? of_first[r][v] + rounded(value) : value);
+                  two ? of_first[r][v] + TAGI_DDP_ROUNDED(value) : value);
         }
     }
 }
 
-template <bool squared, int Rows>
-TAGI_DDP_INLINE void delta_rows(const Outer& outer, size_t first, size_t batch, size_t inputs,
+// `Most` vectors of the rows at a time, then fewer. What is left of a row after whole vectors is
+// the end of a last one, which overlaps the one before.
+template <bool squared, int Rows, int Most>
+TAGI_DDP_INLINE void delta_rows(const Outer& outer, const Batch& batch, size_t inputs, size_t at,
                                 const float* var, float* delta, size_t row) {
-    // What is left of a row after whole vectors is the end of a last one, which overlaps.
-    for (size_t at = 0; at < inputs; at += 2 * lanes) {
-        const size_t last = inputs - lanes;
-        const size_t columns[] = {std::min(at, last), std::min(at + lanes, last)};
-        if (at >= last) {
-            delta_tile<squared, Rows, 1>(outer, first, batch, var, delta, row, columns);
-        } else {
-            delta_tile<squared, Rows, 2>(outer, first, batch, var, delta, row, columns);
-        }
+    for (; at + (Most - 1) * lanes < inputs; at += Most * lanes) {
+        size_t columns[Most];
+        for (size_t v = 0; v < Most; ++v) columns[v] = std::min(at + v * lanes, inputs - lanes);
+        delta_tile<squared, Rows, Most>(outer, batch, var, delta, row, columns);
+    }
+    if constexpr (Most > 1) {
+        delta_rows<squared, Rows, Most / 2>(outer, batch, inputs, at, var, delta, row);
     }
 }
 
 template <bool squared>
-TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, size_t first,
-                                  size_t batch, float* delta) {
+TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, const Batch& batch,
+                                  float* delta) {
     const float* var = matrix.weights.var;
     const size_t row = matrix.row;
-    size_t o = 0;
-    for (; o + 4 <= matrix.outputs; o += 4, outer.by += 4) {
-        delta_rows<squared, 4>(outer, first, batch, matrix.inputs, var + o * row, delta + o * row,
-                               row);
+    size_t left = matrix.outputs;
+    const auto pass = [&](size_t rows) {
+        left -= rows;
+        outer.by += rows;
+        var += rows * row;
+        delta += rows * row;
+    };
+    for (; left >= 4; pass(4)) {
+        delta_rows<squared, 4, 2>(outer, batch, matrix.inputs, 0, var, delta, row);
     }
-    for (; o < matrix.outputs; ++o, ++outer.by) {
-        delta_rows<squared, 1>(outer, first, batch, matrix.inputs, var + o * row, delta + o * row,
-                               row);
+    for (; left >= 2; pass(2)) {
+        delta_rows<squared, 2, 4>(outer, batch, matrix.inputs, 0, var, delta, row);
     }
+    if (left == 1) delta_rows<squared, 1, 4>(outer, batch, matrix.inputs, 0, var, delta, row);
 }
 
 // The deltas of weights of eight inputs or more.
 static void write_wide(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                        Deltas deltas, size_t stride) {
-    const size_t first = inputs.batch - inputs.rest;
-    delta_matrix<false>(matrix, {deltas.mean, stride, inputs.mean, inputs.stride}, first,
-                        inputs.batch, matrix.weights.delta_mu);
-    delta_matrix<true>(matrix, {deltas.variance, stride, squares, inputs.stride}, first,
-                       inputs.batch, matrix.weights.delta_var);
+    const Batch batch{inputs.batch - inputs.rest, inputs.batch};
+    delta_matrix<false>(matrix, {deltas.mean, stride, inputs.mean, inputs.stride}, batch,
+                        matrix.weights.delta_mu);
+    delta_matrix<true>(matrix, {deltas.variance, stride, squares, inputs.stride}, batch,
+                       matrix.weights.delta_var);
 }
 
 // delta = var * sums, or var^2 * sums; sums are [inputs, outputs], `stride` floats apart.
@@ -207,14 +207,30 @@ static void deltas_one(const GaussianMatrix& matrix, const float* mean, const fl
     }
 }
 
-// The sums of columns, times var, and with `twice` once more.
-static void sum_columns(const float* rows, size_t count, size_t columns, size_t stride,
-                        const float* var, bool twice, float* __restrict out) {
-    std::fill_n(out, columns, 0.0f);
-    for (size_t r = 0; r < count; ++r, rows += stride) {
-        for (size_t c = 0; c < columns; ++c) out[c] += rows[c];
+// The sums of columns, times var, or var^2; of both shares.
+template <bool squared>
+TAGI_DDP_INLINE void scaled_sums(const float* rows, const Batch& batch, size_t columns,
+                                 size_t stride, const float* var, float* out) {
+    for (size_t c = 0; c < columns; c += lanes) {
+        const bool whole = c + lanes <= columns;
+        Vector v{};
+        if (whole) v = load(var + c);
+        for (size_t k = 0; !whole && k < columns - c; ++k) v[k] = var[c + k];
+        const auto sum = [&](size_t begin, size_t end) {
+            Vector total = broadcast(0.0f);
+            for (size_t r = begin; r < end; ++r) total += load(rows + r * stride + c);
+            return TAGI_DDP_ROUNDED(total * (squared ? v * v : v));
+        };
+        Vector total = sum(0, batch.first);
+        if (batch.first < batch.samples) total += sum(batch.first, batch.samples);
+        if (whole) store(out + c, total);
+        for (size_t k = 0; !whole && k < columns - c; ++k) out[c + k] = total[k];
     }
-    for (size_t c = 0; c < columns; ++c) out[c] *= var[c] * (twice ? var[c] : 1.0f);
+}
+
+static void write_biases(const Block& biases, const Batch& batch, Deltas deltas, size_t stride) {
+    scaled_sums<false>(deltas.mean, batch, biases.count, stride, biases.var, biases.delta_mu);
+    scaled_sums<true>(deltas.variance, batch, biases.count, stride, biases.var, biases.delta_var);
 }
 
 // What a product with a batch needs of a weight.

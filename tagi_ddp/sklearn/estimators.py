@@ -121,8 +121,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         self.x_mean_, self.x_scale_ = x.mean(axis=0), _scale_of(x)
         schedule = self._schedule(len(x), seed)
         network, ranks = self._network(), integer("n_ranks", self.n_ranks, 1)
-        trained = train(network, schedule, self._scaled(x), targets, ranks)
-        self._model = accelerate(network.build(trained.posterior))
+        self._model, trained = train(network, schedule, self._scaled(x), targets, ranks)
         self.n_iter_ = trained.epochs
         self.validation_scores_ = list(trained.held_out)
 

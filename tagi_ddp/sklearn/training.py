@@ -53,8 +53,7 @@ class Network:
             layers.append(nn.EvenExp())
         network = nn.Sequential(*layers)
         if posterior is not None:
-            state = {name: tuple(map(np.ndarray.tolist, p)) for name, p in posterior.items()}
-            network.load_state_dict(state)
+            load(network, posterior)
         elif self.likelihood.learns_noise:
             begin_noise_even(network, self.likelihood)
         return network
@@ -85,11 +84,18 @@ class Trained:
     held_out: tuple[float, ...]  # log-likelihood after each epoch
 
 
-def train(network: Network, schedule: Schedule, x: Array, y: Array, ranks: int) -> Trained:
+def train(
+    network: Network, schedule: Schedule, x: Array, y: Array, ranks: int
+) -> tuple[DDPSequential, Trained]:
     """Train a new network; each rank on its part of each batch, so that all is as by one."""
-    if ranks == 1:
-        return _train(accelerate(network.build()), network, schedule, x, y)
-    return launch(_train_rank, nprocs=ranks, args=(network, schedule, x, y))[0]
+    if ranks > 1:
+        trained = launch(_train_rank, nprocs=ranks, args=(network, schedule, x, y))[0]
+        return accelerate(network.build(trained.posterior)), trained
+    model = accelerate(network.build())
+    trained = _train(model, network, schedule, x, y)
+    if schedule.patience is not None:  # the best epoch was not the last
+        load(model, trained.posterior)
+    return model, trained
 
 
 def _train_rank(network: Network, schedule: Schedule, x: Array, y: Array) -> Trained:
@@ -144,27 +150,35 @@ def _train_epochs(
 
 def batches_of(
     communicator: Communicator, size: int, samples: dict[str, Array]
-) -> list[dict[str, Array]]:
-    """Return the rank's part of each batch, in their order: views, as `learn` takes them."""
+) -> list[tuple[Array | None, ...]]:
+    """Return the rank's part of each batch, in their order: views, the arguments of `learn`."""
     rank, ranks = communicator.rank, communicator.size
     count = len(samples["mu_x"])
     own = []
     for begin in range(0, count, size):
         share = share_of(min(size, count - begin), rank, ranks)
         own.append(slice(begin + share.start, begin + share.stop))
-    return [{name: rows[part] for name, rows in samples.items()} for part in own]
+    arguments = [samples.get(name) for name in ("mu_x", "mu_obs", "var_obs", "selected_idx")]
+    return [tuple(None if rows is None else rows[part] for rows in arguments) for part in own]
 
 
-def learn(model: Any, likelihood: Likelihood, batches: Sequence[dict[str, Array]]) -> None:
+def learn(model: Any, likelihood: Likelihood, batches: Sequence[tuple[Array | None, ...]]) -> None:
     """Learn all batches once."""
     # A noise that is predicted as zero or infinite leaves nothing to learn from.
     passed_over = (NotFiniteError,) if likelihood.learns_noise else ()
     step = model.learn
     for batch in batches:
         try:
-            step(**batch)
+            step(*batch)
         except passed_over:
             continue
+
+
+def load(model: Any, posterior: Posterior) -> None:
+    """Let the model have these parameters."""
+    model.load_state_dict(
+        {name: tuple(map(np.ndarray.tolist, parts)) for name, parts in posterior.items()}
+    )
 
 
 def posterior_of(model: Any) -> Posterior:
