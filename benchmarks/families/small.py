@@ -121,10 +121,10 @@ def _auto(communicator: Communicator, case: Case, quick: bool) -> Row:
         least = min(figure.median for figure in figures.values())
         near = [way for way, figure in figures.items() if figure.median < NEAR * least]
         rounds = int(CELL_SECONDS / (max(SAMPLE_SECONDS, least * 1e-6) * len(near)))
-        found = [
-            _measure(communicator, _steps(case, near), max(5, min(rounds, 101)))
-            for _ in range(NETWORKS)
-        ]
+        found = []
+        for _ in range(NETWORKS):
+            near = near[1:] + near[:1]  # the one that is made first lies elsewhere than the others
+            found.append(_measure(communicator, _steps(case, near), max(5, min(rounds, 101))))
         for way in near:
             figures[way] = min((each[way] for each in found), key=lambda figure: figure.low)
     figures = {way: Figure(each.low, each.low, each.median) for way, each in figures.items()}
