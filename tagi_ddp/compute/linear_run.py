@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, from_numpy
 
+from tagi_ddp.checks import FLOAT32
 from tagi_ddp.compute import native
 from tagi_ddp.compute.activations import Activation
 from tagi_ddp.compute.blocks import Chain
@@ -43,10 +45,11 @@ class LinearRun(Chain):
         if not samples or not self._work.is_native(samples):
             return super().forward(states, training)
         self._saved = States(mean, None, states.jacobian)
-        out = mean.new_empty(2, samples, self._kernels.output_size)
+        shape = samples, self._kernels.output_size
+        out_mean, out_variance = np.empty(shape, FLOAT32), np.empty(shape, FLOAT32)
         spread = None if variance is None else _array(variance)
-        self._kernels.forward(_array(mean), spread, None, training, False, *out.numpy())
-        return States(*out)
+        self._kernels.forward(_array(mean), spread, None, training, False, out_mean, out_variance)
+        return States(from_numpy(out_mean), from_numpy(out_variance))
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Write the deltas of all layers, by the kernels."""

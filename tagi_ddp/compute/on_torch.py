@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update_heteros": heteroscedastic_innovation,
 }
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_NOTHING = contextlib.nullcontext()
 T = TypeVar("T", FloatArray, torch.Tensor)
 
 
@@ -130,22 +132,8 @@ class TorchCompute:
         tensor = torch.as_tensor(array).reshape(-1, self.network.input_size)
         return tensor.to(self._device, torch.float32, non_blocking=True, copy=copy)
 
-    @contextlib.contextmanager
-    def _gpu_precision(self) -> Iterator[None]:
-        """Let GPUs use TF32 if it was asked for, and only then; torch's default does, in part."""
-        if self._device.type != "cuda":
-            yield
-            return
-        cudnn: Any = torch.backends.cudnn  # whose parts have no types
-        switches = (torch.backends.cuda.matmul, cudnn.conv)
-        before = [switch.fp32_precision for switch in switches]
-        for switch in switches:
-            switch.fp32_precision = "tf32" if self._tf32 else "ieee"
-        try:
-            yield
-        finally:
-            for switch, value in zip(switches, before, strict=True):
-                switch.fp32_precision = value
+    def _gpu_precision(self) -> AbstractContextManager[None]:
+        return _precision(self._tf32) if self._device.type == "cuda" else _NOTHING
 
     def _find_parameters(self) -> None:
         self.replica.pull()
@@ -273,6 +261,21 @@ class TorchCompute:
     get_outputs_smoother = smoother
 
 
+@contextlib.contextmanager
+def _precision(tf32: bool) -> Iterator[None]:
+    """Let GPUs use TF32 if it was asked for, and only then; torch's default does, in part."""
+    cudnn: Any = torch.backends.cudnn  # whose parts have no types
+    switches = (torch.backends.cuda.matmul, cudnn.conv)
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
 @functools.cache
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors for the next ones, in the whole process.
@@ -290,6 +293,8 @@ def keep_freed_memory() -> None:
 
 def _tensor(value: ArrayLike, like: torch.Tensor) -> torch.Tensor:
     tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+    if tensor.dtype == like.dtype and tensor.device == like.device:
+        return tensor
     dtype = tensor.dtype if tensor.dtype in (torch.int32, torch.int64) else like.dtype
     return tensor.to(like.device, dtype, non_blocking=True)
 
