@@ -26,6 +26,8 @@ FLOOR, DELTAS = 1.35, 1.05  # at most so many times the floor, and so many delta
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(q) all_reduce of 2.16 MB over emulated hosts: ours over gloo and MPI, and their own.
 
+    Ours in memory that the communicator gives, as it does for the deltas of a training.
+
     The floor is what a host has to send at least, at the rate of its link.
     """
     found: list[Row] = []
@@ -91,7 +93,8 @@ def _rows(
 @contextmanager
 def _ours(group: Communicator, size: int) -> Iterator[Callable[[], object]]:
     with init("gloo", group.rank, group.size, timeout=120) as network:
-        yield _checked(group, size, lambda array: network.all_reduce(array))
+        array = network.empty(size)  # as training's deltas
+        yield _checked(group, array, lambda: network.all_reduce(array))
 
 
 @contextmanager
@@ -99,19 +102,20 @@ def _torch(group: Communicator, size: int) -> Iterator[Callable[[], object]]:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], 29501, group.size, group.rank == 0)
     dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
     try:
-        yield _checked(group, size, lambda array: dist.all_reduce(torch.from_numpy(array)))
+        array = np.empty(size, np.float32)
+        yield _checked(group, array, lambda: dist.all_reduce(torch.from_numpy(array)))
     finally:
         group.barrier(timeout=600)
         dist.destroy_process_group()
 
 
 def _checked(
-    group: Communicator, size: int, run: Callable[[np.ndarray], object]
+    group: Communicator, array: np.ndarray, run: Callable[[], object]
 ) -> Callable[[], object]:
-    """Return what sums zeros, once it has been seen to sum."""
-    array = np.full(size, 1.0 + group.rank, np.float32)
-    run(array)
+    """Return what sums the array, of zeros, once it has been seen to sum."""
+    array.fill(1.0 + group.rank)
+    run()
     if not (array == group.size * (group.size + 1) / 2).all():
         raise RuntimeError("the sum is wrong")
     array.fill(0)
-    return lambda: run(array)
+    return run

@@ -359,8 +359,9 @@ void bind_shm(nb::module_& module) {
         .def("barrier", &PyShmCommunicator::barrier, nb::kw_only(), "timeout"_a = nb::none())
         .def("split", &PyShmCommunicator::split, "color"_a.none(), "key"_a = 0)
         .def("empty", &PyShmCommunicator::empty, "shape"_a, "dtype"_a = "float32",
-             "Return zeros in this communicator's own memory, where all_reduce in place copies "
-             "nothing. Collective: the same size on all ranks.")
+             "Return zeros in this communicator's own memory, where all_reduce in place, "
+             "reduce_scatter from it and all_gather to it copy nothing in between. Collective: the "
+             "same size on all ranks.")
         .def("abort", &PyShmCommunicator::abort, "reason"_a, "ranks"_a = std::vector<int>())
         .def("check", &PyShmCommunicator::check)
         .def("close", &PyShmCommunicator::close)

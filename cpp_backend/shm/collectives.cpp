@@ -100,14 +100,10 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
     Signature signature{Kind::all_reduce, static_cast<uint32_t>(in.dtype),
                         static_cast<uint32_t>(op)};
     signature.count = in.count;
-    const auto location =
-        in.data == out.data && segment_ ? segment_->find(in.byte_data(), in.bytes()) : std::nullopt;
-    // In place takes two waits, through the slots one; with too few cores a wait costs the most.
-    if (location && (has_cores_ || in.bytes() > small_bytes)) {
+    if (in.data == out.data && is_in_place(in, signature)) {
         all_reduce_in_place(in, signature, op, timeout);
         return;
     }
-    if (location) signature.detail = location->offset;
     const size_t element = size_of(in.dtype);
     PipelinedExchange plan{"all_reduce", signature, chunks_for(in.bytes()),
                            stream(in.byte_data(), in.bytes())};
@@ -118,6 +114,16 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
                std::min(slot_bytes, in.bytes() - begin) / element);
     };
     exchange(plan, timeout);
+}
+
+bool ShmCommunicator::is_in_place(const Buffer& buffer, Signature& signature) const {
+    const auto location =
+        segment_ ? segment_->find(buffer.byte_data(), buffer.bytes()) : std::nullopt;
+    if (!location) return false;
+    // In place takes two waits, through the slots one; with too few cores a wait costs the most.
+    if (has_cores_ || buffer.bytes() > small_bytes) return true;
+    signature.detail += location->offset;
+    return false;
 }
 
 void ShmCommunicator::all_reduce_in_place(const Buffer& buffer, const Signature& signature,
@@ -176,6 +182,15 @@ void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
         chunks.push_back(chunks_for(count * element));
         offset += count * element;
     }
+    if (is_in_place(out, signature)) {
+        const size_t begin =
+            static_cast<size_t>(ranges[static_cast<size_t>(rank_)].to - out.byte_data());
+        const auto give = [&](const std::vector<std::byte*>& parts) {
+            for (std::byte* part : parts) copy_bytes(part + begin, in.data, in.bytes());
+        };
+        exchange({"all_gather", signature, out, nullptr, {give}}, timeout);
+        return;
+    }
     PipelinedExchange plan{"all_gather", signature, chunks[static_cast<size_t>(rank_)],
                            stream(in.byte_data(), in.bytes())};
     plan.agree = [&](const std::vector<Signature>&) { return chunks; };
@@ -199,6 +214,16 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     for (size_t count : counts) parts.push_back(count * element);
     const size_t me = static_cast<size_t>(rank_);
     const std::byte* own = std::accumulate(parts.begin(), parts.begin() + rank_, in.byte_data());
+    std::vector<const std::byte*> sources(static_cast<size_t>(size_));
+    if (is_in_place(in, signature)) {
+        const auto reduce_part = [&](const std::vector<std::byte*>& buffers) {
+            const auto begin = own - in.byte_data();
+            for (size_t r = 0; r < buffers.size(); ++r) sources[r] = buffers[r] + begin;
+            reduce(in.dtype, op, sources.data(), size_, out.byte_data(), parts[me] / element);
+        };
+        exchange({"reduce_scatter", signature, in, nullptr, {reduce_part}}, timeout);
+        return;
+    }
     const Lanes lanes(rank_, size_);
     const uint32_t chunks = lanes.chunks_for(*std::max_element(parts.begin(), parts.end()));
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
@@ -206,7 +231,6 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     };
     PipelinedExchange plan{"reduce_scatter", signature, chunks, fill};
     plan.agree = all_bring(size_, chunks);
-    std::vector<const std::byte*> sources(static_cast<size_t>(size_));
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t bytes = lanes.bytes(chunk, parts[me]);
         if (bytes == 0) return;

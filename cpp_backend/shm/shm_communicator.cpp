@@ -238,7 +238,7 @@ void ShmCommunicator::exchange(const InPlaceExchange& plan, double timeout) {
                                         "the buffer is not of the communicator's own memory");
         }
         Signature signature = plan.signature;
-        signature.detail = location->offset;
+        signature.detail += location->offset;
         const std::vector<Signature> all = enter(operation, signature);
         if (plan.agree && !plan.agree(all)) return;
         std::vector<std::byte*> parts;

@@ -24,7 +24,7 @@ namespace tagi_ddp {
 // What the ranks do to memory of `ShmCommunicator::allocate`, where each reaches all of it.
 struct InPlaceExchange {
     const char* name;     // for errors
-    Signature signature;  // must fit on all ranks; `words` are free, `detail` is where it lies
+    Signature signature;  // must fit on all ranks, where it lies too; `words` are free
     Buffer own;
     // Sees all ranks' signatures; false ends the exchange here (on every rank alike).
     std::function<bool(const std::vector<Signature>&)> agree = nullptr;
@@ -102,6 +102,9 @@ class ShmCommunicator {
     [[noreturn]] void throw_failure(const Operation& operation) const;
     // Tells the others what happened; without `where`, with which the text may begin.
     void record_failure(const CommunicatorError& error, const std::string& where);
+    // Whether to work in the buffer itself, which is this communicator's own memory. If it is, but
+    // too small, the signature tells where it lies, as it would in place.
+    bool is_in_place(const Buffer& buffer, Signature& signature) const;
     void all_reduce_in_place(const Buffer& buffer, const Signature& signature, ReduceOp op,
                              double timeout);
 

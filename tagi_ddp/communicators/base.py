@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from tagi_ddp import checks
 from tagi_ddp.communicators import buffers, guard
 from tagi_ddp.communicators.buffers import Elements
@@ -67,6 +70,12 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._timeout = checks.seconds("timeout", seconds)
 
     # Operations, as described in `Communicator`.
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
+    ) -> npt.NDArray[Any]:
+        """Return zeros: there is no memory that ranks share."""
+        return np.zeros(shape, dtype)
 
     def all_reduce(
         self,

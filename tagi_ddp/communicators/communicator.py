@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy.typing as npt
+
 Buffer = Any
 """A C-contiguous numpy array or torch tensor; its memory is used in place, its shape is ignored."""
 
@@ -80,6 +82,17 @@ class Communicator(Protocol):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None: ...
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
+    ) -> npt.NDArray[Any]:
+        """Return zeros in the host's memory: in some that its ranks share, if there is any.
+
+        There collectives copy less: `all_reduce` in place, `reduce_scatter` from it, `all_gather`
+        to it. All ranks of a host then pass the same part of it. A collective call, of one shape
+        and dtype.
+        """
+        ...
 
     def all_reduce(
         self,

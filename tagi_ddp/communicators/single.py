@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
 from tagi_ddp.communicators.base import BaseCommunicator
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
@@ -23,12 +17,6 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     def __init__(self, timeout: float = 300.0) -> None:
         """Make rank 0 of 1; nothing ever waits for ``timeout`` seconds."""
         super().__init__(0, 1, timeout)
-
-    def empty(
-        self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
-    ) -> npt.NDArray[Any]:
-        """Return an array of zeros; other communicators return memory that ranks share."""
-        return np.zeros(shape, dtype)
 
     _elements = staticmethod(elements)
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp._backend import ShmCommunicator
 from tagi_ddp.communicators import Buffer, Communicator
 from tagi_ddp.engine.buffers import FloatArray
 
@@ -18,8 +17,6 @@ def host_bucket(communicator: Communicator, size: int, more: int = 0) -> FloatAr
     And for so many ``more`` numbers. In the communicator's own memory, if it has any: there, a
     reduction stages nothing.
     """
-    if not isinstance(communicator, ShmCommunicator):
-        return np.zeros(2 * size + more, np.float32)
     bucket: FloatArray = communicator.empty(2 * size + more)
     bucket.fill(0)
     return bucket

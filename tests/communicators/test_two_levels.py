@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract.operations import own_memory
 from support.rank_pool import RankPool
 
 # Of each rank a letter, its host's.
@@ -84,6 +85,18 @@ def test_all_collectives(pool: RankPool) -> None:
     for seed in range(3):
         first, *others = pool.run(all_of_them, seed)
         assert all(other == first for other in others)
+
+
+def in_own_memory(comm: Any, chunk: int) -> None:
+    from tagi_ddp.communicators.host import two_level
+
+    two_level._SMALL = two_level._LARGE = chunk
+    own_memory(comm, "float32")
+
+
+@pytest.mark.parametrize("chunk", [1 << 12, 1 << 16, 1 << 23])
+def test_own_memory(pool: RankPool, chunk: int) -> None:
+    pool.run(in_own_memory, chunk)
 
 
 def wait_for_each_other(comm: Any) -> int:

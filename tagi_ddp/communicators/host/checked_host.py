@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
@@ -80,6 +82,27 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         levels = TwoLevel(hosts, self._memory, lane, flat)
         levels.measure(handshake)
         return levels
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
+    ) -> npt.NDArray[Any]:
+        """Return zeros, in memory that the ranks of this host share."""
+        zeros = np.empty(shape, dtype)
+        own, kind = zeros.shape, zeros.dtype.name
+        call = self._call("empty", f"{kind}{list(own)}", None)
+
+        def allocate() -> None:
+            nonlocal zeros
+            handshake = self._handshake(call)
+            self._way.meet(handshake)
+            if self._memory is None:
+                zeros.fill(0)
+            else:
+                zeros = self._memory.empty(handshake, own, kind)
+            handshake.leave()
+
+        self._collective(call, allocate, False)
+        return zeros
 
     def _enter(self, call: Call) -> Handshake:
         handshake = self._handshake(call)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, Work
@@ -58,6 +59,12 @@ class HostMemory:
             return True
 
         return ready
+
+    def empty(self, handshake: Handshake, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        """Return zeros that lie where all ranks of the host reach them."""
+        found = []
+        self._watch.during(handshake, lambda: found.append(self.comm.empty(shape, dtype)))
+        return found[0]
 
     def agree(self, handshake: Handshake) -> bool:
         """Return, once all ranks of the host have come, whether they call the same."""

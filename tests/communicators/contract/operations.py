@@ -114,6 +114,30 @@ def reduce_scatter(comm: Any, dtype: str) -> None:
         assert bits(inputs[comm.rank]) == before, "the input was written to"
 
 
+def own_memory(comm: Any, dtype: str) -> None:
+    """Work in memory that the communicator gives, in all of it and in a part."""
+    for count, begin in ((0, 0), (9, 2), (30_001, 5)):
+        own = comm.empty((count,), dtype)
+        assert (own.dtype, own.shape) == (np.dtype(dtype), (count,))
+        assert not own.any()
+        inputs = [make(dtype, count, rank) for rank in range(comm.size)]
+        mine, part = inputs[comm.rank], slice(begin, count)
+        for op in ops(dtype):
+            own[:] = mine
+            comm.all_reduce(own[part], op)
+            check_reduced(own[part], [each[part] for each in inputs], op, dtype)
+            check_equal(own[:begin], mine[:begin])
+        counts = [count // comm.size + (rank < count % comm.size) for rank in range(comm.size)]
+        end = sum(counts[: comm.rank + 1])
+        share = slice(end - counts[comm.rank], end)
+        own[:], out = mine, empty(dtype, counts[comm.rank])
+        comm.reduce_scatter(own, out, counts)
+        check_reduced(out, [each[share] for each in inputs], "sum", dtype)
+        check_equal(own, mine)
+        comm.all_gather(inputs[0][share].copy(), own, counts)
+        check_equal(own, inputs[0])
+
+
 def all_to_all(comm: Any, dtype: str) -> None:
     size, rank = comm.size, comm.rank
     tables = [
@@ -223,6 +247,12 @@ class OperationsContract:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_reduce_scatter(self, pool: RankPool, size: int, dtype: str) -> None:
         pool.run(reduce_scatter, dtype, size=size)
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "int64"])
+    def test_own_memory(self, pool: RankPool, size: int, dtype: str) -> None:
+        if pool.backend == "nccl":
+            pytest.skip("buffers are on devices")
+        pool.run(own_memory, dtype, size=size)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_all_to_all(self, pool: RankPool, size: int, dtype: str) -> None:
