@@ -207,9 +207,10 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             else make_exchange(setting)
         )
         natively = getattr(self._by_batch, "natively", self.compute)
-        if isinstance(self._exchange, Alone) and isinstance(natively, NativeCompute):
+        if self.communicator.size == 1 and isinstance(natively, NativeCompute):
             self._alone = natively
-            self._at_once = natively if timeline is None else None
+            if timeline is None and isinstance(self._exchange, Alone):
+                self._at_once = natively
 
     # --- the engine's interface ---------------------------------------------------------------
 

@@ -209,6 +209,9 @@ class OnDevice:
     def timeout(self, seconds: float) -> None:
         self._comm.timeout = seconds
 
+    def empty(self, *args: Any) -> Any:
+        return self._comm.empty(*args)
+
     def all_reduce(self, buffer: Any, *args: Any, out: Any = None, **options: Any) -> Any:
         def call(buffer: Any, out: Any = None) -> Any:
             return self._comm.all_reduce(buffer, *args, out=out, **options)

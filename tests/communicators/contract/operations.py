@@ -250,8 +250,6 @@ class OperationsContract:
 
     @pytest.mark.parametrize("dtype", ["float16", "float32", "int64"])
     def test_own_memory(self, pool: RankPool, size: int, dtype: str) -> None:
-        if pool.backend == "nccl":
-            pytest.skip("buffers are on devices")
         pool.run(own_memory, dtype, size=size)
 
     @pytest.mark.parametrize("dtype", DTYPES)
