@@ -178,7 +178,7 @@ def _of_a_link(
     where = f"{'no limit' if mbit is None else f'{mbit:g} Mbit/s'}, {delay:g} ms"
     sizes = sorted({8000 * thousand for (thousand, *_), _ in cases} | {1 << 10})
     across = {
-        hosts: Link(*_on_hosts(communicator, (hosts, 1), link, lambda net: _link(net, sizes)))
+        hosts: Link(*_on_hosts(communicator, (hosts, 1), link, lambda net, _: _link(net, sizes)))
         for hosts in sorted({hosts for (_, hosts, _), _ in cases} - {1})
     }
     for (thousand, hosts, ranks), scheme in cases:
@@ -186,7 +186,7 @@ def _of_a_link(
             communicator,
             (hosts, ranks),
             link,
-            lambda net, t=thousand, n=ranks, s=scheme: _case(net, t, n, s),
+            lambda net, part, t=thousand, n=ranks, s=scheme: _case(net, part, t, n, s),
         )
         training = Training(step, parameters, sync_every=EVERY, merge=merge)
         node = Link(0.0, math.inf)
@@ -199,12 +199,15 @@ def _of_a_link(
 
 
 def _on_hosts(communicator: Communicator, shape: tuple[int, int], link: Network, run: Any) -> Any:
-    """Return what ``run(network)`` returns on rank 0 of so many hosts and ranks of each."""
+    """Return what ``run(network, part)`` returns on rank 0 of so many hosts and ranks of each.
+
+    ``part`` joins the same ranks by this machine's memory.
+    """
     hosts, size = shape
 
     def on_network(part: Communicator) -> Any:
         with _network(part, hosts, link) as network:
-            return run(network)
+            return run(network, part)
 
     return _with(communicator, hosts * size, on_network)
 
@@ -243,11 +246,13 @@ def _network(part: Communicator, hosts: int, link: Network) -> Iterator[Communic
 
 
 def _case(
-    network: Communicator, thousand: int, node_size: int, scheme: str
+    network: Communicator, part: Communicator, thousand: int, node_size: int, scheme: str
 ) -> tuple[float, float, int, float]:
-    """Return a step's and a merge's seconds on one rank, the parameters, and a step's seconds.
+    """Return a step's and a merge's seconds, the parameters, and the seconds of a step together.
 
-    A step's by itself, a merge's arithmetic for each byte, and a step's of all ranks.
+    A step's without communication, until the slowest rank has done it, or as many as lie between
+    merges: these ranks share cores, and who waits for all waits for that one. A merge's arithmetic
+    for each byte.
     """
     width = WIDTHS[thousand]
     alone = accelerate(_mlp(width), compute="torch")
@@ -258,8 +263,9 @@ def _case(
     with model:
         for each in (alone, model):
             each.set_threads(1)
+        apart = 1 if scheme == "sum" else EVERY
         _seconds(network, alone, 3)
-        step = _seconds(network, alone, 10)
+        step = _seconds(network, alone, 10, part, apart)
         merge = _arithmetic(network, alone) if scheme == "precision" else 0.0
         once = _seconds(network, model, 1)
         if scheme == "precision":
@@ -303,8 +309,17 @@ def _link(
     return link.latency, link.bandwidth
 
 
-def _seconds(network: Communicator, model: Any, blocks: int) -> float:
-    """Return the seconds of a step, the median over blocks of `EVERY`, on the slowest rank."""
+def _seconds(
+    network: Communicator,
+    model: Any,
+    blocks: int,
+    part: Communicator | None = None,
+    apart: int = 1,
+) -> float:
+    """Return the seconds of a step, the median over blocks of `EVERY`, on the slowest rank.
+
+    Ranks of a ``part`` wait for each other every so many steps.
+    """
     rng = np.random.default_rng(network.rank)
     x = rng.normal(size=(BATCH, INPUTS)).astype(np.float32)
     y, var = np.zeros(BATCH, np.float32), np.ones(BATCH, np.float32)
@@ -313,11 +328,15 @@ def _seconds(network: Communicator, model: Any, blocks: int) -> float:
     spent = []
     for _ in range(blocks):
         start = time.perf_counter()
-        for _ in range(EVERY):
+        for i in range(EVERY):
+            if part is not None and i % apart == 0:
+                part.barrier()
             model(x)
             updater.update(model.output_z_buffer, y, var, model.input_delta_z_buffer)
             model.backward()
             model.step()
+        if part is not None:
+            part.barrier()
         spent.append((time.perf_counter() - start) / EVERY)
     return float(max(all_gather_object(network, float(np.median(spent)))))
 
