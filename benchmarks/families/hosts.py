@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,10 +49,8 @@ def _measure(
     link = "no limit" if mbit is None else f"{mbit:g} Mbit/s"
     name = f"all_reduce, {hosts} emulated hosts x {on_each} ranks, {link}"
     size = COUNT // 10 if quick else COUNT
-    rate = mbit or math.inf  # what takes less time is measured more often
-    rounds, calls = 5 if rate < 100 else 11 if rate < 1000 else 61, 1 if rate < 100 else 3
-    if quick:
-        rounds = 2
+    slow = mbit is not None and mbit < 100
+    rounds, calls = 2 if quick else 5 if slow else 11, 1 if slow else 3
     try:
         with emulated_hosts(group, hosts, mbit) as processes:
             with _ours(group, size) as ours, _torch(group, size) as gloo:
