@@ -88,10 +88,11 @@ def classified(tmp_path_factory):
 
 @pytest.mark.parametrize("options", [MLP, CNN], ids=["mlp", "cnn"])
 @pytest.mark.slow
-def test_two_processes_classify_as_well_as_one(classified, options):
-    (one, _), (two, _) = classified(*options)
+def test_two_processes_classify_as_one(classified, options):
+    (one, of_one), (two, of_two) = classified(*options)
     assert max(one, two) < 15
     assert abs(one - two) < 2
+    assert of_one == of_two or options is CNN  # which torch computes, and rounds otherwise
 
 
 @pytest.mark.slow
@@ -102,11 +103,10 @@ def test_two_processes_train_a_resnet(tmp_path):
 
 @pytest.mark.slow
 def test_every_launcher_gives_the_same_network(tmp_path, classified):
-    alone, expected = classified(*MLP)
+    _, expected = classified(*MLP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert classify(torchrun, tmp_path, *MLP) == expected
     assert classify(open_mpi(), tmp_path, *MLP) == expected
-    assert alone != expected
 
 
 @pytest.mark.slow
