@@ -21,6 +21,7 @@ struct States {
     size_t rest = 0;     // the last samples that are a share by themselves; see shares.h
 
     size_t floats() const { return batch * stride; }
+    size_t first() const { return batch - rest; }  // the samples of the first share
     // `count` samples from `begin` on, of one share.
     States part(size_t begin, size_t count) const {
         const auto from = [&](const float* rows) {

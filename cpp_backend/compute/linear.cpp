@@ -10,12 +10,6 @@ namespace {
 
 enum class Of { means, squares, variances, moments };
 
-// The samples of a batch, and how many of them are its first share.
-struct Batch {
-    size_t first;
-    size_t samples;
-};
-
 }  // namespace
 }  // namespace tagi_ddp
 
@@ -79,8 +73,7 @@ void Products::multiply(const GaussianMatrix& matrix, const States& inputs, cons
 
 void Products::write_deltas(const GaussianMatrix& matrix, const States& inputs,
                             const float* squares, Deltas deltas, size_t stride) {
-    const Batch batch{inputs.batch - inputs.rest, inputs.batch};
-    TAGI_DDP_PICK(write_biases)(matrix.biases, batch, deltas, stride);
+    TAGI_DDP_PICK(write_biases)(matrix.biases, inputs, deltas, stride);
     if (matrix.inputs >= lanes && inputs.batch > 1) {
         TAGI_DDP_PICK(write_wide)(matrix, inputs, squares, deltas, stride);
         return;

@@ -91,20 +91,21 @@ TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer
 
 // `Rows` rows of the deltas, var or var^2 times the sums, at `Vectors` places.
 template <bool squared, int Rows, int Vectors>
-TAGI_DDP_INLINE void delta_tile(const Outer& outer, const Batch& batch, const float* var,
+TAGI_DDP_INLINE void delta_tile(const Outer& outer, const States& inputs, const float* var,
                                 float* delta, size_t row, const size_t* columns) {
-    const bool two = batch.first < batch.samples;
+    const size_t first = inputs.first(), batch = inputs.batch;
+    const bool two = first < batch;
     Vector sums[Rows][Vectors], of_first[Rows][Vectors];
     const auto scaled = [&](int r, int v) {
         const Vector w = load(var + r * row + columns[v]);
         return sums[r][v] * (squared ? w * w : w);
     };
-    add_outer(sums, outer, 0, batch.first, columns);
+    add_outer(sums, outer, 0, first, columns);
     if (two) {
         for (int r = 0; r < Rows; ++r) {
             for (int v = 0; v < Vectors; ++v) of_first[r][v] = TAGI_DDP_ROUNDED(scaled(r, v));
         }
-        add_outer(sums, outer, batch.first, batch.samples, columns);
+        add_outer(sums, outer, first, batch, columns);
     }
     for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
@@ -118,20 +119,21 @@ TAGI_DDP_INLINE void delta_tile(const Outer& outer, const Batch& batch, const fl
 // `Most` vectors of the rows at a time, then fewer. What is left of a row after whole vectors is
 // the end of a last one, which overlaps the one before.
 template <bool squared, int Rows, int Most>
-TAGI_DDP_INLINE void delta_rows(const Outer& outer, const Batch& batch, size_t inputs, size_t at,
+TAGI_DDP_INLINE void delta_rows(const Outer& outer, const States& inputs, size_t at,
                                 const float* var, float* delta, size_t row) {
-    for (; at + (Most - 1) * lanes < inputs; at += Most * lanes) {
+    const size_t width = inputs.width;
+    for (; at + (Most - 1) * lanes < width; at += Most * lanes) {
         size_t columns[Most];
-        for (size_t v = 0; v < Most; ++v) columns[v] = std::min(at + v * lanes, inputs - lanes);
-        delta_tile<squared, Rows, Most>(outer, batch, var, delta, row, columns);
+        for (size_t v = 0; v < Most; ++v) columns[v] = std::min(at + v * lanes, width - lanes);
+        delta_tile<squared, Rows, Most>(outer, inputs, var, delta, row, columns);
     }
     if constexpr (Most > 1) {
-        delta_rows<squared, Rows, Most / 2>(outer, batch, inputs, at, var, delta, row);
+        delta_rows<squared, Rows, Most / 2>(outer, inputs, at, var, delta, row);
     }
 }
 
 template <bool squared>
-TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, const Batch& batch,
+TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, const States& inputs,
                                   float* delta) {
     const float* var = matrix.weights.var;
     const size_t row = matrix.row;
@@ -143,21 +145,20 @@ TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, con
         delta += rows * row;
     };
     for (; left >= 4; pass(4)) {
-        delta_rows<squared, 4, 2>(outer, batch, matrix.inputs, 0, var, delta, row);
+        delta_rows<squared, 4, 2>(outer, inputs, 0, var, delta, row);
     }
     for (; left >= 2; pass(2)) {
-        delta_rows<squared, 2, 4>(outer, batch, matrix.inputs, 0, var, delta, row);
+        delta_rows<squared, 2, 4>(outer, inputs, 0, var, delta, row);
     }
-    if (left == 1) delta_rows<squared, 1, 4>(outer, batch, matrix.inputs, 0, var, delta, row);
+    if (left == 1) delta_rows<squared, 1, 4>(outer, inputs, 0, var, delta, row);
 }
 
 // The deltas of weights of eight inputs or more.
 static void write_wide(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                        Deltas deltas, size_t stride) {
-    const Batch batch{inputs.batch - inputs.rest, inputs.batch};
-    delta_matrix<false>(matrix, {deltas.mean, stride, inputs.mean, inputs.stride}, batch,
+    delta_matrix<false>(matrix, {deltas.mean, stride, inputs.mean, inputs.stride}, inputs,
                         matrix.weights.delta_mu);
-    delta_matrix<true>(matrix, {deltas.variance, stride, squares, inputs.stride}, batch,
+    delta_matrix<true>(matrix, {deltas.variance, stride, squares, inputs.stride}, inputs,
                        matrix.weights.delta_var);
 }
 
@@ -209,7 +210,7 @@ static void deltas_one(const GaussianMatrix& matrix, const float* mean, const fl
 
 // The sums of columns, times var, or var^2; of both shares.
 template <bool squared>
-TAGI_DDP_INLINE void scaled_sums(const float* rows, const Batch& batch, size_t columns,
+TAGI_DDP_INLINE void scaled_sums(const float* rows, const States& inputs, size_t columns,
                                  size_t stride, const float* var, float* out) {
     for (size_t c = 0; c < columns; c += lanes) {
         const bool whole = c + lanes <= columns;
@@ -221,16 +222,16 @@ TAGI_DDP_INLINE void scaled_sums(const float* rows, const Batch& batch, size_t c
             for (size_t r = begin; r < end; ++r) total += load(rows + r * stride + c);
             return TAGI_DDP_ROUNDED(total * (squared ? v * v : v));
         };
-        Vector total = sum(0, batch.first);
-        if (batch.first < batch.samples) total += sum(batch.first, batch.samples);
+        Vector total = sum(0, inputs.first());
+        if (inputs.rest != 0) total += sum(inputs.first(), inputs.batch);
         if (whole) store(out + c, total);
         for (size_t k = 0; !whole && k < columns - c; ++k) out[c + k] = total[k];
     }
 }
 
-static void write_biases(const Block& biases, const Batch& batch, Deltas deltas, size_t stride) {
-    scaled_sums<false>(deltas.mean, batch, biases.count, stride, biases.var, biases.delta_mu);
-    scaled_sums<true>(deltas.variance, batch, biases.count, stride, biases.var, biases.delta_var);
+static void write_biases(const Block& biases, const States& inputs, Deltas deltas, size_t stride) {
+    scaled_sums<false>(deltas.mean, inputs, biases.count, stride, biases.var, biases.delta_mu);
+    scaled_sums<true>(deltas.variance, inputs, biases.count, stride, biases.var, biases.delta_var);
 }
 
 // What a product with a batch needs of a weight.

@@ -16,7 +16,7 @@ void add_floats(const float* data, size_t count, float* out);
 // of each share.
 template <typename Compute>
 void by_kernels(const States& states, Compute compute) {
-    const size_t first = states.batch - states.rest;
+    const size_t first = states.first();
     const bool few = first < few_samples, few_in_rest = states.rest < few_samples;
     if (states.rest == 0 || few == few_in_rest) {
         compute(size_t{0}, states.batch, few);
@@ -38,7 +38,7 @@ struct Shape {
 template <typename Write>
 void write_by_shares(const States& states, const Block& weights, const Block& biases,
                      const Shape& shape, Memory& memory, Write write) {
-    const size_t first = states.batch - states.rest;
+    const size_t first = states.first();
     write(size_t{0}, first, weights, biases);
     if (states.rest == 0) return;
     float* data = memory.take(2 * (weights.count + biases.count));

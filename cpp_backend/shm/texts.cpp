@@ -76,7 +76,8 @@ std::string mismatch_text(const std::vector<std::pair<int, std::string>>& others
     std::string text;
     for (const auto& [rank, call] : others) {
         text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " called " + call;
-        if (call == own) text += " with other counts";
+        if (call == own)
+            text += " with other counts, or a buffer at another place of its own memory";
     }
     return text + ", this rank " + own +
            ". Make the same calls in the same order with fitting arguments on all ranks.";

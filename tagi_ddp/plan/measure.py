@@ -88,5 +88,4 @@ def _buffer(communicator: Communicator, count: int) -> Any:
         import torch
 
         return torch.zeros(count, dtype=torch.float32, device=communicator.device)
-    own_memory = getattr(communicator, "empty", np.zeros)  # where all_reduce is the fastest
-    return own_memory(count, np.float32)
+    return communicator.empty(count)  # where all_reduce is the fastest

@@ -198,8 +198,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             assert not isinstance(sync_every, SyncSchedule)  # `check_elastic`
             self._begin_elastic(scheme, sync_every)
             return
-        if self.communicator.size > 1:
-            self._replica.share(self.communicator)
+        self._replica.share(self.communicator)
         setting = Setting(self.communicator, self._replica, self.average, bucket, sharded)
         self._exchange: Exchange = (
             make_merging(setting, scheme, sync_every)

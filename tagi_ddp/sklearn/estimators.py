@@ -47,7 +47,8 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
             their mean log-likelihood has not grown by more than ``tol`` for ``n_iter_no_change``
             epochs, and to keep the best epoch's network.
         n_ranks: how many processes of this host train together in `fit`, each on its part of each
-            batch, with the result of one up to rounding. It pays for large networks.
+            batch, with the result of one, up to rounding where torch computes. It pays for large
+            networks.
         random_state: of the initial weights, the order of the samples and those held out.
 
     Attributes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract.data import caught
 from contract.operations import own_memory
 from support.rank_pool import RankPool
 
@@ -97,6 +98,27 @@ def in_own_memory(comm: Any, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [1 << 12, 1 << 16, 1 << 23])
 def test_own_memory(pool: RankPool, chunk: int) -> None:
     pool.run(in_own_memory, chunk)
+
+
+def differ(comm: Any, way: str) -> tuple[str, str]:
+    own = comm.empty(9000) if way != "size" else None
+    if own is None:
+        error = caught(lambda: comm.empty(100 + comm.rank))
+    elif way == "offset":
+        error = caught(lambda: comm.all_reduce(own[comm.rank : comm.rank + 8000]))
+    else:
+        last = comm.rank == comm.size - 1
+        error = caught(lambda: comm.all_reduce(np.zeros(9000, np.float32) if last else own))
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("way", ["memory", "offset", "size"])
+def test_own_memory_that_differs(pool: RankPool, way: str) -> None:
+    """All hear what differs, wherever they are, instead of waiting until the time is up."""
+    for kind, text in pool.run(differ, way, fresh=True):
+        assert kind == "Mismatch", text
+        assert "this rank" in text
+        assert way == "size" or "gave from byte" in text
 
 
 def wait_for_each_other(comm: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support.rank_pool import RankPool
 
@@ -21,6 +22,9 @@ class Clock:
         self.seconds = seconds
         self.now = 0.0
         self.calls = 0
+
+    def empty(self, count: int) -> np.ndarray:
+        return np.zeros(count, np.float32)
 
     def all_reduce(self, buffer: Any) -> None:
         self.calls += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -37,6 +38,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     _engine: Engine | None = None  # of all ranks
     _lane: Engine | None = None  # of this rank and one of each other host
     _memory: HostMemory | None = None
+    _given: Sequence[tuple[str, weakref.ref[Any], int, int]] = ()  # by `empty`: from where to where
     _way: Flat | TwoLevel | OneHost
 
     def open_ways(self, call: Call, make: Make) -> None:
@@ -87,22 +89,30 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
     ) -> npt.NDArray[Any]:
         """Return zeros, in memory that the ranks of this host share."""
-        zeros = np.empty(shape, dtype)
-        own, kind = zeros.shape, zeros.dtype.name
-        call = self._call("empty", f"{kind}{list(own)}", None)
+        like = np.empty(shape, dtype)
+        call = self._call("empty", f"{like.dtype.name}{list(like.shape)}", None)
+        found = []
 
         def allocate() -> None:
-            nonlocal zeros
             handshake = self._handshake(call)
-            self._way.meet(handshake)
-            if self._memory is None:
-                zeros.fill(0)
-            else:
-                zeros = self._memory.empty(handshake, own, kind)
+            zeros = self._way.empty(handshake, like.shape, like.dtype.name)
+            found.append(zeros)
+            owner = zeros  # whose memory views go on using
+            while isinstance(owner.base, np.ndarray):
+                owner = owner.base
+            begin = zeros.ctypes.data
+            place = call.title, weakref.ref(owner), begin, begin + zeros.nbytes
+            self._given = [*(each for each in self._given if each[1]() is not None), place]
             handshake.leave()
 
         self._collective(call, allocate, False)
-        return zeros
+        return found[0]
+
+    def _tell_place(self, call: Call, data: HostElements) -> None:
+        """Let calls of buffers that lie elsewhere in memory of `empty` not fit each other's."""
+        for title, owner, begin, end in self._given:
+            if begin <= data.address < data.end <= end and owner() is not None:
+                call.arguments += f", in what {title} gave from byte {data.address - begin} on"
 
     def _enter(self, call: Call) -> Handshake:
         handshake = self._handshake(call)
@@ -133,6 +143,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     def _all_reduce(
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
+        self._tell_place(call, source)
         handshake = self._handshake(call)
         self._way.all_reduce(handshake, source, target, op)
         self._done(handshake, call)
@@ -145,6 +156,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         counts: list[int],
         op: ReduceOp,
     ) -> None:
+        self._tell_place(call, source)
         handshake = self._handshake(call)
         self._way.reduce_scatter(handshake, source, target, counts, op)
         self._done(handshake, call)
@@ -157,6 +169,7 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     def _all_gather(
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
+        self._tell_place(call, target)
         kind = target.array.dtype
         most, all_bytes = max(counts) * kind.itemsize, sum(counts) * kind.itemsize
         if most <= self._way.few and all_bytes <= _FEW_OF_ALL:

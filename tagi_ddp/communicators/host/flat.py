@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
@@ -33,6 +36,11 @@ class Flat:
     def meet(self, handshake: Handshake) -> None:
         """Bring all ranks together, as all collectives but `all_to_all` do first."""
         handshake.meet()
+
+    def empty(self, handshake: Handshake, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        """Return zeros: here ranks share no memory, but make their calls alike."""
+        self.meet(handshake)
+        return np.zeros(shape, dtype)
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp

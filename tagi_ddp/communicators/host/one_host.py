@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements
 from tagi_ddp.communicators.communicator import ReduceOp
@@ -25,6 +26,12 @@ class OneHost:
 
     def meet(self, handshake: Handshake) -> None:
         self._run(handshake, self._memory.comm.barrier)
+
+    def empty(self, handshake: Handshake, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        handshake.begin()
+        zeros = self._memory.empty(handshake, shape, dtype)
+        handshake.met()
+        return zeros
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
@@ -86,6 +87,10 @@ class TwoLevel:
             return
         handshake.begin()
         self._conclude(handshake, self._ask(handshake, self._memory.agree(handshake)))
+
+    def empty(self, handshake: Handshake, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        self.meet(handshake)
+        return self._memory.empty(handshake, shape, dtype)
 
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
