@@ -35,6 +35,7 @@ _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NOTHING = contextlib.nullcontext()
 T = TypeVar("T", FloatArray, torch.Tensor)
+Results = tuple[States | None, Deltas | None, Deltas | None]
 
 
 class TorchCompute:
@@ -58,7 +59,7 @@ class TorchCompute:
         """
         self._engine = model._cpp_backend
         self._first = model._cpp_backend.layers[0]
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         keep_freed_memory()
         self.replica = replica
         self.bucket = bucket
@@ -67,7 +68,7 @@ class TorchCompute:
             replica.memory.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
-            on_device = DeviceReplica(replica, self._device)
+            on_device = DeviceReplica(replica, self.device)
             self.replica, deltas = on_device, on_device.parameters.deltas
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         kernels = bucket is not None and replica.in_place and dtype == torch.float32
@@ -80,6 +81,26 @@ class TorchCompute:
         self._bound = self.replica.version
         self._shown = False  # whether the engine's buffers show the last outputs
         self._trained = False  # whether the last forward pass was one for training
+
+    @property
+    def training(self) -> bool:
+        return bool(self._first.training)
+
+    @property
+    def to_input(self) -> bool:
+        """Whether backward computes the innovation of the inputs, too."""
+        return bool(self._engine.input_state_update)
+
+    @property
+    def results(self) -> Results:
+        """What the last step has computed: outputs, and the innovations of outputs and inputs."""
+        return self.states, self.innovation, self._input_innovation
+
+    @results.setter
+    def results(self, results: Results) -> None:
+        self.states, self.innovation, self._input_innovation = results
+        self._trained = self._shown = False
+        self.replica.updated()
 
     @property
     def samples(self) -> int:
@@ -104,7 +125,7 @@ class TorchCompute:
 
     def _forward(self, mean: T, variance: T | None, jacobian: Jacobian | None) -> tuple[T, T]:
         self._find_parameters()
-        training = bool(self._first.training)
+        training = self.training
         inputs = self._place(mean, training)
         with self._gpu_precision():
             spread = None if variance is None else self._place(variance, training)
@@ -126,14 +147,14 @@ class TorchCompute:
         return self._forward(inputs.mean, inputs.variance, jacobian)
 
     def _place(self, array: T, copy: bool) -> torch.Tensor:
-        if isinstance(array, np.ndarray) and self._device.type == "cpu":
+        if isinstance(array, np.ndarray) and self.device.type == "cpu":
             floats = np.array(array, np.float32) if copy else np.asarray(array, np.float32)
             return torch.from_numpy(floats).view(-1, self.network.input_size)
         tensor = torch.as_tensor(array).reshape(-1, self.network.input_size)
-        return tensor.to(self._device, torch.float32, non_blocking=True, copy=copy)
+        return tensor.to(self.device, torch.float32, non_blocking=True, copy=copy)
 
     def _gpu_precision(self) -> AbstractContextManager[None]:
-        return _precision(self._tf32) if self._device.type == "cuda" else _NOTHING
+        return _precision(self._tf32) if self.device.type == "cuda" else _NOTHING
 
     def _find_parameters(self) -> None:
         self.replica.pull()
@@ -174,9 +195,9 @@ class TorchCompute:
         if deltas is None:
             shape = self.states.mean.shape
             parts = map(torch.from_numpy, self._show().innovation())
-            deltas = Deltas(*(part.view(shape).to(self._device) for part in parts))
+            deltas = Deltas(*(part.view(shape).to(self.device) for part in parts))
         self._input_innovation = None
-        to_input = bool(self._engine.input_state_update)
+        to_input = self.to_input
         with self._gpu_precision():
             below = self.network.backward(deltas, to_input, done)
         if to_input:

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.replica.cuda_layers import STATISTICS, CudaLayers
 from tagi_ddp.replica.cuda_memory import CudaMemory, Memory
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.device_agreement import DeviceAgreement
-from tagi_ddp.replica.device_shards import DeviceShards
 from tagi_ddp.replica.host import attach
 
 
@@ -107,18 +105,10 @@ class CudaReplica(DeviceReplica):
         self._ahead = True
         super().export()
 
-    def agree(
-        self,
-        communicator: Communicator,
-        contribution: Contribution,
-        average: bool,
-        shards: DeviceShards | None = None,
-        alone_of: int = 1,
-    ) -> DeviceAgreement:
-        """Reduce, agree and apply as any replica on a device, then write the result."""
-        agreement = super().agree(communicator, contribution, average, shards, alone_of)
+    def applied(self, agreement: DeviceAgreement) -> None:
+        """Write the result to the engine's memory, too."""
+        super().applied(agreement)
         self._write()
-        return agreement
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
         super().share(communicator, root)

@@ -143,8 +143,17 @@ class DeviceReplica:
     def step_alone(self, samples: int, alone_of: int) -> str:
         """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""
         if samples:
-            self.agree(self._alone, Contribution(samples), average=False, alone_of=alone_of)
+            self.applied(self.apply_alone(samples, alone_of))
         return ""
+
+    def apply_alone(self, samples: int, alone_of: int = 1) -> DeviceAgreement:
+        """Apply the own deltas, unless one is NaN or infinite; `applied` is to follow."""
+        return self._agree(self._alone, Contribution(samples), False, None, alone_of)
+
+    def applied(self, agreement: DeviceAgreement) -> None:
+        """Send to the host what has become of a step."""
+        self.outcomes.add(agreement.table)
+        self._ahead = True
 
     def queue(
         self, communicator: Communicator, average: bool, sharded: bool
@@ -172,13 +181,24 @@ class DeviceReplica:
         contribution: Contribution,
         average: bool,
         shards: DeviceShards | None = None,
-        alone_of: int = 1,
     ) -> DeviceAgreement:
         """Reduce the deltas and running statistics of all ranks, agree, and apply them, in order.
 
         All on the device; the communicator's buffers live there, or it is of one rank. With
-        ``shards`` each rank applies its part. ``alone_of``: see `step_alone`.
+        ``shards`` each rank applies its part.
         """
+        agreement = self._agree(communicator, contribution, average, shards, 1)
+        self.applied(agreement)
+        return agreement
+
+    def _agree(
+        self,
+        communicator: Communicator,
+        contribution: Contribution,
+        average: bool,
+        shards: DeviceShards | None,
+        alone_of: int,
+    ) -> DeviceAgreement:
         parameters, statistics = self.parameters, self.statistics
         table = words_of(contribution, parameters.deltas)[None]
         averages: Tensor | None = None
@@ -202,8 +222,6 @@ class DeviceReplica:
             shards.apply(agreement)
         if averages is not None:
             statistics.unpack_agreed(averages, agreement)
-        self.outcomes.add(table)
-        self._ahead = True
         return agreement
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
@@ -241,6 +259,11 @@ class DeviceStatistics:
         self.tensors = tensors
         self.flags = first
         self.size = sum(tensor.numel() for tensor in tensors)
+
+    @property
+    def begin(self) -> bool:
+        """Whether the next batch's statistics replace some, instead of being averaged with them."""
+        return any(flag[0] for flag in self.flags)
 
     def unpack(self, values: Tensor, total: float) -> None:
         """Replace them by ``values`` / ``total``."""

@@ -75,7 +75,9 @@ class Outcomes:
     def add(self, table: Tensor) -> None:
         """Send a step's words to the host."""
         event = None
-        if table.is_cuda:
+        if not table.is_cuda:
+            table = table.clone()  # a graph's next step writes to the same one
+        else:
             pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             table = pinned.copy_(table, non_blocking=True)
             event = torch.cuda.Event()

@@ -23,7 +23,8 @@ class DeviceParameters:
         self.mu = torch.zeros(self.size, device=device)
         self.var = torch.zeros(self.size, device=device)
         self.deltas = torch.zeros(2 * self.size, device=device)
-        self._negative: Tensor | None = None  # the variances that the last step met
+        # The variances that were not positive in the last step; in place, as graphs of steps do.
+        self._negative = torch.zeros(self.size, dtype=torch.bool, device=device)
 
     def first_not_finite(self) -> str:
         """Return which kind of deltas is NaN or infinite, or ""; waits for the device."""
@@ -36,11 +37,13 @@ class DeviceParameters:
     def apply_agreed(self, agreement: DeviceAgreement) -> None:
         """Cap and apply the deltas, the sums of all ranks, if the ranks agreed on that."""
         mean, variance = self.deltas.div_(agreement.divisor).chunk(2)
-        self._negative = move(self.mu, self.var, mean, variance, agreement.cap, agreement.applies)
+        self._negative.copy_(
+            move(self.mu, self.var, mean, variance, agreement.cap, agreement.applies)
+        )
 
     def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
         mean, variance = (torch.from_numpy(bucket).to(self.deltas.device) / divisor).chunk(2)
-        self._negative = move(self.mu, self.var, mean, variance, cap, None)
+        self._negative.copy_(move(self.mu, self.var, mean, variance, cap, None))
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
         count = len(bucket) // 2
@@ -57,7 +60,7 @@ class DeviceParameters:
         shard = torch.stack((self.mu, self.var))[:, begin : begin + host.shape[1]].contiguous()
         (mean, var), (delta_mean, delta_var) = shard, deltas
         move(mean, var, delta_mean, delta_var, cap, None, floor=-LEAST_VARIANCE)
-        self._negative = None
+        self._negative.zero_()
         self._take(shard, begin)
         host.copy_(shard)
 
@@ -68,7 +71,6 @@ class DeviceParameters:
 
     def take_posterior(self, gaussians: Tensor) -> None:
         """Replace means and variances, [2, size], by what all ranks have made of their parts."""
-        self._negative = None
         self._take(gaussians, 0)
 
     def _take(self, gaussians: Tensor, begin: int) -> None:
@@ -77,17 +79,13 @@ class DeviceParameters:
         part = slice(begin, begin + len(means))
         self.mu[part] = means
         self.var[part] = marked.abs()
-        if self._negative is None:
-            self._negative = torch.zeros_like(self.var, dtype=torch.bool)
         self._negative[part] = marked < 0
 
     @property
     def negative_variances(self) -> list[int]:
-        negative = self._negative
-        weights = self.blocks[::2]
-        if negative is None:
-            return [0] * len(weights)
-        return [int(negative[begin : begin + count].sum()) for begin, count in weights]
+        return [
+            int(self._negative[begin : begin + count].sum()) for begin, count in self.blocks[::2]
+        ]
 
     def pack(self, bucket: FloatArray) -> None:
         torch.from_numpy(bucket).copy_(self.deltas)

@@ -14,6 +14,7 @@ def accelerate(
     compute: Choice = "auto",
     device: str = "cpu",
     precision: Precision = "float32",
+    cuda_graph: bool = False,
 ) -> DDPSequential:
     """Return ``model`` with Sequential's own methods, and `learn`; one process, no group.
 
@@ -27,4 +28,5 @@ def accelerate(
         compute=compute,
         device=device,
         precision=precision,
+        cuda_graph=cuda_graph,
     )

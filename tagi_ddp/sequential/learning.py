@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,6 +16,9 @@ from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
+if TYPE_CHECKING:
+    from tagi_ddp.compute.step_graphs import StepGraphs
+
 
 class LearnInterface(SequentialInterface):
     """`learn`, for what has forward, backward and step."""
@@ -25,6 +29,7 @@ class LearnInterface(SequentialInterface):
     _or_abort: Callable[[], AbstractContextManager[None]]
     _alone: NativeCompute | None = None  # one process's
     _at_once: NativeCompute | None = None  # the same, if whole steps are to be one call
+    _graphs: StepGraphs | None = None
 
     def learn(
         self,
@@ -52,7 +57,10 @@ class LearnInterface(SequentialInterface):
         Raises what `forward` and `step` raise, and ValueError where sizes do not fit.
         """
         if type(var_obs) is not np.ndarray and isinstance(var_obs, (float, int)):
-            var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
+            if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device
+                var_obs = mu_obs.new_full(mu_obs.shape, var_obs)
+            else:
+                var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
         natively, accumulation = self._at_once, self._accumulation
         if natively is not None and type(mu_x) is np.ndarray and not accumulation.adds:
             try:
@@ -73,9 +81,32 @@ class LearnInterface(SequentialInterface):
             if var_obs is None:
                 raise ValueError("selected_idx needs var_obs, the variances of the observations")
             observations["selected_idx"], method = selected_idx, "update_using_indices"
+        if self._graphs is not None and not accumulation.adds:
+            with self._or_abort():
+                replayed = self._replay(method, {"mu_x": mu_x, "var_x": var_x, **observations})
+            if replayed is not None:
+                return replayed
         outputs = self.forward(mu_x, var_x)
         with self._or_abort():
             update_outputs(self, method, observations)
         self.backward()
         self.step()
+        return outputs
+
+    def _replay(
+        self, method: UpdateMethod, given: dict[str, Any]
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """Take the step as a CUDA graph, and return the outputs; None where that cannot be."""
+        graphs, accumulation = self._graphs, self._accumulation
+        assert graphs is not None
+        if graphs.alone:
+            self._exchange.raise_refused(everything=False)
+        outputs: tuple[Any, Any] | None = graphs.learn(method, given)
+        if outputs is not None:
+            if graphs.alone:
+                accumulation.forwarded = accumulation.samples = None
+            else:
+                accumulation.forwarded = self.compute.samples
+                accumulation.after_backward()
+                self.step()
         return outputs

@@ -1,0 +1,240 @@
+"""`cuda_graph=True`: steps that are replayed learn what steps taken one by one do.
+
+A tape of torch's operators stands in for CUDA's graphs: like these it repeats every operation on
+the same memory and with the same numbers, whatever Python would have done.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.networks import NETWORKS, distance, fresh, parameters
+from support.rank_pool import RankPool
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compute.test_output_updater import INPUTS, WAYS, network, observations
+from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
+from tagi_ddp.compute import step_graphs
+from tagi_ddp.replica.device_agreement import LAG
+
+DEVICE = "cpu:0"  # a stand-in for a GPU
+CAPTURED = [name for name in NETWORKS if name != "lstm"]
+
+
+class Tape(TorchDispatchMode):
+    """Records operations; what they changed in memory from before is set back at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()  # addresses of memory that the operations gave
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for value in tensors((args, kwargs)):
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in self._made | self._before.keys():
+                whole = torch.tensor([], dtype=torch.uint8).set_(storage)
+                self._before[storage.data_ptr()] = whole, whole.clone()
+        result = function(*args, **(kwargs or {}))
+        known = self._before.keys()
+        self._made |= {t.untyped_storage().data_ptr() for t in tensors(result)} - known
+        self._calls.append((function, args, kwargs or {}, result))
+        return result
+
+    @torch.inference_mode()
+    def end(self) -> None:
+        for whole, values in self._before.values():
+            whole.copy_(values)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for function, args, kwargs, result in self._calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(tensors(result), tensors(again), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def capture(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    tape = Tape()
+    with torch.inference_mode(), tape:
+        result = run()
+    tape.end()
+    return tape.replay, result
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "_CAPTURES", "cpu")
+    monkeypatch.setattr(step_graphs, "_capture", capture)
+
+
+def both(name: str) -> list[DDPSequential]:
+    return [accelerate(fresh(name), "torch", DEVICE, cuda_graph=graph) for graph in (False, True)]
+
+
+def batch(name: str, seed: int, size: int) -> list[torch.Tensor]:
+    return [torch.from_numpy(a).to(DEVICE) for a in NETWORKS[name].batch(seed, size)]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_equal_to_steps_one_by_one(name: str, stand_in: None) -> None:
+    plain, graphs = both(name)
+    state = copy.deepcopy(plain.run_state())  # with running statistics that have seen nothing
+    for step in range(16):
+        x, y = batch(name, step, 6 if step % 3 else 4)
+        outputs = [model.learn(x, y, 0.25) for model in (plain, graphs)]
+        for ours, theirs in zip(*outputs, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        if step == 11:
+            for model in (plain, graphs):
+                model(batch(name, 99, 5)[0])
+                model.load_run_state(lambda rank, name: state[name], 1)
+    assert len(graphs._graphs._graphs) == 2
+    assert distance(parameters(plain), parameters(graphs)) == 0
+    assert plain.check_replicas() == graphs.check_replicas()
+    np.testing.assert_array_equal(plain.get_outputs(), graphs.get_outputs())
+    assert plain.get_neg_var_w_counter() == graphs.get_neg_var_w_counter()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("to_input", [False, True])
+def test_every_way_to_learn(way: str, to_input: bool, stand_in: None) -> None:
+    """Inputs with variances, every kind of observations, and the innovation of the inputs."""
+    last = "EvenExp" if way == "update_heteros" else ""
+    plain, graphs = (
+        accelerate(network(last), "torch", DEVICE, cuda_graph=graph) for graph in (False, True)
+    )
+    rng = np.random.default_rng(0)
+    for model in (plain, graphs):
+        model.input_state_update = to_input
+    for _ in range(6):
+        x, spread = torch.from_numpy(rng.random((2, 4, INPUTS), np.float32))
+        seen = {k: torch.from_numpy(v) for k, v in observations(rng, way, 4).items()}
+        for model in (plain, graphs):
+            model.learn(x, var_x=spread, **seen)
+            if to_input:
+                model.inputs = model.get_input_states()
+    assert len(graphs._graphs._graphs) == 1
+    assert distance(parameters(plain), parameters(graphs)) == 0
+    if to_input:
+        np.testing.assert_array_equal(plain.inputs, graphs.inputs)
+
+
+def test_a_refused_step_is_told_later(stand_in: None) -> None:
+    _, model = both("mlp")
+    x, y = batch("mlp", 0, 6)
+    for _ in range(5):
+        model.learn(x, y, 0.25)
+    before = model.check_replicas()
+    model.learn(x * np.inf, y, 0.25)
+    with pytest.raises(NotFiniteError, match="earlier step"):
+        model.check_replicas()
+    assert model.check_replicas() == before
+    model.learn(x * np.inf, y, 0.25)
+    for _ in range(LAG - 1):
+        model.learn(x, y, 0.25)
+    with pytest.raises(NotFiniteError, match="earlier step"):
+        model.learn(x, y, 0.25)
+    assert len(model._graphs._graphs) == 1
+
+
+def test_what_comes_between(stand_in: None) -> None:
+    """Micro-batches, evaluation and steps of other sizes, which are taken one by one."""
+    plain, graphs = both("batch_norm")
+    for step in range(8):
+        x, y = batch("batch_norm", step, 6)
+        for model in (plain, graphs):
+            model.learn(x, y, 0.25)
+            with pytest.raises(RuntimeError, match="needs a forward"):
+                model.backward()
+            with model.no_sync():
+                model(x)
+                OutputUpdater(model).update(y, y * 0 + 1)
+                model.backward()
+            model.learn(*batch("batch_norm", 50 + step, 3 + step), 0.5)
+            model.eval()
+            model(x)
+            model.train()
+    assert len(graphs._graphs._graphs) == 1
+    assert distance(parameters(plain), parameters(graphs)) == 0
+    graphs.eval()
+    with pytest.raises(RuntimeError, match="train"):
+        graphs.learn(x, y, 0.25)
+
+
+def ranks(comm: Any, cuda_graph: bool) -> tuple[str, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_graphs, "_CAPTURES", "cpu")
+        patch.setattr(step_graphs, "_capture", capture)
+        model = DDPSequential(
+            fresh("batch_norm"), communicator=comm, device=DEVICE, cuda_graph=cuda_graph
+        )
+        for step in range(6):
+            model.learn(*batch("batch_norm", 2 * step + comm.rank, 3 + comm.rank), 0.25)
+    return model.check_replicas(), len(model._graphs._graphs) if model._graphs else 0
+
+
+def test_ranks(shm: RankPool) -> None:
+    """What several ranks do together comes after each one's graph."""
+    plain, graphs = (shm.run(ranks, option, size=2) for option in (False, True))
+    assert {digest for digest, _ in plain} == {digest for digest, _ in graphs}
+    assert [count for _, count in graphs] == [1, 1]
+
+
+def test_fallbacks_say_why(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_one_by_one(model: DDPSequential, x: Any, y: Any, reason: str) -> None:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                model.learn(x, y, 0.25)
+        (warning,) = told
+        assert f"without a CUDA graph, as {reason}" in str(warning.message)
+        assert warning.filename == __file__
+        assert model._graphs is not None
+        assert not model._graphs._graphs
+        plain = accelerate(fresh("mlp"), "torch", DEVICE)
+        for _ in range(5):
+            plain.learn(x, y, 0.25)
+        assert plain.check_replicas() == model.check_replicas()
+
+    x, y = batch("mlp", 0, 6)
+    takes_one_by_one(both("mlp")[1], x, y.numpy(), "mu_obs is no tensor on cpu")
+    monkeypatch.setattr(step_graphs, "_MOST", 0)
+    takes_one_by_one(both("mlp")[1], x, y, "0 sizes of batches have one")
+    monkeypatch.undo()
+    monkeypatch.setattr(step_graphs, "_CAPTURES", "cpu")  # and torch without CUDA captures nothing
+    takes_one_by_one(both("mlp")[1], x, y, "the capture failed: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("mlp", {"compute": "torch", "device": "cpu"}, "the network is on cpu, not on a GPU"),
+        ("mlp", {"compute": "native"}, 'compute is "native"'),
+        ("mlp", {"compute": "engine"}, 'compute is "engine"'),
+        ("lstm", {"device": DEVICE}, "LSTM layers carry states"),
+    ],
+)
+def test_what_cannot_have_graphs(
+    name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "lstm":
+        monkeypatch.setattr(step_graphs, "_CAPTURES", "cpu")
+    with pytest.warns(RuntimeWarning, match=reason):
+        model = accelerate(fresh(name), **options, cuda_graph=True)
+    model.learn(*NETWORKS[name].batch(0, 6), 0.25)
