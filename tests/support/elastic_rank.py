@@ -62,7 +62,8 @@ def learn(model: Any, what: dict[str, Any], share: Any) -> None:
 
 
 def happen(model: Any, what: dict[str, Any], step: int, folder: Path) -> None:
-    """Do to this process what the case says, but not twice."""
+    """Do to this process what the case says, but not twice; tell that it takes steps."""
+    (folder / f"{NUMBER}.begun").touch()
     if model.communicator.size < what.get("await", 0):
         time.sleep(0.03)
     done = folder / f"{NUMBER}.done"
@@ -98,7 +99,6 @@ def main() -> None:
         break_first_group()
     model = make(what["network"], {"backend": what["backend"], **what["options"]})
     with model:
-        (folder / f"{NUMBER}.begun").touch()
         train(model, what, what["epochs"])
         answer = {
             "number": int(NUMBER),
