@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,12 @@ from benchmarks.harness.gpus import Ways, find_gpu, measure_queued, why_no_gpu
 from benchmarks.harness.measure import Figure, Missing, Row
 from benchmarks.harness.networks import OUTPUTS
 from benchmarks.harness.work import data
-from tagi_ddp import Communicator, DDPSequential, OutputUpdater, accelerate
+from tagi_ddp import Communicator, DDPSequential, accelerate
 
 STEPS = [replace(RESNET18, batch=batch, calls=5, sgd_rounds=7) for batch in (128, 256)]
 CAPTURED = [replace(MLP, batch=batch, calls=50, sgd_rounds=15) for batch in (16, 128, 1024)]
 AIMS = {(RESNET18.name, 256): 120.0, **{(MLP.name, case.batch): 0.1 for case in CAPTURED}}  # ms
 OURS, GRAPH, SGD = "ours", "one CUDA graph", "torch's SGD"
-WARM_UP = 3  # steps before a capture: as many as torch's documentation advises
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
@@ -97,43 +97,30 @@ def _measure(
     return {name: figure.in_unit(1e3) for name, figure in figures.items()}
 
 
-def _step(case: Case, samples: Tensor) -> tuple[DDPSequential, Callable[[], None]]:
+def _step(
+    case: Case, samples: Tensor, cuda_graph: bool = False
+) -> tuple[DDPSequential, Callable[[], object]]:
     """Return a model and its training step, which has all it needs on its samples' device."""
     device = str(samples.device)
-    model = accelerate(case.network(case.width), compute="torch", device=device)
-    updater = OutputUpdater(model)
+    net = case.network(case.width)
+    model = accelerate(net, compute="torch", device=device, cuda_graph=cuda_graph)
     targets = torch.ones(case.batch, OUTPUTS, device=device)
-
-    def step() -> None:
-        model(samples)
-        updater.update(targets, targets)
-        model.backward()
-        model.step()
-
-    return model, step
+    return model, lambda: model.learn(samples, targets, targets)
 
 
-def _capture(case: Case, samples: Tensor) -> Callable[[], None] | Missing:
-    """Return a step's replay as a CUDA graph, seen to do the same work; or why there is none."""
-    if samples.device.type != "cuda":
-        return Missing("only a GPU captures what it is told")
-    model, step = _step(case, samples)
-    model._replica.outcomes.add = lambda table: None  # on its way to the host, which a graph omits
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
+def _capture(case: Case, samples: Tensor) -> Callable[[], object] | Missing:
+    """Return a step that is replayed, seen to do the same work; or why there is none."""
+    steps = 5  # of which the last ones are replayed
     try:
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError as error:
-        return Missing(f"a step cannot be captured: {str(error).partition(chr(10))[0]}")
-    graph.replay()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "cuda_graph=True")
+            model, step = _step(case, samples, cuda_graph=True)
+            for _ in range(steps):
+                step()
+    except RuntimeWarning as warning:
+        return Missing(str(warning))
     other, plain = _step(case, samples)
-    for _ in range(WARM_UP + 1):
+    for _ in range(steps):
         plain()
     networks.require_equal(model, other, case.network(case.width))
-    return graph.replay
+    return step

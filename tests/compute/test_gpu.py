@@ -11,6 +11,7 @@ import torch
 from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
 
 from compute.test_output_updater import INPUTS, WAYS, network, observations
+from compute.test_step_graphs import CAPTURED
 from tagi_ddp import NotFiniteError, OutputUpdater, accelerate
 from tagi_ddp.replica.device_agreement import LAG
 
@@ -72,6 +73,34 @@ def test_steps_do_not_wait(name: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("waiting_is_an_error")
     for _ in range(LAG + 2):  # the last ones look at the first one's outcome, which has arrived
         step()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("name", CAPTURED)
+def test_graphs_of_steps(name: str, request: pytest.FixtureRequest) -> None:
+    """They learn what steps one by one do, and nobody waits; two sizes of batches."""
+    plain, graphs = (
+        accelerate(fresh(name), device=DEVICE, cuda_graph=graph) for graph in (False, True)
+    )
+    batches = [
+        [torch.from_numpy(a).to(DEVICE) for a in NETWORKS[name].batch(step, 20 - step % 2)]
+        for step in range(LAG + 12)
+    ]
+
+    def learn_all(model: Any, some: slice) -> list[Any]:
+        return [model.learn(x, y, SIGMA_V**2) for x, y in batches[some]]
+
+    first, then = slice(0, 10), slice(10, None)  # all is captured in the first ones
+    expected = learn_all(plain, first) + learn_all(plain, then)
+    outputs = learn_all(graphs, first)
+    request.getfixturevalue("waiting_is_an_error")
+    outputs += learn_all(graphs, then)
+    torch.cuda.set_sync_debug_mode("default")
+    assert len(graphs._graphs._graphs) == 2
+    for ours, theirs in zip(outputs, expected, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert distance(parameters(graphs), parameters(plain)) < 1e-5
 
 
 def test_refused_step_is_told_later() -> None:
