@@ -124,7 +124,7 @@ def make_step_graphs(compute: Any, alone: bool) -> StepGraphs | None:
     """Return graphs of the steps that ``compute`` takes; None, with a warning, if none can be."""
     reason = _why_not(compute)
     if reason is not None:
-        warnings.warn(_text(reason), RuntimeWarning, stacklevel=3)
+        warnings.warn(_text(reason), RuntimeWarning, stacklevel=4)
         return None
     return StepGraphs(compute, compute.replica, alone)
 

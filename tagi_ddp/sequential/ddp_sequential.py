@@ -41,10 +41,10 @@ from tagi_ddp.sequential.placement import (
     threads_for,
 )
 from tagi_ddp.sequential.run_state import RunStateInterface
-from tagi_ddp.trace.timeline import timeline, traced
+from tagi_ddp.trace.timeline import traced
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
-from tagi_ddp.update.exchange import Alone, Exchange, Queued, Setting
+from tagi_ddp.update.exchange import Exchange, Setting
 from tagi_ddp.update.merging import (
     Reduction,
     Rule,
@@ -151,11 +151,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 require_sequential(model)
                 scheme = make_scheme(model, self.reduction, node_size, merge, compress)
                 self._attach(compute, device, precision, sync_every, scheme, sharded)
-                if cuda_graph:
-                    from tagi_ddp.compute.step_graphs import make_step_graphs
-
-                    alone = self.communicator.size == 1 and isinstance(self._exchange, Queued)
-                    self._graphs = make_step_graphs(self.compute, alone)
+                self._find_shorter_ways(cuda_graph)
         except BaseException:
             self.close()
             raise
@@ -214,11 +210,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             if self.reduction == "precision"
             else make_exchange(setting)
         )
-        natively = getattr(self._by_batch, "natively", self.compute)
-        if self.communicator.size == 1 and isinstance(natively, NativeCompute):
-            self._alone = natively
-            if timeline is None and isinstance(self._exchange, Alone):
-                self._at_once = natively
 
     # --- the engine's interface ---------------------------------------------------------------
 
@@ -380,7 +371,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         if self._closed:
             return
         self._closed = True
-        self._at_once = None
+        self._at_once = self._graphs = None
         exchange: Exchange | None = getattr(self, "_exchange", None)
         if exchange is not None:
             exchange.close()

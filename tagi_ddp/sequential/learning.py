@@ -14,6 +14,8 @@ from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
+from tagi_ddp.trace.timeline import timeline
+from tagi_ddp.update.exchange import Alone, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 if TYPE_CHECKING:
@@ -30,6 +32,20 @@ class LearnInterface(SequentialInterface):
     _alone: NativeCompute | None = None  # one process's
     _at_once: NativeCompute | None = None  # the same, if whole steps are to be one call
     _graphs: StepGraphs | None = None
+
+    def _find_shorter_ways(self, cuda_graph: bool) -> None:
+        """See which whole steps can be one call of the backend, or one CUDA graph."""
+        alone = self.communicator.size == 1 and self._membership is None
+        natively = getattr(self._by_batch, "natively", self.compute)
+        if alone and isinstance(natively, NativeCompute):
+            self._alone = natively
+            if timeline is None and isinstance(self._exchange, Alone):
+                self._at_once = natively
+        if cuda_graph:
+            from tagi_ddp.compute.step_graphs import make_step_graphs
+
+            alone = alone and isinstance(self._exchange, Queued)
+            self._graphs = make_step_graphs(self.compute, alone)
 
     def learn(
         self,
