@@ -118,6 +118,11 @@ class Network:
         """The Embedding layers, in order."""
         return [part for part in self._chain.parts() if isinstance(part, Embedding)]
 
+    @property
+    def carries_states(self) -> bool:
+        """Whether a step uses what an earlier one has left, beside parameters and deltas."""
+        return any(isinstance(part, LSTM) for part in self._chain.parts())
+
     def bind(self) -> None:
         """Find the parameters again; call when `Replica.version` has changed."""
         parts = {id(part.handle): part for part in self._chain.parts()}

@@ -35,7 +35,7 @@ class StepGraphs:
     """
 
     def __init__(self, compute: TorchCompute, replica: DeviceReplica, alone: bool) -> None:
-        """Nothing is captured yet; see `why_not`."""
+        """Nothing is captured yet."""
         self.alone = alone
         self._compute = compute
         self._replica = replica
@@ -134,7 +134,7 @@ def _why_not(compute: Any) -> str | None:
         return f'compute is "{compute.name}", and CUDA graphs are torch\'s'
     if compute.device.type != _CAPTURES:
         return f"the network is on {compute.device}, not on a GPU"
-    if compute.network.lstms:
+    if compute.network.carries_states:
         return "LSTM layers carry states from step to step"
     if timeline is not None:
         return "a timeline shows the parts of a step, of which a graph makes one"

@@ -222,19 +222,24 @@ def test_fallbacks_say_why(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "reason"),
+    ("options", "reason"),
     [
-        ("mlp", {"compute": "torch", "device": "cpu"}, "the network is on cpu, not on a GPU"),
-        ("mlp", {"compute": "native"}, 'compute is "native"'),
-        ("mlp", {"compute": "engine"}, 'compute is "engine"'),
-        ("lstm", {"device": DEVICE}, "LSTM layers carry states"),
+        ({"compute": "torch", "device": "cpu"}, "the network is on cpu, not on a GPU"),
+        ({"compute": "native"}, 'compute is "native"'),
+        ({"compute": "engine"}, 'compute is "engine"'),
     ],
 )
-def test_what_cannot_have_graphs(
-    name: str, options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if name == "lstm":
-        monkeypatch.setattr(step_graphs, "_CAPTURES", "cpu")
+def test_where_there_are_no_graphs(options: dict[str, Any], reason: str) -> None:
     with pytest.warns(RuntimeWarning, match=reason):
-        model = accelerate(fresh(name), **options, cuda_graph=True)
-    model.learn(*NETWORKS[name].batch(0, 6), 0.25)
+        model = accelerate(fresh("mlp"), **options, cuda_graph=True)
+    model.learn(*NETWORKS["mlp"].batch(0, 6), 0.25)
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_states_are_not_captured(in_block: bool, stand_in: None) -> None:
+    from pytagi.nn import LSTM, LayerBlock, Linear, Sequential
+
+    layers = [LSTM(2, 6, 4), LSTM(6, 6, 4)]
+    model = Sequential(*([LayerBlock(*layers)] if in_block else layers), Linear(6 * 4, 3))
+    with pytest.warns(RuntimeWarning, match="LSTM layers carry states"):
+        accelerate(model, device=DEVICE, cuda_graph=True)
