@@ -111,6 +111,7 @@ def come_late(comm: Any, call: Callable[[Any], Any]) -> list[Report]:
 
 
 def late_for_one(comm: Any) -> Report | None:
+    comm.barrier()  # so that only the last rank is late
     if comm.rank == comm.size - 1:
         time.sleep(0.8)
         return None
@@ -127,6 +128,7 @@ def give_up_first(comm: Any) -> Report | None:
 
 
 def late_for_all(comm: Any) -> Report | None:
+    comm.barrier()
     comm.timeout = 0.3
     assert comm.timeout == 0.3
     if comm.rank == comm.size - 1:
