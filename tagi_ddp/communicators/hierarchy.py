@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from tagi_ddp.communicators.communicator import Communicator
-from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, name_ranks
+from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, Timeout, name_ranks
 from tagi_ddp.communicators.init import init
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
@@ -76,11 +76,12 @@ class Hierarchy:
                 level.abort(reason)
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def naming(self, first: bool = False) -> Iterator[None]:
         """Let an error of a level name the ranks that have caused it, as the world numbers them.
 
         A rank that fails where its node waits for it ends the other nodes' waiting, too, through
         those that stand between: so all tell it to the world, and ask the world who was first.
+        ``first``: the world has just met, so that a rank that does not come waits for no other.
         """
         try:
             yield
@@ -94,7 +95,8 @@ class Hierarchy:
             if not failed:
                 raise
             # Ranks that differ are the first cause; one that is missed may wait for another.
-            deadline = time.monotonic() + (0.0 if isinstance(error, Mismatch) else _GRACE)
+            is_cause = isinstance(error, Mismatch) or (first and isinstance(error, Timeout))
+            deadline = time.monotonic() + (0.0 if is_cause else _GRACE)
             while time.monotonic() < deadline:
                 if (told := _failure_of(self.world)) is not None:
                     raise type(told)(str(told), told.ranks) from error

@@ -165,8 +165,9 @@ class Merging(Exchange):
         agreement, culprit = self._vote(finished), self._culprit
         if agreement.batch:
             self._replica.average_statistics(self._communicator, self._samples, agreement.batch)
-        with self._hierarchy.naming():
+        with self._hierarchy.naming(first=True):
             self._merge_node()
+        with self._hierarchy.naming():
             if self._sender is not None:
                 self._receive()
             if self._hierarchy.nodes > 1:

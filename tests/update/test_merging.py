@@ -253,6 +253,30 @@ def test_a_rank_that_fails_keeps_nobody_waiting(shm: RankPool, options: Options)
         assert seconds < 10  # the communicators wait for 20
 
 
+def miss_one(comm: Any) -> Report:
+    """Rank 3 does not come to the merge of its node, 2 comes late; 0 waits for 1, 1 for 2."""
+    model = wrap(comm, node_size=2)
+    exchange: Any = model._exchange
+    merge, levels = exchange._merge_node, exchange._hierarchy
+
+    def late() -> None:
+        for level in (comm, levels.node, levels.inter_node):
+            level.timeout = 1.0
+        time.sleep({2: 0.5, 3: 6.0}.get(comm.rank, 0.0))
+        merge()
+
+    exchange._merge_node = late
+    learn(model, *NETWORKS["mlp"].batch(comm.rank, 5))
+    return report(model.step)
+
+
+def test_the_rank_that_all_wait_for_is_blamed(shm: RankPool) -> None:
+    answers = shm.run(miss_one, size=4, fresh=True)
+    for kind, text, ranks in answers[:3]:
+        assert kind in ("Timeout", "PeerLost")
+        assert ranks == (3,), text
+
+
 def leave_early(comm: Any) -> tuple[bool, bool]:
     """Close while a node's change is under way."""
     model = wrap(comm, sync_every=schedule(), node_size=1)
