@@ -81,7 +81,7 @@ def _compare_graphs(
     samples = torch.from_numpy(data(case.inputs, case.batch)[0]).to(device)
     ways: Ways = {OURS: _step(case, samples)[1]}
     missing: dict[str, Missing] = {}
-    graph = _capture(case, samples)
+    graph = _replayed(case, samples)
     if isinstance(graph, Missing):
         missing[GRAPH] = graph
     else:
@@ -108,7 +108,7 @@ def _step(
     return model, lambda: model.learn(samples, targets, targets)
 
 
-def _capture(case: Case, samples: Tensor) -> Callable[[], object] | Missing:
+def _replayed(case: Case, samples: Tensor) -> Callable[[], object] | Missing:
     """Return a step that is replayed, seen to do the same work; or why there is none."""
     steps = 5  # of which the last ones are replayed
     try:

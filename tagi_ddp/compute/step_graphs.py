@@ -45,15 +45,16 @@ class StepGraphs:
         self._failed = False
         self._told: set[str] = set()
 
+    @torch.inference_mode()
     def learn(self, method: UpdateMethod, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Replay a step with ``given``, mu_x, var_x and observations, in the order of ``method``.
 
         Returns the outputs before it, means and variances; None if this step is to be taken as
-        without graphs: the first of a size, those that begin running statistics, and, with one
-        warning for each reason, those that cannot be captured.
+        without graphs: an empty share's, the first of a size, those that begin running statistics,
+        and, with one warning for each reason, those that cannot be captured.
         """
         compute = self._compute
-        if self._failed or not compute.training or self._replica.statistics.begin:
+        if self._failed or not compute.training or self._replica.statistics.await_first_batch:
             return None
         tensors: dict[str, Tensor] = {}
         for name, value in given.items():
@@ -62,6 +63,8 @@ class StepGraphs:
             elif value is not None:
                 self._tell(f"{name} is no tensor on {self._device}")
                 return None
+        if not tensors["mu_x"].numel():
+            return None
         parts = tuple((name, value.shape, value.dtype) for name, value in tensors.items())
         size = method, parts, compute.to_input
         graph = self._graphs.get(size)
@@ -106,7 +109,7 @@ class StepGraphs:
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            warnings.warn(_text(reason), RuntimeWarning, stacklevel=5)
+            warnings.warn(_text(reason), RuntimeWarning, stacklevel=6)
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ class DeviceStatistics:
         self.size = sum(tensor.numel() for tensor in tensors)
 
     @property
-    def begin(self) -> bool:
+    def await_first_batch(self) -> bool:
         """Whether the next batch's statistics replace some, instead of being averaged with them."""
         return any(flag[0] for flag in self.flags)
 

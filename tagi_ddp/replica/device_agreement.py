@@ -75,13 +75,13 @@ class Outcomes:
     def add(self, table: Tensor) -> None:
         """Send a step's words to the host."""
         event = None
-        if not table.is_cuda:
-            table = table.clone()  # a graph's next step writes to the same one
-        else:
+        if table.is_cuda:
             pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             table = pinned.copy_(table, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
+        else:
+            table = table.clone()  # a graph's next step writes to the same one
         self._tables.append((table, event))
 
     def take_refused(self, everything: bool) -> list[int]:

@@ -73,8 +73,8 @@ class LearnInterface(SequentialInterface):
         Raises what `forward` and `step` raise, and ValueError where sizes do not fit.
         """
         if type(var_obs) is not np.ndarray and isinstance(var_obs, (float, int)):
-            if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device
-                var_obs = mu_obs.new_full(mu_obs.shape, var_obs)
+            if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device; of labels, perhaps
+                var_obs = mu_obs.float().new_full(mu_obs.shape, var_obs)
             else:
                 var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
         natively, accumulation = self._at_once, self._accumulation

@@ -152,6 +152,16 @@ def test_tensors_stay_tensors(device: str) -> None:
     assert models[0].check_replicas() == models[1].check_replicas()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_labels_and_one_number_for_the_noise(device: str) -> None:
+    x, y = NETWORKS["mlp"].batch(0, 6)
+    labels = np.rint(y).astype(np.int64)
+    models = [accelerate(fresh("mlp"), "torch", device) for _ in range(2)]
+    for model, kind in zip(models, (np.asarray, torch.from_numpy), strict=True):
+        model.learn(kind(x), kind(labels), 0.25)
+    assert models[0].check_replicas() == models[1].check_replicas()
+
+
 def test_inputs_may_change_before_backward() -> None:
     digests = []
     for spoil in (False, True):

@@ -153,6 +153,17 @@ def test_a_refused_step_is_told_later(stand_in: None) -> None:
     assert len(model._graphs._graphs) == 1
 
 
+def test_inputs_that_torch_follows(stand_in: None) -> None:
+    _, model = both("mlp")
+    x, y = batch("mlp", 0, 6)
+    for _ in range(6):
+        mean, variance = model.learn(x.requires_grad_(), y, 0.25)
+        assert not mean.requires_grad
+        assert not variance.requires_grad
+    (graph,) = model._graphs._graphs.values()
+    assert not any(part.requires_grad for part in graph.given.values())
+
+
 def test_what_comes_between(stand_in: None) -> None:
     """Micro-batches, evaluation and steps of other sizes, which are taken one by one."""
     plain, graphs = both("batch_norm")
@@ -184,8 +195,9 @@ def ranks(comm: Any, cuda_graph: bool) -> tuple[str, int]:
         model = DDPSequential(
             fresh("batch_norm"), communicator=comm, device=DEVICE, cuda_graph=cuda_graph
         )
-        for step in range(6):
-            model.learn(*batch("batch_norm", 2 * step + comm.rank, 3 + comm.rank), 0.25)
+        for step in range(12):  # every second one without a share for rank 1
+            size = (3 + comm.rank) * (step % 2 == 0 or comm.rank == 0)
+            model.learn(*batch("batch_norm", 2 * step + comm.rank, size), 0.25)
     return model.check_replicas(), len(model._graphs._graphs) if model._graphs else 0
 
 
