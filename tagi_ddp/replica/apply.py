@@ -9,26 +9,23 @@ from tagi_ddp._backend import LEAST_VARIANCE
 
 
 def move(
-    mu: Tensor,
-    var: Tensor,
-    delta_mu: Tensor,
-    delta_var: Tensor,
+    gaussians: Tensor,
+    deltas: Tensor,
     cap: float | Tensor,
-    where: Tensor | None,
+    refused: Tensor | None = None,
     floor: float = LEAST_VARIANCE,
 ) -> Tensor:
-    """Move means and variances by their deltas, by sqrt(var) / cap at most; as the engine.
+    """Move means and variances, [2, n], by their deltas, by sqrt(var) / cap at most; as the engine.
 
-    A variance that is not positive becomes ``floor``; returns which did. Nothing moves unless
-    ``where``, a bool, holds.
+    A variance that is not positive becomes ``floor``; returns which did. Nothing moves if
+    ``refused``, a bool on the device.
     """
-    bar = var.sqrt().div_(cap)
-    if where is not None:
-        bar = torch.where(where, bar, torch.zeros_like(bar))
-        delta_mu = torch.where(where, delta_mu, torch.zeros_like(delta_mu))
-        delta_var = torch.where(where, delta_var, torch.zeros_like(delta_var))
-    mu += torch.minimum(torch.maximum(delta_mu, -bar), bar)
-    var += torch.minimum(torch.maximum(delta_var, -bar), bar)
-    negative = var <= 0
-    var.masked_fill_(negative, floor)
+    variances = gaussians[1]
+    bar = variances.sqrt().div_(cap)
+    steps = torch.clamp(deltas, bar.neg(), bar)
+    if refused is not None:
+        steps.masked_fill_(refused, 0)
+    gaussians += steps
+    negative = variances <= 0
+    variances.masked_fill_(negative, floor)
     return negative

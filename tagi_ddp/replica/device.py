@@ -16,10 +16,9 @@ from torch import Tensor
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.engine.layers import PARAMETERS, Layer
 from tagi_ddp.replica.adaptive_sum import DeviceAdaptiveSum
-from tagi_ddp.replica.device_agreement import DeviceAgreement, Outcomes, words_of
+from tagi_ddp.replica.device_agreement import DeviceAgreement, Outcomes, Word, words_of
 from tagi_ddp.replica.device_codec import DeviceCodec
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
@@ -66,7 +65,6 @@ class DeviceReplica:
         """Copy the state of ``host``."""
         self.device = str(device)
         self._host = host
-        self._alone = SingleCommunicator()
         self.layers = host.layers
         self.version = 0
         self.parameters = DeviceParameters(host.parameters, device)
@@ -148,7 +146,9 @@ class DeviceReplica:
 
     def apply_alone(self, samples: int, alone_of: int = 1) -> DeviceAgreement:
         """Apply the own deltas, unless one is NaN or infinite; `applied` is to follow."""
-        return self._agree(self._alone, Contribution(samples), False, None, alone_of)
+        agreement = DeviceAgreement.of_one(self.parameters.deltas, samples, alone_of)
+        self.parameters.apply_agreed(agreement)
+        return agreement
 
     def applied(self, agreement: DeviceAgreement) -> None:
         """Send to the host what has become of a step."""
@@ -187,18 +187,10 @@ class DeviceReplica:
         All on the device; the communicator's buffers live there, or it is of one rank. With
         ``shards`` each rank applies its part.
         """
-        agreement = self._agree(communicator, contribution, average, shards, 1)
-        self.applied(agreement)
-        return agreement
-
-    def _agree(
-        self,
-        communicator: Communicator,
-        contribution: Contribution,
-        average: bool,
-        shards: DeviceShards | None,
-        alone_of: int,
-    ) -> DeviceAgreement:
+        if communicator.size == 1 and contribution.batch:
+            agreement = self.apply_alone(contribution.batch)
+            self.applied(agreement)
+            return agreement
         parameters, statistics = self.parameters, self.statistics
         table = words_of(contribution, parameters.deltas)[None]
         averages: Tensor | None = None
@@ -215,13 +207,14 @@ class DeviceReplica:
             words, table = table, table.new_zeros(communicator.size, table.shape[1])
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
-        agreement = DeviceAgreement(table, average, alone_of)
+        agreement = DeviceAgreement.of_all(table, average)
         if shards is None:
             parameters.apply_agreed(agreement)
         else:
             shards.apply(agreement)
         if averages is not None:
             statistics.unpack_agreed(averages, agreement)
+        self.applied(agreement)
         return agreement
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
@@ -275,8 +268,8 @@ class DeviceStatistics:
 
     def unpack_agreed(self, values: Tensor, agreement: DeviceAgreement) -> None:
         """Replace them by ``values`` / the samples of all ranks, if the ranks agreed on that."""
-        means = values / agreement.samples.clamp(min=1)
-        self._replace(torch.where(agreement.applies, means, torch.cat(self.tensors)))
+        means = values / agreement.table[:, Word.SAMPLES].sum().clamp(min=1)
+        self._replace(torch.where(agreement.refused, torch.cat(self.tensors), means))
 
     def _replace(self, flat: Tensor) -> None:
         for tensor, part in zip(

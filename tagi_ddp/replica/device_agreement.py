@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import CAP_FACTORS, Contribution
+from tagi_ddp._backend import CAP_FACTORS, Contribution, cap_factor
 
 # A refused step is told this many steps later, when its outcome has long arrived: the same number
 # on all ranks, which so stop together.
@@ -32,34 +33,47 @@ def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
     words[Word.SAMPLES].fill_(contribution.batch)
     words[Word.FINISHED].fill_(int(contribution.finished))
     if contribution.batch:
-        words[Word.FINITE].copy_(torch.isfinite(deltas).all())
+        largest = torch.linalg.vector_norm(deltas, math.inf)  # one pass; `isfinite` takes five
+        words[Word.FINITE].copy_(largest < math.inf)
     return words
 
 
+@dataclass
 class DeviceAgreement:
-    """What follows from the words of all ranks, [ranks, words], as scalar tensors.
+    """What follows from the words of all ranks, the ``table``, [ranks, words].
 
-    Nothing applies unless all ranks have written theirs. ``alone_of``: how many ranks step alone as
-    the only one of the table does.
+    Tensors of one element; numbers where the host knows them. ``divisor`` None: 1.
     """
 
-    def __init__(self, table: Tensor, average: bool, alone_of: int = 1) -> None:
-        self.table = table
-        samples = table[:, Word.SAMPLES]
-        self.samples = samples.sum()
-        active = (samples > 0).sum()
+    table: Tensor
+    refused: Tensor
+    divisor: Tensor | None
+    cap: Tensor | float
+
+    @classmethod
+    def of_all(cls, table: Tensor, average: bool) -> DeviceAgreement:
+        """Derive it; nothing applies unless all ranks have written their words."""
+        given = table[:, Word.SAMPLES]
+        samples = given.sum()
+        active = (given > 0).sum()
         agreed = table[:, Word.FINITE].all() & table[:, Word.WRITTEN].all()
-        self.applies = agreed & (active > 0)
-        batch = self.samples
-        self.divisor = torch.ones_like(batch)
+        refused = (agreed & (active > 0)).logical_not()
+        divisor, batch = None, samples
         if average:
-            self.divisor = active.clamp(min=1)
-            batch = (batch + self.divisor - 1) // self.divisor
+            divisor = active.clamp(min=1)
+            batch = (samples + divisor - 1) // divisor
         (_, smallest_cap), *larger = CAP_FACTORS
-        self.cap = torch.full_like(batch, smallest_cap, dtype=torch.float32)
-        for smallest_batch, cap in larger:
-            self.cap.masked_fill_(batch * alone_of >= smallest_batch, cap)
-        self.cap *= math.sqrt(alone_of)
+        factor = torch.full_like(batch, smallest_cap, dtype=torch.float32)
+        for smallest_batch, larger_cap in larger:
+            factor.masked_fill_(batch >= smallest_batch, larger_cap)
+        return cls(table, refused, divisor, factor)
+
+    @classmethod
+    def of_one(cls, deltas: Tensor, samples: int, alone_of: int) -> DeviceAgreement:
+        """Return that of a rank whose own ``deltas`` apply, as one of ``alone_of`` such ranks."""
+        words = words_of(Contribution(samples), deltas)
+        cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
+        return cls(words[None], words[Word.FINITE].logical_not(), None, cap)
 
     def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""

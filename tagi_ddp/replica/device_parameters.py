@@ -20,8 +20,8 @@ class DeviceParameters:
         """Make room for as many parameters as ``host`` has."""
         self.size: int = host.size
         self.blocks: list[tuple[int, int]] = host.blocks
-        self.mu = torch.zeros(self.size, device=device)
-        self.var = torch.zeros(self.size, device=device)
+        self.gaussians = torch.zeros(2, self.size, device=device)
+        self.mu, self.var = self.gaussians
         self.deltas = torch.zeros(2 * self.size, device=device)
         # The variances that were not positive in the last step; in place, as graphs of steps do.
         self._negative = torch.zeros(self.size, dtype=torch.bool, device=device)
@@ -36,14 +36,14 @@ class DeviceParameters:
 
     def apply_agreed(self, agreement: DeviceAgreement) -> None:
         """Cap and apply the deltas, the sums of all ranks, if the ranks agreed on that."""
-        mean, variance = self.deltas.div_(agreement.divisor).chunk(2)
-        self._negative.copy_(
-            move(self.mu, self.var, mean, variance, agreement.cap, agreement.applies)
-        )
+        if agreement.divisor is not None:
+            self.deltas.div_(agreement.divisor)
+        deltas = self.deltas.view(2, -1)
+        self._negative.copy_(move(self.gaussians, deltas, agreement.cap, agreement.refused))
 
     def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
-        mean, variance = (torch.from_numpy(bucket).to(self.deltas.device) / divisor).chunk(2)
-        self._negative.copy_(move(self.mu, self.var, mean, variance, cap, None))
+        deltas = torch.from_numpy(bucket).view(2, -1).to(self.deltas.device) / divisor
+        self._negative.copy_(move(self.gaussians, deltas, cap))
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
         count = len(bucket) // 2
@@ -57,9 +57,8 @@ class DeviceParameters:
         """
         host = torch.from_numpy(gaussians).view(2, -1)
         deltas = host.to(self.deltas.device) / divisor
-        shard = torch.stack((self.mu, self.var))[:, begin : begin + host.shape[1]].contiguous()
-        (mean, var), (delta_mean, delta_var) = shard, deltas
-        move(mean, var, delta_mean, delta_var, cap, None, floor=-LEAST_VARIANCE)
+        shard = self.gaussians[:, begin : begin + host.shape[1]].clone()
+        move(shard, deltas, cap, floor=-LEAST_VARIANCE)
         self._negative.zero_()
         self._take(shard, begin)
         host.copy_(shard)
@@ -91,11 +90,10 @@ class DeviceParameters:
         torch.from_numpy(bucket).copy_(self.deltas)
 
     def read_posterior(self, gaussians: Tensor) -> None:
-        torch.cat((self.mu, self.var), out=gaussians)
+        gaussians.copy_(self.gaussians.view(-1))
 
     def write_posterior(self, gaussians: Tensor) -> None:
-        for own, part in zip((self.mu, self.var), gaussians.chunk(2), strict=True):
-            own.copy_(part)
+        self.gaussians.view(-1).copy_(gaussians)
 
     def change_since(self, now: Tensor, before: Tensor, change: Tensor) -> None:
         change_since(now, before, change)

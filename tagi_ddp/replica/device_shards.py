@@ -37,13 +37,13 @@ class DeviceShards:
     def apply(self, agreement: DeviceAgreement) -> None:
         """Cap and apply the deltas of all parts, if the ranks agreed on that."""
         assert self._shard is not None
-        deltas, self._shard = self._shard.div_(agreement.divisor), None
+        deltas, self._shard = self._shard, None
+        if agreement.divisor is not None:
+            deltas.div_(agreement.divisor)
         parameters, rank = self._parameters, self._communicator.rank
-        shard = self._by_rank(torch.cat((parameters.mu, parameters.var)))[rank]
+        shard = self._by_rank(parameters.gaussians)[rank]
         # The others count the variances that were not positive, too: those travel as negatives.
-        (mean, var), (delta_mean, delta_var) = shard, deltas
-        where = agreement.applies
-        move(mean, var, delta_mean, delta_var, agreement.cap, where, floor=-LEAST_VARIANCE)
+        move(shard, deltas, agreement.cap, agreement.refused, floor=-LEAST_VARIANCE)
         everyone = shard.new_empty(self._communicator.size, *shard.shape)
         work: Any = self._communicator.all_gather(
             shard.reshape(-1), everyone.view(-1), async_op=True

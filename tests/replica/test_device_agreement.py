@@ -13,9 +13,8 @@ from tagi_ddp.replica.device_agreement import DeviceAgreement
 @pytest.mark.parametrize("batches", [(1, 0), (1, 1), (2, 2), (100, 155), (156, 100), (255, 256)])
 def test_as_on_the_host(batches: tuple[int, int], average: bool) -> None:
     table = torch.tensor([[batch, 0, 1, 1] for batch in batches])
-    device = DeviceAgreement(table, average)
+    device = DeviceAgreement.of_all(table, average)
     host = _backend.Agreement([_backend.Contribution(batch) for batch in batches])
-    assert device.samples == host.batch
-    assert device.divisor == host.divisor(average)
+    assert (1 if device.divisor is None else device.divisor) == host.divisor(average)
     assert device.cap == host.cap(average)
-    assert device.applies
+    assert not device.refused

@@ -67,6 +67,8 @@ def device_elements(
         found = DeviceElements(host.dtype, host.count, host.address, buffer, None)
     elif torch is not None and isinstance(buffer, torch.Tensor):
         found = _of_tensor(buffer, name, torch)
+        if buffer.is_cuda and buffer.get_device() == device.ordinal:
+            return found
     elif hasattr(buffer, "__cuda_array_interface__"):
         found = _of_interface(buffer, name, writable)
     elif hasattr(buffer, "__dlpack__"):
