@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
@@ -72,7 +73,8 @@ def main() -> None:
     found: dict[Family, list[Row]] = {}
     try:
         for names, ranks in batches(chosen, together=options.quick):
-            measured = measure_families(names, ranks, options.quick)
+            with sharing(names, ranks):
+                measured = measure_families(names, ranks, options.quick)
             found |= {(name, ranks): rows for name, rows in measured.items()}
     finally:  # what was measured before a family failed took minutes
         rows = [row for pair in chosen for row in found.get(pair, ())]
@@ -91,6 +93,15 @@ def batches(chosen: Sequence[Family], together: bool) -> Iterator[tuple[list[str
         yield from ((names, ranks) for ranks, names in by_ranks.items())
     else:
         yield from (([name], ranks) for name, ranks in chosen)
+
+
+def sharing(names: Sequence[str], ranks: int) -> contextlib.AbstractContextManager[None]:
+    """Return what lets ranks that are more than the GPUs be there at once."""
+    if not any(name.startswith("gpu_") for name in names) or not 0 < count_gpus() < ranks:
+        return contextlib.nullcontext()
+    from benchmarks.harness.gpus import at_once_on_a_gpu  # needs torch
+
+    return at_once_on_a_gpu()
 
 
 def count_gpus() -> int:

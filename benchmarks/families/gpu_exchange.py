@@ -14,7 +14,7 @@ from benchmarks.harness.gpus import OnGpus, Ways, measure_queued, ranks_on_gpus,
 from benchmarks.harness.measure import Figure, Missing, Row
 from tagi_ddp import Communicator, DDPSequential
 
-FULL = replace(RESNET18, batch=128, calls=10, sgd_rounds=15)
+FULL = replace(RESNET18, batch=128, calls=3, sgd_rounds=9)
 OURS, BLOCKING, SINGLE = "ours", "a blocking call for each", "one all_reduce of as many bytes"
 GROUP, PACKED = "a group in place", "one packed bucket"
 # Ours and the other, the row's unit and its target.

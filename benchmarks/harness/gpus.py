@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +23,7 @@ Ways = dict[str, Callable[[], object]]
 
 STAND_IN = "stand-in"  # the name of a device of the tests' libraries, whose memory is the host's
 _FIRST_NCCL_THAT_SHARES = 23000  # as NCCL numbers its versions
+_MPS, _MPS_FOLDER = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,33 @@ def _why_not(ranks: int) -> str:
 
 
 @contextlib.contextmanager
+def at_once_on_a_gpu() -> Iterator[None]:
+    """Let new processes use a GPU at the same time, by NVIDIA's MPS, where that is installed.
+
+    Without it they take turns of some milliseconds, which then is what an exchange takes.
+    """
+    if shutil.which(_MPS) is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="tagi_ddp_mps.") as folder:
+        variables = {_MPS_FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        environment = os.environ | variables
+        with subprocess.Popen([_MPS, "-f"], env=environment, stdin=subprocess.DEVNULL) as daemon:
+            try:
+                control, end = Path(folder) / "control", time.monotonic() + 10
+                while not control.exists() and daemon.poll() is None and time.monotonic() < end:
+                    time.sleep(0.05)
+                os.environ.update(variables)
+                yield
+            finally:
+                for name in variables:
+                    os.environ.pop(name, None)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its server, too
+                    subprocess.run([_MPS], input=b"quit\n", env=environment, timeout=10)
+                daemon.terminate()
+
+
+@contextlib.contextmanager
 def ranks_on_gpus(communicator: Communicator) -> Iterator[OnGpus]:
     """Give the ranks a group over NCCL: with a GPU each or, if those are too few, on one."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
@@ -71,7 +104,8 @@ def ranks_on_gpus(communicator: Communicator) -> Iterator[OnGpus]:
     with init("nccl", communicator.rank, communicator.size, device=shared) as nccl:
         name = find_device(int(nccl.device.removeprefix("cuda:"))).name
         device = torch.device("cpu:0" if name == STAND_IN else nccl.device)
-        yield OnGpus(nccl, device, f"{ranks_of(nccl)} on {devices} x {name}")
+        by_mps = " by MPS" if _MPS_FOLDER in os.environ else ""
+        yield OnGpus(nccl, device, f"{ranks_of(nccl)} on {devices} x {name}{by_mps}")
 
 
 def ranks_of(communicator: Communicator) -> str:
