@@ -65,9 +65,9 @@ class SequentialInterface:
     def get_device_with_index(self) -> str:
         """Return where the output buffers are, which is what pytagi's OutputUpdater wants to know.
 
-        On "cpu:0", whatever device torch computes on; on the GPU if the engine computes there.
+        On "cpu:0", whatever device torch computes on.
         """
-        return self.compute.updater_device
+        return "cpu:0"
 
     @property
     def output_z_buffer(self) -> Any:
