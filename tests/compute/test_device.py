@@ -190,3 +190,13 @@ def test_devices_are_for_torch(compute: Any, device: str) -> None:
     told = rf"compute=\"{compute}\" is for the CPU .* device is '{device}' .* use compute=\"torch\""
     with pytest.raises(ValueError, match=told):
         accelerate(fresh("mlp"), compute=compute, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_replica_cannot_be_moved(device: str) -> None:
+    model = accelerate(fresh("mlp"), device=device)
+    model.to_device(device)
+    with pytest.raises(ValueError, match=f"got 'cuda:0', but the replica lives on {device}: "):
+        model.to_device("cuda:0")
+    learn(model, *NETWORKS["mlp"].batch(0, 6))
+    model.step()
