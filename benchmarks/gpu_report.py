@@ -50,7 +50,6 @@ STEPS = (
     (ROWS, "gpu_calls", 60),
     (ROWS, "gpu_exchange", 45),
     (TESTS, "tests/communicators/test_nccl_gpu.py", 150),
-    (TESTS, "tests/replica/test_cuda_gpu.py", 30),
     (TESTS, "tests/parallel/test_gpu.py", 60),
     (TESTS, "tests/project/test_docs.py", 45),
 )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     )
     from tagi_ddp.communicators.init import init
     from tagi_ddp.data import DistributedSampler, gather, log, prepare, progress, reduce_metrics
-    from tagi_ddp.engine.loader import cuda_available
     from tagi_ddp.launcher.failure import LaunchError
     from tagi_ddp.launcher.launch import launch
     from tagi_ddp.sequential import (
@@ -60,7 +59,6 @@ __all__ = [
     "ReplicaMismatch",
     "Timeout",
     "accelerate",
-    "cuda_available",
     "gather",
     "init",
     "launch",
@@ -72,7 +70,7 @@ __all__ = [
 ]
 
 # Where these come from; imported when one is asked for, as numpy takes longer than most commands.
-_HOMES = ("communicators", "data", "sequential", "launcher", "engine")
+_HOMES = ("communicators", "data", "sequential", "launcher")
 
 
 def __getattr__(name: str) -> Any:

@@ -65,14 +65,6 @@ _backend.delta_states:
     def delta_states(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32]]:
         \doc
 
-_backend.layers_in_cuda_resnet_block:
-    def layers_in_cuda_resnet_block(address: int) -> tuple[int, int]:
-        \doc
-
-_backend.cuda_batch_norm_statistics:
-    def cuda_batch_norm_statistics(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], NDArray[numpy.uint8], int, int]:
-        \doc
-
 _backend.Parameters.blocks:
     @property
     def blocks(self) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-// The Python face of the engine's memory: views of its layers, on the host and with CUDA.
+// The Python face of the engine's memory: views of its layers.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -20,9 +20,6 @@ from pathlib import Path
 from tagi_ddp.commands.check import Check, Finding, Findings, Status, report
 
 _INSTALL_ENGINE = "pip install pytagi==0.2.1"
-# The compute capabilities that the engine's wheel has code for, each good for later ones of the
-# same major version, too.
-_ENGINE_CODE = ((7, 5), (8, 0), (8, 6))
 
 
 def run_check() -> None:
@@ -49,7 +46,7 @@ def _package() -> Finding:
 
 
 def _engine() -> Finding:
-    from tagi_ddp.engine.loader import cuda_available, load_engine, loaded_libraries
+    from tagi_ddp.engine.loader import load_engine, loaded_libraries
     from tagi_ddp.engine.pointers import LayoutError, verify_layout
 
     try:
@@ -72,7 +69,7 @@ def _engine() -> Finding:
         parts.append(f"its memory is not laid out as expected: {error}")
         return Finding("broken", "; ".join(parts))
     parts.append("memory layout verified")
-    return Finding("ok", "; ".join(parts), facts={"cuda": cuda_available()})
+    return Finding("ok", "; ".join(parts))
 
 
 def _torch() -> Finding:
@@ -170,7 +167,7 @@ def _cuda() -> Finding:
         return Finding(status, str(error.__cause__), remedy)
     version, count = cuda.driver_version, cuda.device_count
     parts = [f"driver for CUDA {version // 1000}.{version % 1000 // 10}; devices: {count}"]
-    capabilities: list[str] = []
+    usable = 0
     for number in range(count):
         try:
             device = find_device(number)
@@ -179,11 +176,9 @@ def _cuda() -> Finding:
             parts.append(str(error))
         else:
             parts.append(f"cuda:{number} {device.name}, compute capability {capability}, {memory}")
-            capabilities.append(capability)
-    works = 0 < len(capabilities) == count
-    return Finding(
-        "ok" if works else "broken", "; ".join(parts), facts={"capabilities": capabilities}
-    )
+            usable += 1
+    works = 0 < usable == count
+    return Finding("ok" if works else "broken", "; ".join(parts), facts={"devices": usable})
 
 
 def _nccl() -> Finding:
@@ -215,25 +210,13 @@ def _launcher() -> Finding:
 
 
 def compute_on_gpus(found: Findings) -> Finding:
-    """Tell which of torch and the engine can compute on the devices that CUDA shows."""
-    capabilities = sorted(set(found["CUDA"].facts.get("capabilities", [])))
-    if not capabilities:
+    """Tell whether torch can compute on the devices that CUDA shows."""
+    if not found["CUDA"].facts.get("devices"):
         return Finding("missing", "there is no device", "for GPUs: see CUDA")
-    foreign = [capability for capability in capabilities if not _has_engine_code(capability)]
-    engine = found["engine"].facts.get("cuda", False) and foreign != capabilities
-    able = {"torch": found["torch"].facts.get("cuda", False), "engine": engine}
-    detail = ", ".join(f'compute="{name}": {"yes" if can else "no"}' for name, can in able.items())
-    if foreign:
-        known = ", ".join(f"{major}.{minor}" for major, minor in _ENGINE_CODE)
-        detail += f"; the engine's wheel has code for {known}, none for {', '.join(foreign)}"
-    if any(able.values()):
-        return Finding("ok", detail)
-    return Finding("missing", detail, "for GPUs: install a torch for CUDA, see https://pytorch.org")
-
-
-def _has_engine_code(capability: str) -> bool:
-    major, minor = map(int, capability.split("."))
-    return any(major == known and minor >= first for known, first in _ENGINE_CODE)
+    if found["torch"].facts.get("cuda"):
+        return Finding("ok", 'compute="torch": yes')
+    remedy = "for GPUs: install a torch for CUDA, see https://pytorch.org"
+    return Finding("missing", 'compute="torch": no', remedy)
 
 
 def _can_load(library: str) -> bool:

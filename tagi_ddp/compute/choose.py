@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import logging
 import warnings
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from tagi_ddp.compute import native
 from tagi_ddp.compute.interface import Choice, Compute, Precision
@@ -32,12 +32,11 @@ def choose(
         raise ValueError(f'compute is {choice!r}; use "auto", "engine", "native" or "torch"')
     if precision not in ("float32", "tf32", "bfloat16"):
         raise ValueError(f'precision is {precision!r}; use "float32", "tf32" or "bfloat16"')
-    if str(model.device) != "cpu":
-        return _engine_on_device(replica.device, choice, device, precision)
     default = (device, precision) == ("cpu", "float32")
     if choice in ("engine", "native") and not default:
         raise ValueError(
-            f'compute="{choice}" runs on "cpu" in "float32", not on {device!r} in {precision!r}'
+            f'compute="{choice}" is for the CPU in float32, but device is {device!r} and precision '
+            f'{precision!r}: use compute="torch" for these'
         )
     if choice == "engine":
         return "engine"
@@ -72,19 +71,6 @@ def choose(
 def _note(text: str) -> None:
     """Log what is nothing wrong with the script: as a warning it could be made an error."""
     log.warning("%s", text)
-
-
-def _engine_on_device(
-    where: str, choice: Choice, device: str, precision: Precision
-) -> Literal["engine"]:
-    """Return "engine", which alone computes a model that is on a GPU."""
-    if choice in ("native", "torch") or precision != "float32" or device not in ("cpu", where):
-        raise ValueError(
-            f"model is on {where}, where the engine computes it in float32; for "
-            f"compute={choice!r}, device={device!r}, precision={precision!r} wrap it while it is "
-            "on the CPU"
-        )
-    return "engine"
 
 
 def _check_device(device: str) -> None:

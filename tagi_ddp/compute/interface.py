@@ -28,8 +28,6 @@ class Compute(Protocol):
 
     #: the state, wherever it is kept
     replica: Replica
-    #: where the buffers are that output updaters work on: "cpu:0", "cuda:0"
-    updater_device: str
     output_z_buffer: Any
     input_delta_z_buffer: Any
 

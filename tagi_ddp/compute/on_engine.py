@@ -23,7 +23,6 @@ class EngineCompute:
         """Compute ``model``, whose state is ``replica``."""
         self.replica = replica
         self._model = model
-        self.updater_device = "cpu:0" if replica.device == "cpu" else replica.device
         self._updater: Any = None  # pytagi's OutputUpdater
         self._trained = False  # whether the last forward pass was one for training
         self.input_size = 0
@@ -79,7 +78,7 @@ class EngineCompute:
         if self._updater is None:
             from pytagi.nn import OutputUpdater
 
-            self._updater = OutputUpdater(self.updater_device)
+            self._updater = OutputUpdater("cpu:0")
         getattr(self._updater, method)(
             output_states=self.output_z_buffer,
             delta_states=self.input_delta_z_buffer,

@@ -23,7 +23,6 @@ class NativeCompute:
 
     name: Literal["native"] = "native"
     takes_tensors = False
-    updater_device = "cpu:0"
 
     def __init__(self, model: Any, replica: Replica, bucket: FloatArray) -> None:
         """Compute ``model``, whose state is ``replica``; write deltas, [means | variances]."""

@@ -43,7 +43,6 @@ class TorchCompute:
 
     name: Literal["torch"] = "torch"
     takes_tensors = True
-    updater_device = "cpu:0"
 
     def __init__(
         self,

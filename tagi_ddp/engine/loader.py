@@ -77,17 +77,6 @@ def load_engine() -> ModuleType:
         ) from error
 
 
-def cuda_available() -> bool:
-    """Tell whether the engine sees a CUDA device; never raises.
-
-    Like any first use of CUDA this binds the process: do not fork it afterwards.
-    """
-    try:
-        return _driver_sees_devices() and bool(load_engine().cuda.is_available())
-    except Exception:
-        return False
-
-
 def answer_without_driver(extension: ModuleType) -> None:
     """Let the engine's extension say that there is no CUDA device where it would raise.
 

@@ -7,7 +7,7 @@ and an exchange of other ranks' deltas by way of the hosts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,43 +16,16 @@ from torch import Tensor
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.engine.layers import PARAMETERS, Layer
+from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.replica.adaptive_sum import DeviceAdaptiveSum
 from tagi_ddp.replica.device_agreement import DeviceAgreement, Outcomes, Word, words_of
 from tagi_ddp.replica.device_codec import DeviceCodec
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
-from tagi_ddp.replica.protocol import Parameters
+from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.replica.staging import Sum
 
 _STATISTICS = ("mu_ra", "var_ra")
-
-
-class HostState(Protocol):
-    """The engine's own copy of a replica on a device."""
-
-    layers: list[Layer]
-
-    @property
-    def parameters(self) -> Parameters:
-        """The engine's, of which only the blocks are used."""
-        ...
-
-    def pull(self) -> None:
-        """Make `arrays` show the engine's present memory."""
-        ...
-
-    def push(self) -> None:
-        """Make changes of the arrays known to the engine."""
-        ...
-
-    def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return views of all that must be equal on all replicas, with the layers' names."""
-        ...
-
-    def arrays(self) -> list[dict[str, NDArray[Any]]]:
-        """Return views of means, variances and running statistics, for each layer."""
-        ...
 
 
 class DeviceReplica:
@@ -61,7 +34,7 @@ class DeviceReplica:
     in_place = False
     memory = None
 
-    def __init__(self, host: HostState, device: torch.device) -> None:
+    def __init__(self, host: Replica, device: torch.device) -> None:
         """Copy the state of ``host``."""
         self.device = str(device)
         self._host = host

@@ -41,8 +41,12 @@ def attach(model: Any) -> HostReplica:
     access = os.environ.get("TAGI_DDP_ENGINE_ACCESS", "auto")
     if access not in ("auto", "memory", "public"):
         raise ValueError(f'TAGI_DDP_ENGINE_ACCESS is {access!r}; use "auto", "memory" or "public"')
-    if str(model.device) != "cpu":
-        raise ValueError(f"model is on {model.device}, not on the CPU")
+    # The engine's to_device("cpu") leaves layers on the GPU, of which Python knows the base only.
+    if str(model.device) != "cpu" or any(layer.kind == "BaseLayer" for layer in walk(model)):
+        raise ValueError(
+            "model was moved to a GPU by its to_device(): give it as it is before that, and choose "
+            "the GPU by device='cuda:0' and compute='torch'"
+        )
     initialise(model)
     if access == "public":
         return Copied(model)

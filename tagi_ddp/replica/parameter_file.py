@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,12 +45,8 @@ class _Record:
 
 def write_parameters(filename: str, model: Any, state: State) -> None:
     """Write ``state``, as a replica of ``model`` has it, to a file that is replaced whole."""
-    records = _records(model, state)
     with whole_file(filename) as file:
-        if records is None:
-            file.write(_engines_own(model))
-            return
-        for record in records:
+        for record in _records(model, state):
             file.write(record.head)
             for array in record.arrays:
                 file.write(np.ascontiguousarray(array).data)
@@ -67,14 +61,6 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
     with open(filename, "rb") as file:
         data = file.read()
     records = _records(model, state)
-    if records is None:
-        if len(data) != len(_engines_own(model)):
-            raise ParameterFileError(
-                f"{os.fspath(filename)!r} has another size than a file of this network: it is cut, "
-                "or was saved by another one. Give the file of a network with the same layers"
-            )
-        model.load(os.fspath(filename))
-        return
     heads = [record.head for record in records[1:]]
     position = 0
     found: list[tuple[NDArray[Any], NDArray[np.float32]]] = []
@@ -124,10 +110,8 @@ def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
                 raise ValueError(f"state_dict: {name} of {layer} has {values[wrong]} at {wrong}")
 
 
-def _records(model: Any, state: State) -> list[_Record] | None:
-    """Return the file's records; None on a GPU, where Python does not see all of the layers."""
-    if str(model.device) != "cpu":
-        return None
+def _records(model: Any, state: State) -> list[_Record]:
+    """Return the file's records."""
     arrays = {
         # All but the flag that the running statistics have begun, which the engine does not save.
         name: [array for _, array in group if array.dtype == np.float32]
@@ -140,14 +124,6 @@ def _records(model: Any, state: State) -> list[_Record] | None:
             head = _LENGTH.pack(len(text)) + text
             records.append(_Record(layer.name, layer.kind, head, arrays.get(layer.name, [])))
     return records
-
-
-def _engines_own(model: Any) -> bytes:
-    """Return the file that the engine writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "network")
-        model.save(str(path))
-        return path.read_bytes()
 
 
 def _pass_head(filename: str, data: bytes, position: int, record: _Record) -> int:

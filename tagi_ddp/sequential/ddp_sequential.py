@@ -72,8 +72,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
 
     Args:
         model: the network. It is trained in place; all ranks must give the same layers. Parameters
-            and running statistics of rank 0 win. On the CPU, or, for compute="engine", where
-            ``device`` is or will be.
+            and running statistics of rank 0 win. On the CPU, wherever ``device`` is.
         config: backend, rank and world size; `DDPConfig.from_env` asks the launcher.
         average: True: mean of the deltas; False: their sum, which reproduces one process.
         reduction: "mean" or "sum" of the deltas, in place of ``average``; or "precision", by which
@@ -166,7 +165,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         sharded: bool,
     ) -> None:
         check_sizes_of_updates()
-        replica = place(self.model, compute, device, self.communicator)
+        replica = place(self.model, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
         times = sync_every.settings if isinstance(sync_every, SyncSchedule) else sync_every
         self._options = {

@@ -54,6 +54,14 @@ class SequentialInterface:
         """Compute with this many threads; torch's are shared by the whole process."""
         (self._by_batch or self.compute).set_threads(num_threads)
 
+    def to_device(self, device: str) -> None:
+        """Raise ValueError unless the replica lives on ``device`` already: it cannot be moved."""
+        if device != self._replica.device:
+            raise ValueError(
+                f"to_device() got {device!r}, but the replica lives on {self._replica.device}: "
+                "choose by device= when the network is wrapped"
+            )
+
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last forward pass's outputs, each flat."""
         return self.compute.get_outputs()
@@ -65,9 +73,9 @@ class SequentialInterface:
     def get_device_with_index(self) -> str:
         """Return where the output buffers are, which is what pytagi's OutputUpdater wants to know.
 
-        On "cpu:0", whatever device torch computes on; on the GPU if the engine computes there.
+        On "cpu:0", whatever device torch computes on.
         """
-        return self.compute.updater_device
+        return "cpu:0"
 
     @property
     def output_z_buffer(self) -> Any:

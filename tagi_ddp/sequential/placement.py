@@ -7,7 +7,6 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.communicators.topology import topology_of
-from tagi_ddp.compute import Choice
 from tagi_ddp.environment import detect
 from tagi_ddp.replica.host import attach
 from tagi_ddp.replica.protocol import Replica
@@ -75,22 +74,17 @@ def _adopt(group: object, device: str | None) -> tuple[Communicator, str]:
     return communicator, device or communicator.device
 
 
-def place(model: Any, compute: Choice, device: str, communicator: Communicator) -> Replica:
-    """Return the state of ``model``, moved to ``device`` if the engine is to compute on a GPU.
+def place(model: Any, device: str, communicator: Communicator) -> Replica:
+    """Return the state of ``model``, whose replica is to live on ``device``.
 
-    Raises ValueError if the replica would live where ``communicator`` does not reach.
+    Raises ValueError if that is where ``communicator`` does not reach.
     """
-    on_host = str(model.device) == "cpu"
-    if on_host and device == "cpu" and communicator.device != "cpu":
+    if device == "cpu" and communicator.device != "cpu":
         raise ValueError(
             f"the communicator works on {communicator.device}, but the replica lives on the CPU: "
             "give device= and compute='torch', or another backend"
         )
-    if on_host and not (compute == "engine" and device.startswith("cuda")):
-        return attach(model)
-    from tagi_ddp.replica.cuda import CudaReplica, move_to_device
-
-    return move_to_device(model, device) if on_host else CudaReplica(model)
+    return attach(model)
 
 
 def _local_device(config: DDPConfig) -> int:

@@ -11,7 +11,7 @@ import torch
 from support.networks import NETWORKS, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
 
-from tagi_ddp import BackendUnavailable, DDPSequential, NotFiniteError, OutputUpdater, accelerate
+from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
 from tagi_ddp.replica.device_agreement import LAG
 
 DEVICES = ("cpu", "cpu:0")
@@ -184,10 +184,19 @@ def test_unknown_device(device: str) -> None:
         accelerate(fresh("mlp"), device=device)
 
 
-def test_engine_without_a_gpu() -> None:
-    with pytest.raises(BackendUnavailable, match="NVIDIA's driver"):
-        accelerate(fresh("mlp"), compute="engine", device="cuda:0")
-    with pytest.raises(ValueError, match="cuda:x"):
-        accelerate(fresh("mlp"), compute="engine", device="cuda:x")
-    with pytest.raises(ValueError, match="mps"):
-        accelerate(fresh("mlp"), compute="engine", device="mps")
+@pytest.mark.parametrize("compute", ["engine", "native"])
+@pytest.mark.parametrize("device", ["cuda:0", "mps"])
+def test_devices_are_for_torch(compute: Any, device: str) -> None:
+    told = rf"compute=\"{compute}\" is for the CPU .* device is '{device}' .* use compute=\"torch\""
+    with pytest.raises(ValueError, match=told):
+        accelerate(fresh("mlp"), compute=compute, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_replica_cannot_be_moved(device: str) -> None:
+    model = accelerate(fresh("mlp"), device=device)
+    model.to_device(device)
+    with pytest.raises(ValueError, match=f"got 'cuda:0', but the replica lives on {device}: "):
+        model.to_device("cuda:0")
+    learn(model, *NETWORKS["mlp"].batch(0, 6))
+    model.step()

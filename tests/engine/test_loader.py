@@ -244,17 +244,6 @@ def test_an_engine_that_cannot_be_linked_names_the_libraries(tmp_path: Path) -> 
     assert "TAGI_DDP_LIBMPI=stub" in text
 
 
-def test_cuda_available_answers_in_silence(tmp_path: Path) -> None:
-    code = "from tagi_ddp.engine.loader import cuda_available; print(cuda_available())"
-    assert python(code, tmp_path) in ("True\n", "False\n")
-
-
-def test_cuda_is_not_available_without_the_engine(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['pytagi'] = None\n"
-    code += "from tagi_ddp.engine.loader import cuda_available; print(cuda_available())"
-    assert python(code, tmp_path) == "False\n"
-
-
 def test_the_engine_itself_tells_that_there_is_no_driver(tmp_path: Path) -> None:
     code = "import pytagi; print(pytagi.cuda.is_available(), pytagi.cuda.get_device_count() > 0)"
     assert python(code, tmp_path) in ("True True\n", "False False\n")

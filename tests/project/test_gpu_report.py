@@ -110,7 +110,7 @@ def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
 
 
 def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:
-    process = start(("tests", str(tmp_path), 6), ("tests", "tests/replica/test_cuda_gpu.py", 60))
+    process = start(("tests", str(tmp_path), 6), ("tests", "tests/compute/test_gpu.py", 60))
     status = process.wait()
     slow, there = read(tmp_path)["steps"]
     assert slow["state"] == "out of time"
@@ -121,7 +121,7 @@ def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         assert set(outcomes(there).values()) == {"skipped"}
         text = (tmp_path / "gpu.txt").read_text()
-        assert re.search(r"test_cuda_gpu.py: \d+ for: torch finds no GPU\n", text)
+        assert re.search(r"test_gpu.py: \d+ for: torch finds no GPU\n", text)
 
 
 def test_all_that_there_is_for_gpus(program: ModuleType) -> None:

@@ -209,13 +209,6 @@ def test_no_conduit() -> None:
         pointers.address_of(object())
 
 
-def test_model_on_another_device() -> None:
-    model = trained("Linear")
-    model.device = "cuda"
-    with pytest.raises(ValueError, match="model is on cuda"):
-        attach(model)
-
-
 def test_wrong_choice_of_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAGI_DDP_ENGINE_ACCESS", "quick")
     with pytest.raises(ValueError, match="TAGI_DDP_ENGINE_ACCESS is 'quick'; use \"auto\""):
@@ -233,3 +226,17 @@ def test_copies_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     replica.push()
     for layer in replica.layers:
         assert min(layer.handle.var_w) > 1
+
+
+def test_a_network_that_was_on_a_gpu() -> None:
+    """The engine makes CUDA objects of layers without parameters where there is no GPU, too."""
+    import cutagi
+
+    block = cutagi.LayerBlock([cutagi.ReLU()])
+    block.switch_to_cuda()
+    model = nn.Sequential(nn.Linear(3, 2))
+    model._cpp_backend = cutagi.Sequential([block])
+    for device in ("cuda:0", "cpu"):
+        model.device = device
+        with pytest.raises(ValueError, match=r"its to_device\(\): .* device='cuda:0' and"):
+            attach(model)

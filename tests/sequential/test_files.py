@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,7 @@ from support.reports import wrap
 
 from tagi_ddp import DDPSequential, init
 from tagi_ddp.engine.whole_file import whole_file
-from tagi_ddp.replica.parameter_file import (
-    ParameterFileError,
-    read_parameters,
-    write_parameters,
-)
+from tagi_ddp.replica.parameter_file import ParameterFileError
 
 KILLS = 100
 LAYER_NORM_BATCH = 8
@@ -88,20 +83,6 @@ def test_every_other_layer(tmp_path: Path) -> None:
         model.save(str(tmp_path / "its"))
         assert (tmp_path / "ours").read_bytes() == (tmp_path / "its").read_bytes()
         wrapped.load(str(tmp_path / "its"))
-
-
-def test_a_gpus_file_is_the_engines_own(tmp_path: Path) -> None:
-    """A network of the CPU stands in for one on a GPU, of whose blocks Python sees no layers."""
-    model, path = trained("cnn"), str(tmp_path / "net.bin")
-    state = model._replica.state()
-    on_gpu = SimpleNamespace(device="cuda:0", save=model.model.save, load=model.model.load)
-    write_parameters(path, on_gpu, state)
-    model.model.save(str(tmp_path / "its"))
-    assert Path(path).read_bytes() == (tmp_path / "its").read_bytes()
-    read_parameters(path, on_gpu, state)
-    Path(path).write_bytes(Path(path).read_bytes()[:-4])
-    with pytest.raises(ParameterFileError, match="has another size than a file of this network"):
-        read_parameters(path, on_gpu, state)
 
 
 def test_a_bare_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
