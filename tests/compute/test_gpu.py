@@ -99,7 +99,9 @@ def test_graphs_of_steps(name: str, request: pytest.FixtureRequest) -> None:
     assert len(graphs._graphs._graphs) == 2
     for ours, theirs in zip(outputs, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+            assert mine.shape == other.shape
+            # Not each element: cuDNN adds up in any order, which differs from run to run.
+            assert torch.linalg.vector_norm(mine - other) < 1e-4 * torch.linalg.vector_norm(other)
     assert distance(parameters(graphs), parameters(plain)) < 1e-5
 
 

@@ -54,16 +54,17 @@ def gpus(ranks: int) -> dict[str, dict[str, str]]:
 
 
 def init(*args: Any, **options: Any) -> Any:
-    """Return what the package's init() does; over NCCL, for buffers of the host.
+    """Return what the package's init() does; over NCCL, if the variable is set, for host buffers.
 
     The variable says where the communicator's own buffers live: "cuda" is its device; "copy" is
     other memory of the host, which stand-ins take for a device's.
     """
     comm = communicators.init(*args, **options)
-    if comm.backend != "nccl":
+    place = os.environ.get(VARIABLE)
+    if comm.backend != "nccl" or place is None:
         return comm
     places: dict[str, Place] = {"cuda": lambda t: t.to(comm.device), "copy": torch.clone}
-    return OnDevice(comm, places[os.environ[VARIABLE]])
+    return OnDevice(comm, places[place])
 
 
 @dataclass(frozen=True)
