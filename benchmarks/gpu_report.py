@@ -44,14 +44,15 @@ INSTALL, DOCTOR, TESTS, ROWS = "install", "doctor", "tests", "rows"
 STEPS = (
     (INSTALL, "the package", 150),
     (DOCTOR, "what is there", 45),
-    (TESTS, "tests/compute/test_gpu.py", 90),
+    (TESTS, "tests/compute/test_gpu.py", 60),
     (ROWS, "gpu_steps", 75),
-    (TESTS, "tests/sequential/test_nccl_gpu.py", 120),
+    (TESTS, "tests/sequential/test_nccl_gpu.py", 90),
     (ROWS, "gpu_calls", 60),
-    (ROWS, "gpu_exchange", 45),
-    (TESTS, "tests/communicators/test_nccl_gpu.py", 150),
+    (ROWS, "gpu_exchange", 60),
+    (TESTS, "tests/parallel/test_nccl_gpu.py", 90),
     (TESTS, "tests/parallel/test_gpu.py", 60),
     (TESTS, "tests/project/test_docs.py", 45),
+    (TESTS, "tests/communicators/test_nccl_gpu.py", 300),
 )
 
 

@@ -78,3 +78,15 @@ def nccl(stand_in: dict[str, str]) -> Iterator[RankPool]:
     pool = RankPool("nccl", 4, environment=stand_in)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def gpu(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """One or two ranks on GPUs, over NCCL's own library."""
+    from support.on_device import gpus, why_not  # which loads torch
+
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    pool = RankPool("nccl", request.param, **gpus(request.param))
+    yield pool
+    pool.close()

@@ -36,18 +36,20 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def flat(module: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()]).numpy()
+    return torch.cat([p.detach().reshape(-1).double() for p in module.parameters()]).cpu().numpy()
 
 
 def batch_loss(module: nn.Module, *seed: int) -> torch.Tensor:
-    data = torch.from_numpy(reference.draw(*seed)).float()
+    data = torch.from_numpy(reference.draw(*seed)).to(next(module.parameters()))
     inputs, targets = data[:, : reference.INPUTS], data[:, reference.INPUTS :]
     return nn.functional.mse_loss(module(inputs), targets)
 
 
-def train(comm: Any, losses: list[float], batches: int, arguments: Any) -> np.ndarray:
+def train(
+    comm: Any, losses: list[float], batches: int, arguments: Any, device: str = "cpu"
+) -> np.ndarray:
     """Return what this rank holds after every batch, of all epochs."""
-    layer = linear()
+    layer = linear().to(device)
     daso = DASO(sgd(layer), len(losses), comm, **arguments)
     module = DataParallelMultiGPU(layer, daso)
     daso.last_batch = batches

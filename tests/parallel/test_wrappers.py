@@ -55,12 +55,14 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def train(model: nn.Module, rank: int, size: int, accumulation: str) -> None:
-    """Train on a rank's shares, each in one piece or in two."""
+def train(
+    model: nn.Module, rank: int, size: int, accumulation: str, device: str = "cpu"
+) -> torch.optim.Optimizer:
+    """Train on a rank's shares, each in one piece or in two; return the optimizer."""
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     for x, y in batches():
         optimizer.zero_grad()
-        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+        x, y = (tensor.chunk(size)[rank].to(device) for tensor in (x, y))
         if accumulation != "none":
             waiting: Any = getattr(model, "no_sync", contextlib.nullcontext)
             half = len(x) // 2
@@ -70,6 +72,7 @@ def train(model: nn.Module, rank: int, size: int, accumulation: str) -> None:
         else:
             model((x, y), None).backward()
         optimizer.step()
+    return optimizer
 
 
 def check(comm: Any, model: nn.Module, expected: nn.Module, what: str) -> None:
@@ -86,7 +89,7 @@ def check(comm: Any, model: nn.Module, expected: nn.Module, what: str) -> None:
     else:
         gathered = contextlib.nullcontext()
     with gathered:
-        tensors = [p.detach().clone() for p in model.parameters()]
+        tensors = [p.detach().to(comm.device, copy=True) for p in model.parameters()]
     assert sum(t.numel() for t in tensors) == sum(p.numel() for p in plain.parameters())
     assert_equal_on_all(comm, tensors)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import pytest
 import torch
 from support import tasks
 from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
-from support.on_device import gpus, why_not
 from support.rank_pool import RankPool
 from support.reports import Report, report
 
@@ -28,15 +27,6 @@ pytestmark = pytest.mark.gpu
 
 SHARES = (30, 41)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def gpu(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    if reason := why_not(request.param):
-        pytest.skip(reason)
-    pool = RankPool("nccl", request.param, **gpus(request.param))
-    yield pool
-    pool.close()
 
 
 def train(comm: Any, name: str, average: bool) -> tuple[str, dict[str, list[np.ndarray]]]:

@@ -19,11 +19,11 @@ from tagi_ddp.sharding import (
 from tagi_ddp.sharding.collectives import Transport
 
 
-def check(comm: Any, case: Case) -> None:
+def check(comm: Any, case: Case, device: str) -> None:
     """Compare every function, forward and backward, on a rank, with the unsharded computation."""
     rank, ranks, dim, shapes = comm.rank, comm.size, case.dim, case.shapes
-    whole = case.whole(0)
-    wholes = [case.whole(1 + r) for r in range(ranks)]
+    whole = case.whole(0).to(device)
+    wholes = [case.whole(1 + r).to(device) for r in range(ranks)]
     summed = total(wholes)
 
     def compare(name: str, function: Any, given: Any, gradient: Any, out: Any, back: Any) -> None:
@@ -98,10 +98,10 @@ def check(comm: Any, case: Case) -> None:
     )
 
 
-def check_all(comm: Any) -> int:
+def check_all(comm: Any, device: str = "cpu") -> int:
     done = 0
     for case in cases(comm.size):
-        check(comm, case)
+        check(comm, case, device)
         done += 1
     return done
 

@@ -68,9 +68,9 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(lengths[:ranks], 3, (2, 3), layout="channels_last_3d")
 
 
-def check(comm: Any, case: Case) -> None:
+def check(comm: Any, case: Case, device: str) -> None:
     """Compare both functions, forward and backward, on a rank, with the unsharded tensors."""
-    whole, gradient, rank = case.whole(0), case.whole(1), comm.rank
+    whole, gradient, rank = case.whole(0).to(device), case.whole(1).to(device), comm.rank
     sequence, heads = case.by_sequence, case.by_heads
     out, back = run(
         lambda x: shard_heads(x, case.shapes, comm),
@@ -92,8 +92,8 @@ def check(comm: Any, case: Case) -> None:
     expect("shard_sequence, backward of a sum", case, back, torch.ones_like(part))
 
 
-def check_all(comm: Any) -> int:
-    return len([check(comm, case) for case in cases(comm.size)])
+def check_all(comm: Any, device: str = "cpu") -> int:
+    return len([check(comm, case, device) for case in cases(comm.size)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

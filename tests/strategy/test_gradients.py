@@ -25,10 +25,13 @@ def place(comm: Any, model: int, ensemble: int | None) -> GroupLayout:
     return EnsembleLayout(comm.size, model, 1, comm.rank, ensemble)
 
 
-def worst(comm: Any, model: int, ensemble: int | None) -> dict[str, float]:
-    """Return how far each parameter's gradient, the mean over ranks, is from what it should be."""
+def worst(comm: Any, model: int, ensemble: int | None, device: str = "cpu") -> dict[str, float]:
+    """Return how far each parameter's gradient, the mean over ranks, is from what it should be.
+
+    The model is on ``device``, and the unsplit one on the CPU.
+    """
     layout = place(comm, model, ensemble)
-    net = Net(seed=1)
+    net = Net(seed=1).to(device)
     scale_gradients(net, GroupLayout(comm.size, comm.size, 1, comm.rank))  # undone by the next
     scale_gradients(net, layout)
     number, groups = sample_group(layout)
@@ -40,6 +43,7 @@ def worst(comm: Any, model: int, ensemble: int | None) -> dict[str, float]:
         batches.append((x, target, [draw(generator, *x.shape) for _ in range(members)]))
 
     x, target, noises = batches[number]
+    x, target, *noises = (tensor.to(device) for tensor in (x, target, *noises))
     member = layout.member if isinstance(layout, EnsembleLayout) else 0
     color = layout.subgroup_ranks.start if isinstance(layout, EnsembleLayout) else comm.rank
     with comm.split(layout.model_group) as group, comm.split(color) as subgroup:
@@ -51,7 +55,7 @@ def worst(comm: Any, model: int, ensemble: int | None) -> dict[str, float]:
     for (name, own), expected in zip(net.named_parameters(), whole.parameters(), strict=True):
         assert expected.grad.abs().max() > 1e-3
         comm.all_reduce(own.grad, "mean")
-        distances[name] = float((own.grad - expected.grad).abs().max())
+        distances[name] = float((own.grad.cpu() - expected.grad).abs().max())
     return distances
 
 
