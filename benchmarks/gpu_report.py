@@ -49,7 +49,7 @@ STEPS = (
     (TESTS, "tests/sequential/test_nccl_gpu.py", 90),
     (ROWS, "gpu_calls", 60),
     (ROWS, "gpu_exchange", 60),
-    (TESTS, "tests/parallel/test_nccl_gpu.py", 90),
+    (TESTS, "tests/parallel/test_nccl_gpu.py", 150),
     (TESTS, "tests/parallel/test_gpu.py", 60),
     (TESTS, "tests/project/test_docs.py", 45),
     (TESTS, "tests/communicators/test_nccl_gpu.py", 300),
