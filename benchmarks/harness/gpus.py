@@ -24,6 +24,7 @@ Ways = dict[str, Callable[[], object]]
 STAND_IN = "stand-in"  # the name of a device of the tests' libraries, whose memory is the host's
 _FIRST_NCCL_THAT_SHARES = 23000  # as NCCL numbers its versions
 _MPS, _MPS_FOLDER = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
+_MPS_LIMIT = 10.0  # seconds for it to begin, and to end
 
 
 @dataclass(frozen=True)
@@ -72,27 +73,33 @@ def _why_not(ranks: int) -> str:
 def at_once_on_a_gpu() -> Iterator[None]:
     """Let new processes use a GPU at the same time, by NVIDIA's MPS, where that is installed.
 
-    Without it they take turns of some milliseconds, which then is what an exchange takes.
+    Without it they take turns of some milliseconds, which then is what an exchange takes. One that
+    runs already, and the variable of its folder, are left alone.
     """
-    if shutil.which(_MPS) is None:
+    if _MPS_FOLDER in os.environ or shutil.which(_MPS) is None:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="tagi_ddp_mps.") as folder:
         variables = {_MPS_FOLDER: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         environment = os.environ | variables
-        with subprocess.Popen([_MPS, "-f"], env=environment, stdin=subprocess.DEVNULL) as daemon:
-            try:
-                control, end = Path(folder) / "control", time.monotonic() + 10
-                while not control.exists() and daemon.poll() is None and time.monotonic() < end:
-                    time.sleep(0.05)
+        daemon = subprocess.Popen([_MPS, "-f"], env=environment, stdin=subprocess.DEVNULL)
+        try:
+            control, end = Path(folder) / "control", time.monotonic() + _MPS_LIMIT
+            while not control.exists() and daemon.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            if control.exists():  # else the rows say nothing of MPS
                 os.environ.update(variables)
-                yield
-            finally:
-                for name in variables:
-                    os.environ.pop(name, None)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # its server, too
-                    subprocess.run([_MPS], input=b"quit\n", env=environment, timeout=10)
-                daemon.terminate()
+            yield
+        finally:
+            for name in variables:
+                os.environ.pop(name, None)
+            if daemon.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    # Its server ends, too.
+                    subprocess.run([_MPS], input=b"quit\n", env=environment, timeout=_MPS_LIMIT)
+                    daemon.wait(_MPS_LIMIT)
+            daemon.kill()
+            daemon.wait()
 
 
 @contextlib.contextmanager

@@ -176,10 +176,17 @@ def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
     """
     reduced = False
 
+    def has_gradients() -> bool:
+        return any(bool(p.grad.any()) for p in model.parameters() if p.grad is not None)
+
+    def before_forward(*_: Any) -> None:
+        # What zero_grad() has cleared, the forward of one rank on a GPU may show once more.
+        nonlocal reduced
+        reduced = reduced and has_gradients()
+
     def before_backward(*_: Any) -> None:
         nonlocal reduced
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if reduced and any(bool(grad.any()) for grad in grads):
+        if reduced and has_gradients():
             raise RuntimeError(
                 "with cpu_offload a second backward() would replace the gradients of the first: "
                 "put all but the last of a step under model.no_sync(), and call zero_grad() after "
@@ -187,6 +194,7 @@ def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
             )
         reduced = model._sync_gradients
 
+    model.register_forward_pre_hook(before_forward)
     model.register_full_backward_pre_hook(before_backward)
 
 

@@ -42,7 +42,7 @@ def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
 class DeviceAgreement:
     """What follows from the words of all ranks, the ``table``, [ranks, words].
 
-    Tensors of one element; numbers where the host knows them. ``divisor`` None: 1.
+    The others are tensors of one element, or a number where the host knows it. ``divisor`` None: 1.
     """
 
     table: Tensor

@@ -56,9 +56,10 @@ class SequentialInterface:
 
     def to_device(self, device: str) -> None:
         """Raise ValueError unless the replica lives on ``device`` already: it cannot be moved."""
-        if device != self._replica.device:
+        lives = self._replica.device
+        if device not in (lives, lives.removesuffix(":0")):  # "cuda" is pytagi's first GPU
             raise ValueError(
-                f"to_device() got {device!r}, but the replica lives on {self._replica.device}: "
+                f"to_device() got {device!r}, but the replica lives on {lives}: "
                 "choose by device= when the network is wrapped"
             )
 

@@ -196,6 +196,7 @@ def test_devices_are_for_torch(compute: Any, device: str) -> None:
 def test_a_replica_cannot_be_moved(device: str) -> None:
     model = accelerate(fresh("mlp"), device=device)
     model.to_device(device)
+    model.to_device("cpu")
     with pytest.raises(ValueError, match=f"got 'cuda:0', but the replica lives on {device}: "):
         model.to_device("cuda:0")
     learn(model, *NETWORKS["mlp"].batch(0, 6))

@@ -151,8 +151,7 @@ def all_optimizers(comm: Any, blocking: bool, device: str = "cpu") -> list[Tenso
                     set_to_none=set_to_none,
                 )
             )
-        # A GPU may add up in another order each time.
-        same = 0 if device == "cpu" else 1e-12
+        same = 0 if device == "cpu" else 1e-12  # a GPU adds up in any order
         assert all(distance(end, ends[0]) <= same for end in ends), "the loop's order matters"
         found += [value.cpu() for value in ends[0]]
     return found

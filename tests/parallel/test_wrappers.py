@@ -238,6 +238,11 @@ def lost(comm: Any, path: str) -> None:
         model((x, y), None).backward()
         with pytest.raises(RuntimeError, match="with cpu_offload a second backward"):
             model((x, y), None).backward()
+        model.zero_grad()
+        loss = model((x, y), None)
+        for parameter in model.parameters():  # as one rank on a GPU shows them
+            parameter.grad = torch.ones_like(parameter)
+        loss.backward()
 
 
 def test_gradients_that_offloading_would_lose(shm: RankPool, tmp_path: Path) -> None:

@@ -231,6 +231,37 @@ def test_ranks_that_cannot_share_a_gpu(
         assert row.ratio is None
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_ranks_are_at_once_on_a_gpu(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program that stands in for MPS's; a daemon that cannot begin changes nothing."""
+    from benchmarks.harness.gpus import at_once_on_a_gpu
+
+    variable, program = "CUDA_MPS_PIPE_DIRECTORY", tmp_path / "nvidia-cuda-mps-control"
+    wait = 'mkfifo "$folder/control"; read -r line < "$folder/control"; exit 0'
+    daemon = wait if ends else "exit 1"
+    program.write_text(
+        f'#!/bin/sh\nfolder="${variable}"\n'
+        f'if [ "$1" = -f ]; then {daemon}; fi\ncat > "$folder/control"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = children.read_text()
+    with at_once_on_a_gpu():
+        folder = os.environ.get(variable)
+        assert (folder is not None) == ends
+        if folder:
+            with at_once_on_a_gpu():  # as for a user who has started MPS
+                assert os.environ[variable] == folder
+            assert os.environ[variable] == folder
+    assert variable not in os.environ
+    assert folder is None or not Path(folder).exists()
+    assert children.read_text() == before
+
+
 def test_failure_of_a_rank_is_told(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

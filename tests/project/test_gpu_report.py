@@ -88,8 +88,8 @@ def outcomes(step: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     process = start(("tests", str(tmp_path), 500), ("rows", "gpu_steps", 60))
-    text = tmp_path / "gpu.txt"  # replaced after the other file
-    while not text.exists() or "1 passed" not in text.read_text():
+    last = tmp_path / "gpu.txt"  # the second of the two files
+    while not last.exists() or "1 passed" not in last.read_text():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(number)
@@ -103,11 +103,11 @@ def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
         "ended early" if told else "running",
         "has not begun",
     ]
-    told_as_text = text.read_text()
+    text = last.read_text()
     for test in ("test_slow", "test_after"):
-        assert re.search(f"no result of .*::{test}\n", told_as_text)
-    assert "- rows, gpu_steps: has not begun\n" in told_as_text
-    assert told_as_text.count("no result of") == 2
+        assert re.search(f"no result of .*::{test}\n", text)
+    assert "- rows, gpu_steps: has not begun\n" in text
+    assert text.count("no result of") == 2
 
 
 def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -18,3 +20,17 @@ def test_as_on_the_host(batches: tuple[int, int], average: bool) -> None:
     assert (1 if device.divisor is None else device.divisor) == host.divisor(average)
     assert device.cap == host.cap(average)
     assert not device.refused
+
+
+@pytest.mark.parametrize(
+    ("value", "refused"),
+    [(math.nan, True), (math.inf, True), (-math.inf, True), (3e38, False), (-3e38, False)],
+)
+@pytest.mark.parametrize("place", [0, 1, 999])
+def test_one_rank_refuses_what_is_not_finite(value: float, refused: bool, place: int) -> None:
+    deltas = torch.ones(1000)
+    deltas[place] = value
+    agreement = DeviceAgreement.of_one(deltas, 300, 4)
+    assert bool(agreement.refused) == refused
+    assert agreement.table[0].tolist() == [300, 0, not refused, 1]
+    assert agreement.cap == _backend.cap_factor(1200) * 2
