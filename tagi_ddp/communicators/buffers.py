@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import numpy as np
@@ -172,3 +173,9 @@ def equal_counts(total: int, ranks: int) -> list[int]:
     """Return how many of ``total`` elements each rank gets: the first ones get one more."""
     each, more = divmod(total, ranks)
     return [each + (rank < more) for rank in range(ranks)]
+
+
+def cut(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Return so many elements of a flat array each, one after the other, in its memory."""
+    ends = accumulate(counts, initial=0)
+    return [array[begin:end] for begin, end in pairwise(ends)]

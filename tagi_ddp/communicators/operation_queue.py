@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -91,10 +92,14 @@ class OperationQueue:
             ticket.run(operation)
             del ticket, operation  # which holds the caller's buffers
 
-    def close(self) -> None:
-        """Wait for what has a ticket, each ending within its own limit, and end the thread."""
+    def close(self, limit: float | None = None) -> None:
+        """Wait for what has a ticket, each ending within its own limit, and end the thread.
+
+        What is stuck for ``limit`` seconds is left alone.
+        """
         if self._last is not None:
-            self._last.exception()
+            with suppress(futures.TimeoutError):
+                self._last.exception(limit)
         if self._thread is not None:
             self._asynchronous.put(None)
-            self._thread.join()
+            self._thread.join(limit)

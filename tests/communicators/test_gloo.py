@@ -31,6 +31,14 @@ class TestFlat(WholeContract):
     levels = "0"
 
 
+class TestApart(WholeContract):
+    """Each rank on an emulated host of its own."""
+
+    backend = "gloo"
+    sizes = (3,)
+    hosts = "abc"
+
+
 class TestTwoLevels(WholeContract):
     """On emulated hosts, one with the first and the last rank."""
 

@@ -23,6 +23,7 @@ from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.flat import Flat
 from tagi_ddp.communicators.host.memory import HostMemory
 from tagi_ddp.communicators.host.one_host import OneHost
+from tagi_ddp.communicators.host.reduce import reduce_rows
 from tagi_ddp.communicators.host.two_level import TwoLevel, number_of_lanes, ranks_by_host
 
 _FEW_OF_ALL = 1 << 15  # bytes that messages of the handshake gather at most
@@ -49,11 +50,13 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
             self._engine = make("all", list(range(self.size)), call)
             told = {**handshake.gather(own), self.rank: own}
             hosts = ranks_by_host(self._channel.hosts)
-            self._way = Flat(self._engine, self.rank, self.size, len(hosts) == self.size > 1)
-            if len(hosts) < self.size and all(wanted for wanted, *_ in told.values()):
+            self._way = flat = Flat(self._engine, self.rank, self.size)
+            if len(hosts) == self.size > 1:
+                flat.set_apart(handshake)
+            elif len(hosts) < self.size and all(wanted for wanted, *_ in told.values()):
                 if all(len({told[rank][2] for rank in ranks}) == 1 for ranks in hosts):
                     tokens = [told[ranks[0]][1] for ranks in hosts]
-                    self._way = self._open_memory(self._way, hosts, tokens, handshake, call, make)
+                    self._way = self._open_memory(flat, hosts, tokens, handshake, call, make)
                 elif self.rank == 0:
                     warnings.warn(
                         "ranks of one host belong to several users, who cannot share its memory: "
@@ -123,13 +126,13 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         self, handshake: Handshake, data: HostElements, dst: int, limit: float
     ) -> None:
         assert self._engine is not None
-        handshake.carry(self._engine.send(data.array, dst, limit))
+        handshake.carry(self._engine.send(data.array, dst, handshake))
 
     def _engine_recv(
         self, handshake: Handshake, data: HostElements, src: int, limit: float
     ) -> None:
         assert self._engine is not None
-        handshake.carry(self._engine.recv(data.array, src, limit))
+        handshake.carry(self._engine.recv(data.array, src, handshake))
 
     def _engine_close(self, clean: bool) -> None:
         if self._memory is not None:
@@ -145,6 +148,11 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     ) -> None:
         self._tell_place(call, source)
         handshake = self._handshake(call)
+        if self._few(source.array.nbytes):
+            rows = self._gather_few(handshake, source.array)
+            reduce_rows(rows, source.dtype, op, target.array, self.size)
+            handshake.leave()
+            return
         self._way.all_reduce(handshake, source, target, op)
         self._done(handshake, call)
 
@@ -171,17 +179,11 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     ) -> None:
         self._tell_place(call, target)
         kind = target.array.dtype
-        most, all_bytes = max(counts) * kind.itemsize, sum(counts) * kind.itemsize
-        if most <= self._way.few and all_bytes <= _FEW_OF_ALL:
-            handshake = self._handshake(call)
-            own = source.array.tobytes().hex()
-            told = {**handshake.gather(own), self.rank: own}
-            ends = np.cumsum(counts)
-            for rank, (count, end) in enumerate(zip(counts, ends, strict=True)):
-                target.array[end - count : end] = np.frombuffer(bytes.fromhex(told[rank]), kind)
+        handshake = self._handshake(call)
+        if self._few(max(counts) * kind.itemsize):
+            target.array[...] = np.concatenate(self._gather_few(handshake, source.array))
             handshake.leave()
             return
-        handshake = self._handshake(call)
         self._way.all_gather(handshake, source, target, counts)
         self._done(handshake, call)
 
@@ -206,6 +208,16 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
                     )
         self._way.all_to_all(handshake, source, target, sent, received)
         self._done(handshake, call)
+
+    def _few(self, size: int) -> bool:
+        """Tell whether messages of the handshake should gather at most so many bytes of a rank."""
+        return size <= self._way.few and size * self.size <= _FEW_OF_ALL
+
+    def _gather_few(self, handshake: Handshake, array: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of all ranks."""
+        own = array.tobytes().hex()
+        told = {**handshake.gather(own), self.rank: own}
+        return [np.frombuffer(bytes.fromhex(told[rank]), array.dtype) for rank in range(self.size)]
 
     def _done(self, handshake: Handshake, call: Call) -> None:
         self._copied = call.number

@@ -20,18 +20,23 @@ _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use agai
 class Flat:
     """Rank ``rank`` of ``size`` ranks of ``engine``; a handshake brings them together.
 
-    ``apart``: each is on a host of its own, where the engine's own sums are faster. Else numbers
-    are added in the order of the ranks. All ranks receive the same bits.
+    All ranks receive the same bits: numbers are added in the order of the ranks, or the engine's.
     """
 
-    few = 256
+    few = 1024
     """Bytes of a rank that messages of the handshake gather no slower than an engine."""
 
-    def __init__(self, engine: Engine, rank: int, size: int, apart: bool = False) -> None:
+    def __init__(self, engine: Engine, rank: int, size: int) -> None:
         self.engine = engine
         self.rank = rank
         self.size = size
-        self._apart = apart
+        self._apart = False
+        self._meets = True  # before sums
+
+    def set_apart(self, handshake: Handshake) -> None:
+        """Let the engine sum, which is faster where each rank is on a host of its own."""
+        self._apart = True
+        self._meets = not self.engine.prepare_sums(handshake)
 
     def meet(self, handshake: Handshake) -> None:
         """Bring all ranks together, as all collectives but `all_to_all` do first."""
@@ -45,27 +50,36 @@ class Flat:
     def all_reduce(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        handshake.meet()
         if self._apart:
-            total = widen(source.array, source.dtype)
-            if total is source.array:
-                total = target.array
-                if target.array.ctypes.data != source.array.ctypes.data:
-                    total[...] = source.array
-            handshake.carry(self.engine.all_reduce(total, op, handshake.left()))
-            result = finish(total, target.dtype, op, self.size)
-            if result is not target.array:
-                target.array[...] = result
+            self._all_reduce_apart(handshake, source, target, op)
             return
+        handshake.meet()
         step = _PART // source.array.itemsize
         for start in range(0, source.count, step):
             part = slice(start, min(start + step, source.count))
             counts = equal_counts(part.stop - start, self.size)
             mine = np.empty(counts[self.rank], source.array.dtype)
             self._scatter(handshake, source.dtype, source.array[part], mine, counts, op)
-            handshake.carry(
-                self.engine.all_gather(mine, target.array[part], counts, handshake.left())
-            )
+            handshake.carry(self.engine.all_gather(mine, target.array[part], counts, handshake))
+
+    def _all_reduce_apart(
+        self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
+    ) -> None:
+        if self._meets:
+            handshake.meet()
+        else:
+            handshake.begin()
+        total = widen(source.array, source.dtype)
+        if total is source.array:
+            total = target.array
+            if target.array.ctypes.data != source.array.ctypes.data:
+                total[...] = source.array
+        handshake.carry(self.engine.all_reduce(total, op, handshake))
+        if not self._meets:
+            handshake.met()
+        result = finish(total, target.dtype, op, self.size)
+        if result is not target.array:
+            target.array[...] = result
 
     def reduce_scatter(
         self,
@@ -108,26 +122,24 @@ class Flat:
         received = [own.size * (rank != self.rank) for rank in range(self.size)]
         rows = np.empty((self.size - 1, own.size), own.dtype)
         there = others[0] if len(others) == 1 else np.concatenate(others)
-        ready = self.engine.all_to_all(there, rows.reshape(-1), sent, received, handshake.left())
+        ready = self.engine.all_to_all(there, rows.reshape(-1), sent, received, handshake)
         return ready, [*rows[: self.rank], own, *rows[self.rank :]]
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
         handshake.meet()
-        handshake.carry(self.engine.broadcast(data.array, root, handshake.left()))
+        handshake.carry(self.engine.broadcast(data.array, root, handshake))
 
     def all_gather(
         self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
         handshake.meet()
-        handshake.carry(
-            self.engine.all_gather(source.array, target.array, counts, handshake.left())
-        )
+        handshake.carry(self.engine.all_gather(source.array, target.array, counts, handshake))
 
     def gather_rows(self, handshake: Handshake, row: np.ndarray) -> np.ndarray:
         """Return the rows of all ranks, which are alike in length."""
         rows = np.empty((self.size, row.size), row.dtype)
         counts = [row.size] * self.size
-        handshake.carry(self.engine.all_gather(row, rows.reshape(-1), counts, handshake.left()))
+        handshake.carry(self.engine.all_gather(row, rows.reshape(-1), counts, handshake))
         return rows
 
     def all_to_all(
@@ -139,5 +151,5 @@ class Flat:
         received: list[int],
     ) -> None:
         handshake.carry(
-            self.engine.all_to_all(source.array, target.array, sent, received, handshake.left())
+            self.engine.all_to_all(source.array, target.array, sent, received, handshake)
         )

@@ -5,12 +5,13 @@ GLOO_SOCKET_IFNAME, a list of network interfaces, overrules the choice among thi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ import torch.distributed as dist
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Ready
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.host import messages
+from tagi_ddp.communicators.host.messages import Wait
+from tagi_ddp.communicators.operation_queue import OperationQueue
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -28,7 +32,9 @@ if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
 from torch._C._distributed_c10d import Store
 
 _ADDRESS = 30.0  # seconds in which what all ranks said when they made the engine must come
-_COPIES = 1 << 23  # bytes up to which a rank sends each other one a copy of what all are to have
+_STUCK = 1.0  # seconds after which a thread that waits though connections were cut is left alone
+# Tags: of messages from rank to rank; the first of collectives; one that nothing has.
+_MESSAGE, _COLLECTIVE, _UNUSED = 0, 1, (1 << 31) - 1
 
 
 class GlooEngine:
@@ -36,72 +42,39 @@ class GlooEngine:
 
     gloo's ranks wait for each other's leave to send, which comes behind what is under way: on one
     connection, large messages take turns. So there are two, for messages up, to higher ranks, and
-    for messages down.
+    for messages down. gloo's own collectives are slower than those of its messages.
     """
 
     chunks = 2
 
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
-        options._threads = 2
-        self._rank = ranks.index(channel.rank)
-        self._groups: list[Any] = []
-        # They connect two ranks when these first have something to tell each other.
-        self._stores = [_ChannelStore(channel, f"{name} {way} ") for way in ("up", "down")]
-        for store in self._stores:
-            options._devices = _devices(channel.address)
-            options._timeout = timedelta(seconds=call.left())
-            group: Any = dist.ProcessGroupGloo(store, self._rank, len(ranks), options)
-            self._groups.append(group)
+        self.rank = ranks.index(channel.rank)
+        self.size = len(ranks)
+        self.connected: set[tuple[int, int]] = set()  # from a rank to another
+        self.up, self.down = (
+            _Context(channel, f"{name} {way} ", self.rank, self.size, call)
+            for way in ("up", "down")
+        )
         self._lock = threading.Lock()
-        self._held: list[tuple[Any, list[torch.Tensor]]] = []  # operations, and their memory
+        # Threads wait for the messages: no wait of gloo's ends early without cutting connections.
+        self._queues = {
+            name: OperationQueue(f"tagi_ddp.gloo.{name}") for name in ("collectives", "in", "out")
+        }
 
-    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        options.timeout = timedelta(seconds=limit)
-        numbers = _as_numbers(array, op)
-        memory = [torch.from_numpy(numbers)]
-        works = [self._hold(self._groups[0].allreduce(memory, options), memory)]
+    def prepare_sums(self, handshake: Handshake) -> bool:
+        handshake.carry(self._collective(handshake, messages.connect))
+        return True
 
-        def ready(seconds: float) -> bool:
-            if not _complete(works, seconds):
-                return False
-            if numbers is not array:
-                _take_numbers(numbers, array, op)
-            return True
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
+        return self._collective(handshake, messages.all_reduce, array, op)
 
-        return ready if array.size else _at_once
-
-    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
-        works = [self._broadcast_async(array, root, limit)] if array.size else []
-        return partial(_complete, works)
-
-    def _broadcast_async(self, array: np.ndarray, root: int, limit: float) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        options.timeout = timedelta(seconds=limit)
-        memory = [_bytes(array)]
-        return self._hold(self._groups[root % 2].broadcast(memory, options), memory)
+    def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:
+        return self._collective(handshake, messages.broadcast, array, root)
 
     def all_gather(
-        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], handshake: Handshake
     ) -> Ready:
-        # gloo's own all_gather takes equal counts only.
-        ranks = len(counts)
-        if max(counts) * ranks * array.itemsize <= _COPIES:
-            copies = np.tile(array, ranks)
-            return self.all_to_all(copies, out, [array.size] * ranks, counts, limit)
-        ends = np.cumsum(counts)
-        slices = [out[end - count : end] for count, end in zip(counts, ends, strict=True)]
-        slices[self._rank][...] = array
-        works = [
-            self._broadcast_async(part, root, limit)
-            for root, part in enumerate(slices)
-            if part.size
-        ]
-        return partial(_complete, works)
+        return self._collective(handshake, messages.all_gather, array, out, counts)
 
     def all_to_all(
         self,
@@ -109,49 +82,142 @@ class GlooEngine:
         out: np.ndarray,
         sent: list[int],
         received: list[int],
-        limit: float,
+        handshake: Handshake,
     ) -> Ready:
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=limit)
-        rank, ranks = self._rank, len(sent)
-        works = []
-        for way, group in enumerate(self._groups):
-            # To this rank itself: up.
-            goes = [(other < rank) == way for other in range(ranks)]
-            comes = [(other > rank) == way for other in range(ranks)]
-            memory = [
-                _bytes(_part(out, received, comes)),
-                _bytes(_part(array, sent, goes)),
-            ]
-            sizes = [
-                [array.itemsize * count * part for count, part in zip(counts, parts, strict=True)]
-                for counts, parts in ((received, comes), (sent, goes))
-            ]
-            works.append(self._hold(group.alltoall_base(*memory, *sizes, options), memory))
-        return partial(_complete, works)
+        return self._collective(handshake, messages.all_to_all, array, out, sent, received)
 
-    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
-        memory = [_bytes(array)]
-        return partial(_deliver, self._hold(self._groups[0].send(memory, dst, 0), memory), limit)
+    def send(self, array: np.ndarray, dst: int, handshake: Handshake) -> Ready:
+        return self._begin("out", _MESSAGE, handshake, lambda gloo: gloo.send(array, dst))
 
-    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
-        memory = [_bytes(array)]
-        return partial(_deliver, self._hold(self._groups[0].recv(memory, src, 0), memory), limit)
+    def recv(self, array: np.ndarray, src: int, handshake: Handshake) -> Ready:
+        return self._begin("in", _MESSAGE, handshake, lambda gloo: gloo.recv(array, src)())
 
-    def _hold(self, work: Any, memory: list[torch.Tensor]) -> Any:
-        """Remember what gloo's threads use, until they are done with it; return ``work``."""
+    def _collective(
+        self, handshake: Handshake, operation: Callable[..., None], *arguments: Any
+    ) -> Ready:
+        # Messages under one tag come in the order of the calls; those of other calls wait forever.
+        tag = _COLLECTIVE + int.from_bytes(handshake.word(), "big") % (_UNUSED - _COLLECTIVE)
+        return self._begin("collectives", tag, handshake, lambda gloo: operation(gloo, *arguments))
+
+    def _begin(
+        self, queue: str, tag: int, handshake: Handshake, operation: Callable[[_Messages], None]
+    ) -> Ready:
+        gloo = _Messages(self, tag, time.monotonic() + handshake.left())
+
+        def run() -> None:
+            operation(gloo)
+            gloo.sent()
+
         with self._lock:  # messages out have a thread of their own
-            self._held = [entry for entry in self._held if not entry[0].is_completed()]
-            self._held.append((work, memory))
-        return work
+            ticket = self._queues[queue].ticket(_Early)
+            self._queues[queue].start(ticket, run)
+
+        def ready(seconds: float) -> bool:
+            try:
+                ticket.wait(seconds)
+            except _Early:
+                return False
+            return True
+
+        return ready
 
     def close(self, clean: bool) -> None:
-        if not clean and not all(work.is_completed() for work, _ in self._held):
-            # Its destructor waits for operations that are stuck: leave it to the process's end. A
-            # thread of it that lets go of an array's memory then, without Python, would abort.
-            for kept in (self._groups, self._stores, self._held):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        self._groups, self._stores, self._held = [], [], []
+        contexts = self.up, self.down
+        if not clean:
+            for context in contexts:
+                context.cut()
+        for queue in self._queues.values():
+            queue.close(None if clean else _STUCK)
+        for context in contexts:
+            context.free()
+
+
+class _Messages:
+    """The messages of one operation, which is to end by ``deadline``, under one ``tag``."""
+
+    def __init__(self, engine: GlooEngine, tag: int, deadline: float) -> None:
+        self.rank, self.size = engine.rank, engine.size
+        self._engine = engine
+        self._tag = tag
+        self._deadline = deadline
+        self._sent: list[Wait] = []
+
+    def connect(self, dst: int, src: int) -> None:
+        # The first message between two ranks waits until the other one begins it too. So all ranks
+        # begin what goes up before what goes down, or they could wait in a circle.
+        hello, comes, known = np.zeros(1, np.uint8), [], self._engine.connected
+        for up in (True, False):
+            if (dst > self.rank) == up and (self.rank, dst) not in known:
+                self.send(hello, dst)
+            if (src < self.rank) == up and (src, self.rank) not in known:
+                comes.append(self.recv(hello.copy(), src))
+        for wait in comes:
+            wait()
+        known.update([(self.rank, dst), (src, self.rank)])
+
+    def send(self, array: np.ndarray, dst: int) -> None:
+        if array.size:
+            context = self._engine.up if dst > self.rank else self._engine.down
+            self._sent.append(self._wait(context.send(array, dst, self._tag)))
+
+    def sent(self) -> None:
+        while self._sent:
+            self._sent.pop()()
+
+    def recv(self, array: np.ndarray, src: int) -> Wait:
+        if array.size == 0:
+            return lambda: None
+        context = self._engine.up if src < self.rank else self._engine.down
+        return self._wait(context.recv(array, src, self._tag))
+
+    def _wait(self, work: Any) -> Wait:
+        def wait() -> None:
+            left = max(0.001, self._deadline - time.monotonic())
+            work.wait(timedelta(seconds=left))
+
+        return wait
+
+
+class _Context:
+    """A rank's part in a gloo context, which connects two ranks with their first message."""
+
+    def __init__(
+        self, channel: ControlChannel, name: str, rank: int, size: int, call: Call
+    ) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
+        options._threads = 1
+        options._devices = _devices(channel.address)
+        options._timeout = timedelta(seconds=call.left())
+        self._store: Any = _ChannelStore(channel, name)
+        self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
+        self._peer: int | None = None  # that is connected
+        self._cut = False
+
+    def send(self, array: np.ndarray, dst: int, tag: int) -> Any:
+        return self._begin(self._group.send, array, dst, tag)
+
+    def recv(self, array: np.ndarray, src: int, tag: int) -> Any:
+        return self._begin(self._group.recv, array, src, tag)
+
+    def _begin(self, begin: Callable[..., Any], array: np.ndarray, other: int, tag: int) -> Any:
+        if self._cut:
+            raise RuntimeError("this rank's communicator has failed")
+        work = begin([_bytes(array)], other, tag)
+        self._peer = other
+        return work
+
+    def cut(self) -> None:
+        """Let all that waits fail."""
+        self._cut = True
+        if self._peer is not None:  # a wait that times out cuts all connections
+            with contextlib.suppress(RuntimeError):
+                work = self._group.recv([_bytes(np.empty(1, np.uint8))], self._peer, _UNUSED)
+                work.wait(timedelta(milliseconds=1))
+
+    def free(self) -> None:
+        """Let go of the connections and of gloo's threads."""
+        self._cut = True
+        self._group = self._store = None
 
 
 class _ChannelStore(Store):
@@ -184,64 +250,8 @@ class _ChannelStore(Store):
             raise RuntimeError(f"no address came for {missing}")
 
 
-def _at_once(seconds: float) -> bool:
-    return True
-
-
-def _part(array: np.ndarray, counts: list[int], chosen: list[bool]) -> np.ndarray:
-    """Return the parts that are chosen, which lie together."""
-    ends = np.cumsum([0, *counts])
-    begins = [int(ends[i]) for i, part in enumerate(chosen) if part] or [0]
-    return array[
-        begins[0] : begins[0] + sum(c for c, part in zip(counts, chosen, strict=True) if part)
-    ]
-
-
-# What gloo can add up and compare, as torch names it; and where other integers are as large.
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-_WIDER = {"int16": np.int32, "uint16": np.int32, "uint32": np.int64}
-_SIGN = np.uint64(1 << 63)
-
-
-def _as_numbers(array: np.ndarray, op: ReduceOp) -> np.ndarray:
-    """Return what gloo can reduce: the array itself, or its values as another type."""
-    if array.dtype == np.uint64:  # which order as signed ones do once the highest bit is turned
-        return array.view(np.int64) if op == "sum" else (array ^ _SIGN).view(np.int64)
-    wider = _WIDER.get(array.dtype.name)
-    return array if wider is None else array.astype(wider)
-
-
-def _take_numbers(numbers: np.ndarray, array: np.ndarray, op: ReduceOp) -> None:
-    """Write back what `_as_numbers` has returned."""
-    if array.dtype != np.uint64:
-        array[...] = numbers.astype(array.dtype)
-    elif op != "sum":
-        array[...] = numbers.view(np.uint64) ^ _SIGN
-
-
-def _complete(works: list[Any], seconds: float) -> bool:
-    """Wait up to ``seconds`` for each operation that gloo runs on its threads."""
-    while works:
-        work = works[0]
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:
-            if not work.is_completed():
-                return False  # the wait timed out, not the operation
-            work.wait(timedelta(seconds=seconds))  # raises the operation's own error
-        works.pop(0)
-    return True
-
-
-def _deliver(work: Any, limit: float, _: float) -> bool:
-    """Wait for a message; the wait must not end early, as gloo then closes the connection."""
-    work.wait(timedelta(seconds=limit))
-    return True
+class _Early(Exception):
+    """A wait for an operation that is not complete yet."""
 
 
 def _devices(address: str) -> list[Any]:

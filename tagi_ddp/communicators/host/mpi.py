@@ -21,7 +21,7 @@ from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import close_all, open_channel, opened
-from tagi_ddp.communicators.control.handshake import Ready
+from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.communicators.host.mpi_library import MPI, start
@@ -62,15 +62,18 @@ class MpiEngine:
         finally:
             group.Free()
 
-    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
+    def prepare_sums(self, handshake: Handshake) -> bool:
+        return False  # MPI has too few tags to tell calls apart
+
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         self._sums = (self._sums + 1) % _SUMS
         return Sum(self._mpi, array, op, 1 + 2 * self._sums).ready
 
-    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+    def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:
         return Request(self._mpi.Ibcast([array, mpi_type(array)], root)).ready
 
     def all_gather(
-        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], handshake: Handshake
     ) -> Ready:
         kind = mpi_type(array)
         return Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind])).ready
@@ -81,17 +84,17 @@ class MpiEngine:
         out: np.ndarray,
         sent: list[int],
         received: list[int],
-        limit: float,
+        handshake: Handshake,
     ) -> Ready:
         kind = mpi_type(array)
         return Request(
             self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
         ).ready
 
-    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
+    def send(self, array: np.ndarray, dst: int, handshake: Handshake) -> Ready:
         return Request(self._mpi.Isend([array, mpi_type(array)], dst)).ready
 
-    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
+    def recv(self, array: np.ndarray, src: int, handshake: Handshake) -> Ready:
         return Request(self._mpi.Irecv([array, mpi_type(array)], src)).ready
 
     def close(self, clean: bool) -> None:

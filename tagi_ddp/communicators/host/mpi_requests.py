@@ -12,6 +12,7 @@ import numpy as np
 from tagi_ddp.communicators.buffers import equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.host.mpi_library import MPI
+from tagi_ddp.communicators.host.reduce import combine
 
 _SPIN = 0.002  # seconds of polling before the pauses begin
 _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they take long
@@ -20,8 +21,6 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 _PIECE, _FLYING = 60_000, 64
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
-
-_REDUCE = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 _pending: set[Operation] = set()  # MPI may write to their buffers, even when nothing waits
 
@@ -95,7 +94,7 @@ class Sum(Operation):
         ):
             piece, rows = self._own[self._reduced], self._rows[self._reduced]
             rows[self._mpi.rank] = piece
-            _REDUCE[self._op].reduce(rows, axis=0, out=piece)
+            combine(self._op).reduce(rows, axis=0, out=piece)
             self._told += [self._send(piece, peer, self._tag + 1) for peer in self._peers]
             self._reduced += 1
         return (

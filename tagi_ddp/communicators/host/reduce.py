@@ -17,19 +17,23 @@ def reduce_rows(
     16-bit floats accumulate in float32, if they do not come as such, and are rounded once; bfloat16
     comes and goes as uint16.
     """
-    combine = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
     with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
         first, *others = rows
         so_far = widen(first, dtype)
         total = out if so_far.dtype == out.dtype else np.empty_like(so_far)
         for row in others:
-            combine(so_far, widen(row, dtype), out=total)
+            combine(op)(so_far, widen(row, dtype), out=total)
             so_far = total
         if so_far is not total:  # of a single row
             total[...] = so_far
         result = finish(total, dtype, op, ranks)
         if result is not out:
             out[...] = result
+
+
+def combine(op: ReduceOp) -> np.ufunc:
+    """Return what reduces two arrays; a mean is a sum until `finish`."""
+    return {"min": np.minimum, "max": np.maximum}.get(op, np.add)
 
 
 def partial_op(op: ReduceOp) -> ReduceOp:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tagi_ddp.communicators.buffers import HostElements, equal_counts
+from tagi_ddp.communicators.buffers import HostElements, cut, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host.flat import Flat
@@ -75,7 +75,7 @@ class TwoLevel:
             begin = time.perf_counter()
             if self._lane is not None:
                 array = np.zeros(1 + size // 4 // self._lanes, np.float32)
-                handshake.carry(self._lane.engine.all_reduce(array, "sum", handshake.left()))
+                handshake.carry(self._lane.engine.all_reduce(array, "sum", handshake))
             times[i] = time.perf_counter() - begin
         return float(self._flat.gather_rows(handshake, times).max(axis=0).min())
 
@@ -114,7 +114,7 @@ class TwoLevel:
         def between(chunk: int) -> Ready | None:
             if self._lane is None:
                 return None
-            return self._lane.engine.all_reduce(sums[chunk], op, handshake.left())
+            return self._lane.engine.all_reduce(sums[chunk], op, handshake)
 
         def share(chunk: int) -> Ready | None:
             out = target.array[chunks[chunk]]
@@ -139,11 +139,11 @@ class TwoLevel:
         def between(chunk: int) -> Ready | None:
             part = data.array[chunks[chunk]]
             counts = self._slices(part.size)
-            own = _cut(part, counts)[self._memory.rank]
+            own = cut(part, counts)[self._memory.rank]
             mine[chunk] = own if host == self._host else np.empty_like(own)
             if self._lane is None:
                 return None
-            return self._lane.engine.broadcast(mine[chunk], host, handshake.left())
+            return self._lane.engine.broadcast(mine[chunk], host, handshake)
 
         def share(chunk: int) -> Ready | None:
             if host == self._host:
@@ -166,21 +166,21 @@ class TwoLevel:
         mine = np.empty(0, kind)
         if self._lane is not None:
             lane = self._memory.rank
-            own = _cut(block, slices[self._host])[lane]
+            own = cut(block, slices[self._host])[lane]
             lengths = [lengths[lane] for lengths in slices]
             mine = np.empty(sum(lengths), kind)
-            handshake.carry(self._lane.engine.all_gather(own, mine, lengths, handshake.left()))
+            handshake.carry(self._lane.engine.all_gather(own, mine, lengths, handshake))
         by_lane = [[lengths[lane] for lengths in slices] for lane in range(self._lanes)]
         everything = np.empty(sum(map(sum, by_lane)), kind)
         totals = [*map(sum, by_lane), *self._idle]
         run(self._gather_within(mine, everything, totals))
         parts = [
-            _cut(part, by_lane[i]) for i, part in enumerate(_cut(everything, totals)[: self._lanes])
+            cut(part, by_lane[i]) for i, part in enumerate(cut(everything, totals)[: self._lanes])
         ]
-        places = _cut(target.array, counts)
+        places = cut(target.array, counts)
         for host, ranks in enumerate(self._hosts):
             whole = np.concatenate([part[host] for part in parts])
-            for rank, part in zip(ranks, _cut(whole, sizes[host]), strict=True):
+            for rank, part in zip(ranks, cut(whole, sizes[host]), strict=True):
                 places[rank][...] = part
 
     def reduce_scatter(
@@ -194,9 +194,9 @@ class TwoLevel:
         self.meet(handshake)
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
         slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
-        given = _cut(source.array, counts)
+        given = cut(source.array, counts)
         blocks = [np.concatenate([given[rank] for rank in ranks]) for ranks in self._hosts]
-        by_host = [_cut(block, lengths) for block, lengths in zip(blocks, slices, strict=True)]
+        by_host = [cut(block, lengths) for block, lengths in zip(blocks, slices, strict=True)]
         ordered = np.concatenate([part[lane] for lane in range(self._lanes) for part in by_host])
         array = widen(ordered, source.dtype)
         totals = [sum(lengths[lane] for lengths in slices) for lane in range(self._lanes)]
@@ -207,13 +207,13 @@ class TwoLevel:
         own = slices[self._host]
         reduced = np.empty(0, target.array.dtype)
         if self._lane is not None:
-            pieces = _cut(mine, [lengths[self._memory.rank] for lengths in slices])
+            pieces = cut(mine, [lengths[self._memory.rank] for lengths in slices])
             ready, rows = self._lane.exchange(pieces, handshake)
             handshake.carry(ready)
             reduced = self._reduce_between(rows, source, op)
         block = np.empty(sum(own), target.array.dtype)
         run(self._gather_within(reduced, block, [*own, *self._idle]))
-        target.array[...] = _cut(block, sizes[self._host])[self._memory.rank]
+        target.array[...] = cut(block, sizes[self._host])[self._memory.rank]
 
     def all_to_all(
         self,
@@ -225,7 +225,7 @@ class TwoLevel:
     ) -> None:
         here = self._hosts[self._host]
         away = [rank for rank in range(self._flat.size) if rank not in here]
-        out, places = _cut(source.array, sent), _cut(target.array, received)
+        out, places = cut(source.array, sent), cut(target.array, received)
         near = np.empty(sum(received[rank] for rank in here), target.array.dtype)
         far = np.empty(sum(received[rank] for rank in away), target.array.dtype)
         ready = self._memory.begin(
@@ -242,12 +242,12 @@ class TwoLevel:
                 far,
                 [count * (rank in away) for rank, count in enumerate(sent)],
                 [count * (rank in away) for rank, count in enumerate(received)],
-                handshake.left(),
+                handshake,
             )
         )
         handshake.carry(ready)
         for ranks, came in ((here, near), (away, far)):
-            for rank, part in zip(ranks, _cut(came, [received[r] for r in ranks]), strict=True):
+            for rank, part in zip(ranks, cut(came, [received[r] for r in ranks]), strict=True):
                 places[rank][...] = part
 
     # Parts of them.
@@ -274,7 +274,7 @@ class TwoLevel:
         mine = np.frombuffer(handshake.word() + bytes([here]), np.uint8)
         words = np.empty((self._lane.size, mine.size), np.uint8)
         counts, out = [mine.size] * self._lane.size, words.reshape(-1)
-        ready = self._lane.engine.all_gather(mine, out, counts, handshake.left())
+        ready = self._lane.engine.all_gather(mine, out, counts, handshake)
 
         def agreed() -> bool:
             handshake.carry(ready)
@@ -347,11 +347,6 @@ def number_of_chunks(size: float, latency: float, rate: float, some: int) -> int
     if size < max(_WORTH, 16 * latency) * rate:
         some = int(min(some, size // _SMALL))
     return int(max(1, some, size // _LARGE))
-
-
-def _cut(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    ends = accumulate(counts, initial=0)
-    return [array[begin:end] for begin, end in pairwise(ends)]
 
 
 def _pipeline(handshake: Handshake, chunks: int, stages: list[Stage]) -> None:

@@ -1,0 +1,180 @@
+"""Collectives made of messages between two ranks, for an engine that moves no more than those.
+
+What is small takes few messages: each of 12 ranks deals with one other, then with one of the next
+pair, then with two of the other fours. What is large travels in a ring, in which every link carries
+the same, and no more than it must (Thakur, Rabenseifner and Gropp, Optimization of collective
+communication operations in MPICH, 2005, who call these recursive doubling and ring).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from tagi_ddp.communicators.buffers import cut, equal_counts
+from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.host.reduce import combine
+
+_SMALL = 1 << 13  # bytes that take no longer than the messages about them
+
+Wait = Callable[[], None]
+"""Returns when a message has come, called once; raises RuntimeError when it will not."""
+
+
+class Messages(Protocol):
+    """The messages of rank ``rank`` of ``size`` in one operation, in their order for each peer."""
+
+    rank: int
+    size: int
+
+    def connect(self, dst: int, src: int) -> None:
+        """Prepare to send to one rank and to receive from one, which prepare for it now."""
+        ...
+
+    def send(self, array: np.ndarray, dst: int) -> None:
+        """Begin to send a flat array."""
+        ...
+
+    def sent(self) -> None:
+        """Return when what has been sent may be written to."""
+        ...
+
+    def recv(self, array: np.ndarray, src: int) -> Wait:
+        """Begin to receive in a flat array."""
+        ...
+
+
+def connect(peers: Messages) -> None:
+    """Connect the ranks that deal with each other in sums."""
+    if peers.size > 1:
+        peers.connect((peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size)
+    nothing = np.empty(0)
+    for group in _groups(peers):
+        _exchange(peers, group, [nothing] * len(group), [nothing] * len(group))
+
+
+def all_reduce(peers: Messages, array: np.ndarray, op: ReduceOp) -> None:
+    """Reduce the arrays of all in place, to the same bits; a mean is left a sum.
+
+    Nothing is written to before all ranks have come.
+    """
+    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+        if _is_large(peers, array):
+            parts = cut(array, equal_counts(array.size, peers.size))
+            _reduce_around(peers, parts, op)
+            _gather_around(peers, parts, (peers.rank + 1) % peers.size)
+            return
+        total = array
+        for group in _groups(peers):
+            rows = np.empty((len(group), array.size), array.dtype)
+            mine = rows[group.index(peers.rank)]
+            mine[...] = total
+            _exchange(peers, group, [mine] * len(group), list(rows))
+            total = combine(op).reduce(rows, axis=0)
+        array[...] = total
+
+
+def all_gather(peers: Messages, array: np.ndarray, out: np.ndarray, counts: list[int]) -> None:
+    """Concatenate the arrays of all, of so many elements, in ``out``."""
+    parts = cut(out, counts)
+    parts[peers.rank][...] = array
+    if _is_large(peers, out):
+        _gather_around(peers, parts, peers.rank)
+        return
+    ends = list(accumulate(counts, initial=0))
+    stride = 1  # ranks whose parts this one has
+    for group in _groups(peers):
+        firsts = [rank - rank % stride for rank in group]
+        blocks = [out[ends[first] : ends[first + stride]] for first in firsts]
+        mine = blocks[group.index(peers.rank)]
+        _exchange(peers, group, [mine] * len(group), blocks)
+        stride *= len(group)
+
+
+def all_to_all(
+    peers: Messages, array: np.ndarray, out: np.ndarray, sent: list[int], received: list[int]
+) -> None:
+    """Send so many elements to each rank, and receive so many from each, in rank order."""
+    goes, comes = cut(array, sent), cut(out, received)
+    comes[peers.rank][...] = goes[peers.rank]
+    _exchange(peers, list(range(peers.size)), goes, comes)
+
+
+def broadcast(peers: Messages, array: np.ndarray, root: int) -> None:
+    """Copy the array of ``root`` to all."""
+    rank, size = peers.rank, peers.size
+    place = (rank - root) % size
+    have = 1  # which twice as many do after each round
+    while have < size:
+        if place < have and place + have < size:
+            peers.send(array, (rank + have) % size)
+        elif have <= place < 2 * have:
+            peers.recv(array, (rank - have) % size)()
+        have *= 2
+
+
+def _is_large(peers: Messages, array: np.ndarray) -> bool:
+    return peers.size > 1 and array.nbytes > _SMALL * peers.size
+
+
+def _groups(peers: Messages) -> Iterator[list[int]]:
+    """Return this rank's groups: first of neighbours, then of the first groups, and so on."""
+    stride = 1
+    while stride < peers.size:
+        rest = peers.size // stride
+        factor = next(f for f in range(2, rest + 1) if rest % f == 0)
+        first = peers.rank - peers.rank // stride % factor * stride
+        yield [first + i * stride for i in range(factor)]
+        stride *= factor
+
+
+def _exchange(
+    peers: Messages, group: list[int], goes: list[np.ndarray], comes: list[np.ndarray]
+) -> None:
+    """Send to each other of a group what goes to it, and receive what comes from it."""
+    place, size = group.index(peers.rank), len(group)
+    waits: deque[Wait] = deque()
+    for step in range(1, size):
+        to, since = (place + step) % size, (place - step) % size
+        peers.connect(group[to], group[since])
+        # First, as word of it would come behind what this rank sends.
+        waits.append(peers.recv(comes[since], group[since]))
+        peers.send(goes[to], group[to])
+        if comes[since].nbytes > _SMALL:  # what several send at once, a network may lose
+            waits.popleft()()
+    for wait in waits:
+        wait()
+
+
+def _reduce_around(peers: Messages, parts: list[np.ndarray], op: ReduceOp) -> None:
+    """Reduce the part behind this rank's own in place: a sum goes around the ring for each."""
+    rank, steps = peers.rank, peers.size - 1
+    before, after = (rank - 1) % peers.size, (rank + 1) % peers.size
+    peers.connect(after, before)
+    rows = np.empty((min(2, steps), parts[0].size), parts[0].dtype)
+    total = parts[rank]
+    for step in range(steps):
+        own = parts[rank - 1 - step]
+        if step > 1:
+            peers.sent()
+        row = rows[step % 2, : own.size]
+        wait = peers.recv(row, before)
+        peers.send(total, after)
+        wait()
+        # All have come once a sum has gone around.
+        total = combine(op)(row, own, out=row if step < steps - 1 else own)
+
+
+def _gather_around(peers: Messages, parts: list[np.ndarray], first: int) -> None:
+    """Bring all parts to all; each rank has the one with number ``first``, the next the next."""
+    rank, size = peers.rank, peers.size
+    before, after = (rank - 1) % size, (rank + 1) % size
+    peers.connect(after, before)
+    waits = [peers.recv(parts[first - step], before) for step in range(1, size)]
+    for step, wait in enumerate(waits):
+        peers.send(parts[first - step], after)
+        wait()
