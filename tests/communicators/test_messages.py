@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.host import messages
-from tagi_ddp.communicators.host.messages import Wait
 
+Wait = Callable[[], None]
 SIZES = st.integers(1, 9)
 COUNTS = st.integers(0, 70)  # of int32 and float64, of which 16 bytes of a rank are few
 DTYPES = st.sampled_from([np.int32, np.float64])
@@ -48,23 +48,24 @@ class Peers:
         self._post = post
         self._begun: defaultdict[int, int] = defaultdict(int)
 
-    def connect(self, dst: int, src: int) -> None:
-        pass
+    def connect(self, dst: int, src: int) -> Iterator[Wait]:
+        return iter(())
 
-    def send(self, array: np.ndarray, dst: int) -> None:
+    def send(self, array: np.ndarray, dst: int) -> Wait:
         assert dst != self.rank
         self.bytes += array.nbytes
         self.messages += 1
-        with self._post.changed:
-            self._post.mail[self.rank, dst].append(array)
-            self._post.changed.notify_all()
-
-    def sent(self) -> None:
-        post = self._post
+        post, way = self._post, (self.rank, dst)
         with post.changed:
-            mine = [way for way in post.mail if way[0] == self.rank]
-            for way in mine:
-                post.until(lambda way=way: post.taken[way] == len(post.mail[way]), {way[1]})
+            post.mail[way].append(array)
+            number = len(post.mail[way])
+            post.changed.notify_all()
+
+        def wait() -> None:
+            with post.changed:
+                post.until(lambda: post.taken[way] >= number, {dst})
+
+        return wait
 
     def recv(self, array: np.ndarray, src: int) -> Wait:
         post, way, number = self._post, (src, self.rank), self._begun[src]
@@ -81,7 +82,9 @@ class Peers:
         return wait
 
 
-def run(size: int, operation: Callable[[Peers], Any], missing: int | None = None) -> list[Peers]:
+def run(
+    size: int, operation: Callable[[Peers], Iterator[Wait]], missing: int | None = None
+) -> list[Peers]:
     """Run ``operation`` on all ranks, but one that is ``missing``."""
     post = Post()
     ranks = [Peers(post, rank, size) for rank in range(size)]
@@ -89,8 +92,8 @@ def run(size: int, operation: Callable[[Peers], Any], missing: int | None = None
 
     def serve(peers: Peers) -> None:
         try:
-            operation(peers)
-            peers.sent()
+            for wait in operation(peers):
+                wait()
         except BaseException as error:
             errors.append(error)
             leave(peers.rank)
@@ -165,9 +168,9 @@ def test_all_to_all(size: int, data: st.DataObject) -> None:
     parts = [[np.full(table[a, b], 10 * a + b) for b in range(size)] for a in range(size)]
     outs = [np.zeros(table[:, rank].sum(), parts[0][0].dtype) for rank in range(size)]
 
-    def exchange(peers: Peers) -> None:
+    def exchange(peers: Peers) -> Iterator[Wait]:
         array, rank = np.concatenate(parts[peers.rank]), peers.rank
-        messages.all_to_all(peers, array, outs[rank], [*table[rank]], [*table[:, rank]])
+        return messages.all_to_all(peers, array, outs[rank], [*table[rank]], [*table[:, rank]])
 
     run(size, exchange)
     for rank, out in enumerate(outs):

@@ -34,6 +34,14 @@ class TestMpi(
     sizes = (2, 3)
 
 
+class TestApart(OperationsContract, FailuresContract):
+    """Each rank on an emulated host of its own."""
+
+    backend = "mpi"
+    sizes = (3,)
+    hosts = "abc"
+
+
 @pytest.mark.slow  # that of gloo is not
 class TestFlat(OperationsContract, FailuresContract):
     """Through MPI alone."""

@@ -81,6 +81,10 @@ class Handshake:
         said = json.dumps([self._call.name, self._call.arguments]).encode()
         return hashlib.blake2b(said, digest_size=8).digest()
 
+    def tag(self, most: int) -> int:
+        """Return a number from 1 to ``most``, the same for the same calls."""
+        return 1 + int.from_bytes(self.word(), "big") % most
+
     def met(self, agreed: bool = True) -> None:
         """Go on once all have come; unless they ``agreed``, raise who calls something else."""
         talk, self._talk = self._talk, None

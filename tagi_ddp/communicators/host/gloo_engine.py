@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,6 @@ from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host import messages
-from tagi_ddp.communicators.host.messages import Wait
 from tagi_ddp.communicators.operation_queue import OperationQueue
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
@@ -33,8 +32,11 @@ from torch._C._distributed_c10d import Store
 
 _ADDRESS = 30.0  # seconds in which what all ranks said when they made the engine must come
 _STUCK = 1.0  # seconds after which a thread that waits though connections were cut is left alone
-# Tags: of messages from rank to rank; the first of collectives; one that nothing has.
-_MESSAGE, _COLLECTIVE, _UNUSED = 0, 1, (1 << 31) - 1
+Wait = Callable[[], None]
+"""Returns when a message is complete; raises RuntimeError when it will not be."""
+
+# Tags: of messages from rank to rank; above those of collectives.
+_MESSAGE, _UNUSED = 0, (1 << 31) - 1
 
 
 class GlooEngine:
@@ -87,26 +89,30 @@ class GlooEngine:
         return self._collective(handshake, messages.all_to_all, array, out, sent, received)
 
     def send(self, array: np.ndarray, dst: int, handshake: Handshake) -> Ready:
-        return self._begin("out", _MESSAGE, handshake, lambda gloo: gloo.send(array, dst))
+        return self._begin("out", _MESSAGE, handshake, lambda gloo: iter([gloo.send(array, dst)]))
 
     def recv(self, array: np.ndarray, src: int, handshake: Handshake) -> Ready:
-        return self._begin("in", _MESSAGE, handshake, lambda gloo: gloo.recv(array, src)())
+        return self._begin("in", _MESSAGE, handshake, lambda gloo: iter([gloo.recv(array, src)]))
 
     def _collective(
-        self, handshake: Handshake, operation: Callable[..., None], *arguments: Any
+        self, handshake: Handshake, operation: Callable[..., Iterator[Wait]], *arguments: Any
     ) -> Ready:
         # Messages under one tag come in the order of the calls; those of other calls wait forever.
-        tag = _COLLECTIVE + int.from_bytes(handshake.word(), "big") % (_UNUSED - _COLLECTIVE)
+        tag = handshake.tag(_UNUSED - 1)
         return self._begin("collectives", tag, handshake, lambda gloo: operation(gloo, *arguments))
 
     def _begin(
-        self, queue: str, tag: int, handshake: Handshake, operation: Callable[[_Messages], None]
+        self,
+        queue: str,
+        tag: int,
+        handshake: Handshake,
+        operation: Callable[[_Messages], Iterator[Wait]],
     ) -> Ready:
         gloo = _Messages(self, tag, time.monotonic() + handshake.left())
 
         def run() -> None:
-            operation(gloo)
-            gloo.sent()
+            for wait in operation(gloo):
+                wait()
 
         with self._lock:  # messages out have a thread of their own
             ticket = self._queues[queue].ticket(_Early)
@@ -140,40 +146,35 @@ class _Messages:
         self._engine = engine
         self._tag = tag
         self._deadline = deadline
-        self._sent: list[Wait] = []
 
-    def connect(self, dst: int, src: int) -> None:
+    def connect(self, dst: int, src: int) -> Iterator[Wait]:
         # The first message between two ranks waits until the other one begins it too. So all ranks
         # begin what goes up before what goes down, or they could wait in a circle.
-        hello, comes, known = np.zeros(1, np.uint8), [], self._engine.connected
+        hello, known = np.zeros(1, np.uint8), self._engine.connected
+        waits = []
         for up in (True, False):
             if (dst > self.rank) == up and (self.rank, dst) not in known:
-                self.send(hello, dst)
+                waits.append(self.send(hello, dst))
             if (src < self.rank) == up and (src, self.rank) not in known:
-                comes.append(self.recv(hello.copy(), src))
-        for wait in comes:
-            wait()
+                waits.append(self.recv(hello.copy(), src))
+        yield from waits
         known.update([(self.rank, dst), (src, self.rank)])
 
-    def send(self, array: np.ndarray, dst: int) -> None:
-        if array.size:
-            context = self._engine.up if dst > self.rank else self._engine.down
-            self._sent.append(self._wait(context.send(array, dst, self._tag)))
-
-    def sent(self) -> None:
-        while self._sent:
-            self._sent.pop()()
+    def send(self, array: np.ndarray, dst: int) -> Wait:
+        context = self._engine.up if dst > self.rank else self._engine.down
+        return self._begin(context.send, array, dst)
 
     def recv(self, array: np.ndarray, src: int) -> Wait:
+        context = self._engine.up if src < self.rank else self._engine.down
+        return self._begin(context.recv, array, src)
+
+    def _begin(self, begin: Callable[..., Any], array: np.ndarray, other: int) -> Wait:
         if array.size == 0:
             return lambda: None
-        context = self._engine.up if src < self.rank else self._engine.down
-        return self._wait(context.recv(array, src, self._tag))
+        work = begin(array, other, self._tag)
 
-    def _wait(self, work: Any) -> Wait:
         def wait() -> None:
-            left = max(0.001, self._deadline - time.monotonic())
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
 
         return wait
 

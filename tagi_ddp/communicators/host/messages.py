@@ -9,9 +9,9 @@ communication operations in MPICH, 2005, who call these recursive doubling and r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,69 +21,71 @@ from tagi_ddp.communicators.host.reduce import combine
 
 _SMALL = 1 << 13  # bytes that take no longer than the messages about them
 
-Wait = Callable[[], None]
-"""Returns when a message has come, called once; raises RuntimeError when it will not."""
+T = TypeVar("T")  # a message that has begun
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Messages(Protocol):
-    """The messages of rank ``rank`` of ``size`` in one operation, in their order for each peer."""
+class Messages(Protocol[T_co]):
+    """The messages of rank ``rank`` of ``size`` in one operation, in their order for each peer.
+
+    An operation yields each message that has to be complete before it goes on, one after the other
+    and each once.
+    """
 
     rank: int
     size: int
 
-    def connect(self, dst: int, src: int) -> None:
+    def connect(self, dst: int, src: int) -> Iterator[T_co]:
         """Prepare to send to one rank and to receive from one, which prepare for it now."""
         ...
 
-    def send(self, array: np.ndarray, dst: int) -> None:
-        """Begin to send a flat array."""
+    def send(self, array: np.ndarray, dst: int) -> T_co:
+        """Begin to send a flat array, which is not written to before that is complete."""
         ...
 
-    def sent(self) -> None:
-        """Return when what has been sent may be written to."""
-        ...
-
-    def recv(self, array: np.ndarray, src: int) -> Wait:
+    def recv(self, array: np.ndarray, src: int) -> T_co:
         """Begin to receive in a flat array."""
         ...
 
 
-def connect(peers: Messages) -> None:
+def connect(peers: Messages[T]) -> Iterator[T]:
     """Connect the ranks that deal with each other in sums."""
     if peers.size > 1:
-        peers.connect((peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size)
+        yield from peers.connect((peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size)
     nothing = np.empty(0)
     for group in _groups(peers):
-        _exchange(peers, group, [nothing] * len(group), [nothing] * len(group))
+        yield from _exchange(peers, group, [nothing] * len(group), [nothing] * len(group))
 
 
-def all_reduce(peers: Messages, array: np.ndarray, op: ReduceOp) -> None:
+def all_reduce(peers: Messages[T], array: np.ndarray, op: ReduceOp) -> Iterator[T]:
     """Reduce the arrays of all in place, to the same bits; a mean is left a sum.
 
     Nothing is written to before all ranks have come.
     """
-    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
-        if _is_large(peers, array):
-            parts = cut(array, equal_counts(array.size, peers.size))
-            _reduce_around(peers, parts, op)
-            _gather_around(peers, parts, (peers.rank + 1) % peers.size)
-            return
-        total = array
-        for group in _groups(peers):
-            rows = np.empty((len(group), array.size), array.dtype)
-            mine = rows[group.index(peers.rank)]
-            mine[...] = total
-            _exchange(peers, group, [mine] * len(group), list(rows))
+    if _is_large(peers, array):
+        parts = cut(array, equal_counts(array.size, peers.size))
+        yield from _reduce_around(peers, parts, op)
+        yield from _gather_around(peers, parts, (peers.rank + 1) % peers.size)
+        return
+    total = array
+    for group in _groups(peers):
+        rows = np.empty((len(group), array.size), array.dtype)
+        mine = rows[group.index(peers.rank)]
+        mine[...] = total
+        yield from _exchange(peers, group, [mine] * len(group), list(rows))
+        with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
             total = combine(op).reduce(rows, axis=0)
-        array[...] = total
+    array[...] = total
 
 
-def all_gather(peers: Messages, array: np.ndarray, out: np.ndarray, counts: list[int]) -> None:
+def all_gather(
+    peers: Messages[T], array: np.ndarray, out: np.ndarray, counts: list[int]
+) -> Iterator[T]:
     """Concatenate the arrays of all, of so many elements, in ``out``."""
     parts = cut(out, counts)
     parts[peers.rank][...] = array
     if _is_large(peers, out):
-        _gather_around(peers, parts, peers.rank)
+        yield from _gather_around(peers, parts, peers.rank)
         return
     ends = list(accumulate(counts, initial=0))
     stride = 1  # ranks whose parts this one has
@@ -91,37 +93,39 @@ def all_gather(peers: Messages, array: np.ndarray, out: np.ndarray, counts: list
         firsts = [rank - rank % stride for rank in group]
         blocks = [out[ends[first] : ends[first + stride]] for first in firsts]
         mine = blocks[group.index(peers.rank)]
-        _exchange(peers, group, [mine] * len(group), blocks)
+        yield from _exchange(peers, group, [mine] * len(group), blocks)
         stride *= len(group)
 
 
 def all_to_all(
-    peers: Messages, array: np.ndarray, out: np.ndarray, sent: list[int], received: list[int]
-) -> None:
+    peers: Messages[T], array: np.ndarray, out: np.ndarray, sent: list[int], received: list[int]
+) -> Iterator[T]:
     """Send so many elements to each rank, and receive so many from each, in rank order."""
     goes, comes = cut(array, sent), cut(out, received)
     comes[peers.rank][...] = goes[peers.rank]
-    _exchange(peers, list(range(peers.size)), goes, comes)
+    yield from _exchange(peers, list(range(peers.size)), goes, comes)
 
 
-def broadcast(peers: Messages, array: np.ndarray, root: int) -> None:
+def broadcast(peers: Messages[T], array: np.ndarray, root: int) -> Iterator[T]:
     """Copy the array of ``root`` to all."""
     rank, size = peers.rank, peers.size
     place = (rank - root) % size
+    sent = []
     have = 1  # which twice as many do after each round
     while have < size:
         if place < have and place + have < size:
-            peers.send(array, (rank + have) % size)
+            sent.append(peers.send(array, (rank + have) % size))
         elif have <= place < 2 * have:
-            peers.recv(array, (rank - have) % size)()
+            yield peers.recv(array, (rank - have) % size)
         have *= 2
+    yield from sent
 
 
-def _is_large(peers: Messages, array: np.ndarray) -> bool:
+def _is_large(peers: Messages[T], array: np.ndarray) -> bool:
     return peers.size > 1 and array.nbytes > _SMALL * peers.size
 
 
-def _groups(peers: Messages) -> Iterator[list[int]]:
+def _groups(peers: Messages[T]) -> Iterator[list[int]]:
     """Return this rank's groups: first of neighbours, then of the first groups, and so on."""
     stride = 1
     while stride < peers.size:
@@ -133,48 +137,55 @@ def _groups(peers: Messages) -> Iterator[list[int]]:
 
 
 def _exchange(
-    peers: Messages, group: list[int], goes: list[np.ndarray], comes: list[np.ndarray]
-) -> None:
+    peers: Messages[T], group: list[int], goes: list[np.ndarray], comes: list[np.ndarray]
+) -> Iterator[T]:
     """Send to each other of a group what goes to it, and receive what comes from it."""
     place, size = group.index(peers.rank), len(group)
-    waits: deque[Wait] = deque()
+    sent: list[T] = []
+    received: deque[T] = deque()
     for step in range(1, size):
         to, since = (place + step) % size, (place - step) % size
-        peers.connect(group[to], group[since])
+        yield from peers.connect(group[to], group[since])
         # First, as word of it would come behind what this rank sends.
-        waits.append(peers.recv(comes[since], group[since]))
-        peers.send(goes[to], group[to])
+        received.append(peers.recv(comes[since], group[since]))
+        sent.append(peers.send(goes[to], group[to]))
         if comes[since].nbytes > _SMALL:  # what several send at once, a network may lose
-            waits.popleft()()
-    for wait in waits:
-        wait()
+            yield received.popleft()
+    yield from received
+    yield from sent
 
 
-def _reduce_around(peers: Messages, parts: list[np.ndarray], op: ReduceOp) -> None:
+def _reduce_around(peers: Messages[T], parts: list[np.ndarray], op: ReduceOp) -> Iterator[T]:
     """Reduce the part behind this rank's own in place: a sum goes around the ring for each."""
     rank, steps = peers.rank, peers.size - 1
     before, after = (rank - 1) % peers.size, (rank + 1) % peers.size
-    peers.connect(after, before)
+    yield from peers.connect(after, before)
     rows = np.empty((min(2, steps), parts[0].size), parts[0].dtype)
     total = parts[rank]
+    sent: list[T] = []
     for step in range(steps):
         own = parts[rank - 1 - step]
-        if step > 1:
-            peers.sent()
+        if step > 1:  # the row is what has just been sent
+            yield from sent
+            sent = []
         row = rows[step % 2, : own.size]
-        wait = peers.recv(row, before)
-        peers.send(total, after)
-        wait()
-        # All have come once a sum has gone around.
-        total = combine(op)(row, own, out=row if step < steps - 1 else own)
+        received = peers.recv(row, before)
+        sent.append(peers.send(total, after))
+        yield received
+        with np.errstate(all="ignore"):
+            # All have come once a sum has gone around.
+            total = combine(op)(row, own, out=row if step < steps - 1 else own)
+    yield from sent
 
 
-def _gather_around(peers: Messages, parts: list[np.ndarray], first: int) -> None:
+def _gather_around(peers: Messages[T], parts: list[np.ndarray], first: int) -> Iterator[T]:
     """Bring all parts to all; each rank has the one with number ``first``, the next the next."""
     rank, size = peers.rank, peers.size
     before, after = (rank - 1) % size, (rank + 1) % size
-    peers.connect(after, before)
-    waits = [peers.recv(parts[first - step], before) for step in range(1, size)]
-    for step, wait in enumerate(waits):
-        peers.send(parts[first - step], after)
-        wait()
+    yield from peers.connect(after, before)
+    sent = []
+    received = [peers.recv(parts[first - step], before) for step in range(1, size)]
+    for step, each in enumerate(received):
+        sent.append(peers.send(parts[first - step], after))
+        yield each
+    yield from sent
