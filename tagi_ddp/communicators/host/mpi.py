@@ -45,7 +45,7 @@ class MpiEngine:
     def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
-        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # other groups do not say
+        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # other groups do not say
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
         """Return one of the ranks of a color, ordered by key; a call of all ranks."""
