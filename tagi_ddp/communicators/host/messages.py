@@ -51,7 +51,7 @@ class Messages(Protocol[T_co]):
 def connect(peers: Messages[T]) -> Iterator[T]:
     """Connect the ranks that deal with each other in sums."""
     if peers.size > 1:
-        yield from _connect_around(peers)
+        yield from peers.connect((peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size)
     nothing = np.empty(0)
     for group in _groups(peers):
         yield from _exchange(peers, group, [nothing] * len(group), [nothing] * len(group))
@@ -64,7 +64,8 @@ def all_reduce(peers: Messages[T], array: np.ndarray, op: ReduceOp) -> Iterator[
     """
     if _is_large(peers, array):
         parts = cut(array, equal_counts(array.size, peers.size))
-        yield from _sum_around(peers, parts, op)
+        yield from _reduce_around(peers, parts, op)
+        yield from _gather_around(peers, parts, (peers.rank + 1) % peers.size)
         return
     total = array
     for group in _groups(peers):
@@ -84,8 +85,7 @@ def all_gather(
     parts = cut(out, counts)
     parts[peers.rank][...] = array
     if _is_large(peers, out):
-        yield from _connect_around(peers)
-        yield from _hand_on(peers, parts, peers.rank, _receive(peers, parts, peers.rank))
+        yield from _gather_around(peers, parts, peers.rank)
         return
     ends = list(accumulate(counts, initial=0))
     stride = 1  # ranks whose parts this one has
@@ -155,58 +155,37 @@ def _exchange(
     yield from sent
 
 
-# The ring. A message is begun to be received before what this rank sends meanwhile: gloo and MPI
-# tell the sender that it may send, and that would come behind.
-
-
-def _connect_around(peers: Messages[T]) -> Iterator[T]:
-    yield from peers.connect((peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size)
-
-
-def _sum_around(peers: Messages[T], parts: list[np.ndarray], op: ReduceOp) -> Iterator[T]:
-    """Reduce all parts in place: of each, a sum goes around, then the result."""
+def _reduce_around(peers: Messages[T], parts: list[np.ndarray], op: ReduceOp) -> Iterator[T]:
+    """Reduce the part behind this rank's own in place: a sum goes around the ring for each."""
     rank, steps = peers.rank, peers.size - 1
-    first = (rank + 1) % peers.size  # the part whose result this rank will have
-    yield from _connect_around(peers)
-    rows = np.empty((min(3, steps), parts[0].size), parts[0].dtype)
-
-    def receive(step: int) -> T:
-        row = rows[step % 3, : parts[rank - 1 - step].size]
-        return peers.recv(row, (rank - 1) % peers.size)
-
+    before, after = (rank - 1) % peers.size, (rank + 1) % peers.size
+    yield from peers.connect(after, before)
+    rows = np.empty((min(2, steps), parts[0].size), parts[0].dtype)
     total = parts[rank]
-    sent: deque[T] = deque()
-    coming = [receive(0)]
+    sent: list[T] = []
     for step in range(steps):
-        if step > 0:  # the row that comes next
-            yield sent.popleft()
-        last = step == steps - 1
-        ahead = _receive(peers, parts, first) if last else [receive(step + 1)]
-        sent.append(peers.send(total, (rank + 1) % peers.size))
-        yield from coming
-        row, own = rows[step % 3], parts[rank - 1 - step]
+        own = parts[rank - 1 - step]
+        if step > 1:  # the row is what has just been sent
+            yield from sent
+            sent = []
+        row = rows[step % 2, : own.size]
+        received = peers.recv(row, before)
+        sent.append(peers.send(total, after))
+        yield received
         with np.errstate(all="ignore"):
             # All have come once a sum has gone around.
-            total = combine(op)(row[: own.size], own, out=own if last else row[: own.size])
-        coming = ahead
-    yield from _hand_on(peers, parts, first, coming)
+            total = combine(op)(row, own, out=row if step < steps - 1 else own)
     yield from sent
 
 
-def _receive(peers: Messages[T], parts: list[np.ndarray], first: int) -> list[T]:
-    """Begin to receive all parts but the one with number ``first``, which this rank has."""
-    return [
-        peers.recv(parts[first - step], (peers.rank - 1) % peers.size)
-        for step in range(1, peers.size)
-    ]
-
-
-def _hand_on(
-    peers: Messages[T], parts: list[np.ndarray], first: int, coming: list[T]
-) -> Iterator[T]:
+def _gather_around(peers: Messages[T], parts: list[np.ndarray], first: int) -> Iterator[T]:
     """Bring all parts to all; each rank has the one with number ``first``, the next the next."""
+    rank, size = peers.rank, peers.size
+    before, after = (rank - 1) % size, (rank + 1) % size
+    yield from peers.connect(after, before)
     sent = []
-    for step, each in enumerate(coming):
-        sent.append(peers.send(parts[first - step], (peers.rank + 1) % peers.size))
+    received = [peers.recv(parts[first - step], before) for step in range(1, size)]
+    for step, each in enumerate(received):
+        sent.append(peers.send(parts[first - step], after))
         yield each
     yield from sent
