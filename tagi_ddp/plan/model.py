@@ -12,7 +12,9 @@ communicators of this package do:
   every other, reduces it, and gives that to every other: two phases, each one latency, and
   (p - 1) / p * n bytes.
 - Between nodes a message of data comes after one that gives leave to send it: two latencies.
-- all_reduce over p nodes of one rank: a ring of 2 (p - 1) messages of n / p bytes.
+- all_reduce over p nodes of one rank, which needs no handshake: a ring of 2 (p - 1) messages of
+  n / p bytes, or, of few bytes, one step for each prime factor of p, in which a rank sends all of
+  them to each other of a group of so many. Even fewer travel with a handshake's messages.
 - all_reduce over nodes of several ranks: a phase in the node, a ring of each slice, with all of the
   node's on the link that they share, and a phase in the node; large ones in chunks, of which one
   is between nodes while others are in the nodes.
@@ -49,6 +51,8 @@ from functools import lru_cache
 
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators.control.overlay import rounds
+from tagi_ddp.communicators.host.flat import Flat
+from tagi_ddp.communicators.host.messages import SMALL, factors
 from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
@@ -198,13 +202,16 @@ def _phase(link: Link, ranks: int, size: float) -> float:
     return link.seconds((ranks - 1) / ranks * size) if ranks > 1 else 0.0
 
 
-def _phase_between(link: Link, nodes: int, size: float) -> float:
-    """Return the same of ``nodes``, each of which waits for leave to send."""
-    return link.latency + _phase(link, nodes, size)
+def _message(link: Link, size: float) -> float:
+    """Return how long a message between nodes takes, which waits for leave to be sent."""
+    return link.latency + link.seconds(size)
 
 
-def _ring(link: Link, nodes: int, size: float) -> float:
-    return 2 * (nodes - 1) * (link.latency + link.seconds(size / nodes))
+def _sum_between(link: Link, nodes: int, size: float, lanes: int = 1) -> float:
+    """Return how long a sum takes, of which each of some ranks of a node carries a slice."""
+    if size > SMALL * nodes * lanes:
+        return 2 * (nodes - 1) * _message(link, size / nodes)
+    return math.fsum(_message(link, (factor - 1) * size) for factor in factors(nodes))
 
 
 def _handshake(cluster: Cluster, ranks: int) -> float:
@@ -224,13 +231,16 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     begin = _handshake(cluster, ranks)
     if nodes == 1:
         return begin + 2 * _phase(cluster.node, ranks, size)
+    if size <= Flat.few:
+        return begin
     if inside == 1:
-        return begin + _ring(cluster.across, nodes, size)
+        return _sum_between(cluster.across, nodes, size)
     chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth, _CHUNKS)
     within = 2 * _phase(cluster.node, inside, size / chunks)
     # Several chunks are on their way at once: they wait for the network's latency together.
-    more = _ring(replace(cluster.across, latency=0.0), nodes, size / chunks)
-    latency = _ring(cluster.across, nodes, 0)
+    more = _sum_between(replace(cluster.across, latency=0.0), nodes, size / chunks, inside)
+    unlimited = replace(cluster.across, bandwidth=math.inf)
+    latency = _sum_between(unlimited, nodes, size / chunks, inside)
     return begin + within + latency + more + (chunks - 1) * max(within, more)
 
 
@@ -243,7 +253,7 @@ def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> flo
     if cluster.nodes(ranks) == 1:
         phase = _phase(cluster.node, ranks, few)
     else:
-        phase = _phase_between(cluster.across, ranks, few)
+        phase = _message(cluster.across, (ranks - 1) / ranks * few)
     return 2 * (_handshake(cluster, ranks) + phase) + all_reduce(cluster, ranks, size / 512)
 
 

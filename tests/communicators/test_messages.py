@@ -106,7 +106,7 @@ def run(
     threads = [
         threading.Thread(target=serve, args=(p,), daemon=True) for p in ranks if p.rank != missing
     ]
-    with mock.patch.object(messages, "_SMALL", 16):
+    with mock.patch.object(messages, "SMALL", 16):
         if missing is not None:
             leave(missing)
         for thread in threads:

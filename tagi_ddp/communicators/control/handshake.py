@@ -21,6 +21,7 @@ _SLICE = 0.02  # seconds in the engine between two looks at the messages
 # Seconds in which the messages should explain an engine's error: that a rank has ended, and that a
 # host has fallen silent.
 _GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
+_APART = 0x9E3779B1  # leaves tags of numbers that follow each other far apart
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 
@@ -81,9 +82,9 @@ class Handshake:
         said = json.dumps([self._call.name, self._call.arguments]).encode()
         return hashlib.blake2b(said, digest_size=8).digest()
 
-    def tag(self, most: int) -> int:
-        """Return a number from 1 to ``most``, the same for the same calls."""
-        return 1 + int.from_bytes(self.word(), "big") % most
+    def tag(self, number: int, most: int) -> int:
+        """Return an integer from 1 to ``most``, the same for the same call and ``number``."""
+        return 1 + (int.from_bytes(self.word(), "big") + number * _APART) % most
 
     def met(self, agreed: bool = True) -> None:
         """Go on once all have come; unless they ``agreed``, raise who calls something else."""

@@ -35,6 +35,7 @@ _STUCK = 1.0  # seconds after which a thread that waits though connections were 
 Wait = Callable[[], None]
 """Returns when a message is complete; raises RuntimeError when it will not be."""
 
+_QUEUES = "even collectives", "odd collectives", "in", "out"
 # Tags: of messages from rank to rank; above those of collectives.
 _MESSAGE, _UNUSED = 0, (1 << 31) - 1
 
@@ -58,10 +59,9 @@ class GlooEngine:
             for way in ("up", "down")
         )
         self._lock = threading.Lock()
+        self._collectives = 0  # begun so far
         # Threads wait for the messages: no wait of gloo's ends early without cutting connections.
-        self._queues = {
-            name: OperationQueue(f"tagi_ddp.gloo.{name}") for name in ("collectives", "in", "out")
-        }
+        self._queues = {name: OperationQueue(f"tagi_ddp.gloo.{name}") for name in _QUEUES}
 
     def prepare_sums(self, handshake: Handshake) -> bool:
         handshake.carry(self._collective(handshake, messages.connect))
@@ -97,9 +97,11 @@ class GlooEngine:
     def _collective(
         self, handshake: Handshake, operation: Callable[..., Iterator[Wait]], *arguments: Any
     ) -> Ready:
-        # Messages under one tag come in the order of the calls; those of other calls wait forever.
-        tag = handshake.tag(_UNUSED - 1)
-        return self._begin("collectives", tag, handshake, lambda gloo: operation(gloo, *arguments))
+        # What two ranks send each other under the tags of different calls never arrives.
+        self._collectives += 1
+        tag = handshake.tag(self._collectives, _UNUSED - 1)
+        queue = _QUEUES[self._collectives % 2]
+        return self._begin(queue, tag, handshake, lambda gloo: operation(gloo, *arguments))
 
     def _begin(
         self,

@@ -19,7 +19,8 @@ from tagi_ddp.communicators.buffers import cut, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.host.reduce import combine
 
-_SMALL = 1 << 13  # bytes that take no longer than the messages about them
+SMALL = 1 << 13
+"""Bytes that take no longer than the messages about them."""
 
 T = TypeVar("T")  # a message that has begun
 T_co = TypeVar("T_co", covariant=True)
@@ -122,15 +123,22 @@ def broadcast(peers: Messages[T], array: np.ndarray, root: int) -> Iterator[T]:
 
 
 def _is_large(peers: Messages[T], array: np.ndarray) -> bool:
-    return peers.size > 1 and array.nbytes > _SMALL * peers.size
+    return peers.size > 1 and array.nbytes > SMALL * peers.size
+
+
+def factors(size: int) -> list[int]:
+    """Return the prime factors of a number of ranks, from the least on."""
+    found: list[int] = []
+    while size > 1:
+        found.append(next(f for f in range(2, size + 1) if size % f == 0))
+        size //= found[-1]
+    return found
 
 
 def _groups(peers: Messages[T]) -> Iterator[list[int]]:
     """Return this rank's groups: first of neighbours, then of the first groups, and so on."""
     stride = 1
-    while stride < peers.size:
-        rest = peers.size // stride
-        factor = next(f for f in range(2, rest + 1) if rest % f == 0)
+    for factor in factors(peers.size):
         first = peers.rank - peers.rank // stride % factor * stride
         yield [first + i * stride for i in range(factor)]
         stride *= factor
@@ -149,7 +157,7 @@ def _exchange(
         # First, as word of it would come behind what this rank sends.
         received.append(peers.recv(comes[since], group[since]))
         sent.append(peers.send(goes[to], group[to]))
-        if comes[since].nbytes > _SMALL:  # what several send at once, a network may lose
+        if comes[since].nbytes > SMALL:  # what several send at once, a network may lose
             yield received.popleft()
     yield from received
     yield from sent

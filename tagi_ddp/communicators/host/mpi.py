@@ -45,6 +45,7 @@ class MpiEngine:
     def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
+        self._sums = 0  # begun so far
         self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # other groups do not say
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
@@ -67,9 +68,10 @@ class MpiEngine:
         return self._tags >= _TAGS
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
+        self._sums += 1
         # Open MPI's own sum that does not block uses one direction of the network at a time where
         # few ranks take part.
-        peers = MpiMessages(self._mpi, handshake.tag(self._tags))
+        peers = MpiMessages(self._mpi, handshake.tag(self._sums, self._tags))
         return Steps(messages.all_reduce(peers, array, op)).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:

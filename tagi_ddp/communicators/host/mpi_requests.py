@@ -63,15 +63,16 @@ class Steps(Operation):
         super().__init__()
         self._steps = steps
         self._request = MPI.REQUEST_NULL
+        self._done = False
+        self.poll()
 
     def poll(self) -> bool:
-        while self._request.Test():
+        while not self._done and self._request.Test():
             self._moved = time.monotonic()
             request = next(self._steps, None)
-            if request is None:
-                return True
-            self._request = request
-        return False
+            self._done = request is None
+            self._request = request or MPI.REQUEST_NULL
+        return self._done
 
 
 class MpiMessages:
