@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract.failures import FailuresContract
+from contract.operations import OperationsContract
 from contract.whole import WholeContract
 from support.ipv6 import has_ipv6_loopback
 from support.rank_pool import RankPool
@@ -23,7 +25,7 @@ class TestGloo(WholeContract):
     sizes = (2, 3)
 
 
-class TestFlat(WholeContract):
+class TestFlat(OperationsContract, FailuresContract):
     """Through gloo alone."""
 
     backend = "gloo"

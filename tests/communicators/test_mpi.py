@@ -34,7 +34,7 @@ class TestMpi(
     sizes = (2, 3)
 
 
-class TestApart(OperationsContract, FailuresContract):
+class TestApart(OperationsContract):
     """Each rank on an emulated host of its own."""
 
     backend = "mpi"

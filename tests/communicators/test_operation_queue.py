@@ -105,3 +105,13 @@ def test_buffers_go_when_the_operation_is_complete(queue: OperationQueue) -> Non
     while gone() is not None and time.monotonic() < deadline:
         gc.collect()
     assert gone() is None
+
+
+def test_what_is_stuck_may_be_left_alone() -> None:
+    queue, go_on = OperationQueue("test"), threading.Event()
+    ticket = start(queue, lambda: go_on.wait(20))
+    queue.close(0.05)
+    assert not ticket.done()
+    go_on.set()
+    assert ticket.result(20)
+    queue.close()
