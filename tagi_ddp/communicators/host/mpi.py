@@ -23,13 +23,12 @@ from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import close_all, open_channel, opened
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
-from tagi_ddp.communicators.host import messages
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.communicators.host.mpi_library import MPI, start
-from tagi_ddp.communicators.host.mpi_requests import MpiMessages, Request, Steps, mpi_type
+from tagi_ddp.communicators.host.mpi_requests import Request, Sum, mpi_type
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
-_TAGS = 1 << 30  # so many tell all calls apart
+_SUMS = 10_000  # all_reduces that are told apart by their tags
 _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 _FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
 
@@ -46,7 +45,6 @@ class MpiEngine:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
         self._sums = 0  # begun so far
-        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # other groups do not say
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
         """Return one of the ranks of a color, ordered by key; a call of all ranks."""
@@ -65,14 +63,11 @@ class MpiEngine:
             group.Free()
 
     def prepare_sums(self, handshake: Handshake) -> bool:
-        return self._tags >= _TAGS
+        return False  # its tags do not tell calls apart
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
-        self._sums += 1
-        # Open MPI's own sum that does not block uses one direction of the network at a time where
-        # few ranks take part.
-        peers = MpiMessages(self._mpi, handshake.tag(self._sums, self._tags))
-        return Steps(messages.all_reduce(peers, array, op)).ready
+        self._sums = (self._sums + 1) % _SUMS
+        return Sum(self._mpi, array, op, 1 + 2 * self._sums).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:
         return Request(self._mpi.Ibcast([array, mpi_type(array)], root)).ready

@@ -1,19 +1,25 @@
-"""What MPI does without blocking: single requests, and messages that follow each other."""
+"""What MPI does without blocking: single requests, and sums whose pieces travel at once."""
 
 from __future__ import annotations
 
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from tagi_ddp.communicators.buffers import equal_counts
+from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.host.mpi_library import MPI
+from tagi_ddp.communicators.host.reduce import combine
 
-# Seconds of polling before the pauses begin: at first, and after something has moved.
-_SPIN, _BRIEF = 0.002, 0.0003
+_SPIN = 0.002  # seconds of polling before the pauses begin
 _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they take long
+# Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
+# sends itself; and how many such pieces each rank is sent at a time.
+_PIECE, _FLYING = 60_000, 64
+
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
 _pending: set[Operation] = set()  # MPI may write to their buffers, even when nothing waits
@@ -23,7 +29,7 @@ class Operation(ABC):
     """What MPI does without blocking; it only advances while it is polled."""
 
     def __init__(self) -> None:
-        self._begun = self._moved = time.monotonic()
+        self._begun = time.monotonic()
         _pending.add(self)
 
     @abstractmethod
@@ -37,7 +43,7 @@ class Operation(ABC):
             if now > end:
                 return False
             age = now - self._begun
-            if age < _SPIN or now - self._moved < _BRIEF:
+            if age < _SPIN:
                 os.sched_yield()
             else:
                 time.sleep(min(max(age / 100, _PAUSES[0]), _PAUSES[1]))
@@ -56,43 +62,79 @@ class Request(Operation):
         return self._request.Test()
 
 
-class Steps(Operation):
-    """Messages, each of which has to be complete before the next step."""
+class Sum(Operation):
+    """An all_reduce: each rank reduces a slice, in the order of the ranks, for all.
 
-    def __init__(self, steps: Iterator[MPI.Request]) -> None:
+    Slices travel in pieces: this rank reduces some while others are on their way. Messages have the
+    number ``tag`` if they are to be reduced, and the next one if they have been. Open MPI's own sum
+    that does not block uses one direction of the network at a time where few ranks take part.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
         super().__init__()
-        self._steps = steps
-        self._request = MPI.REQUEST_NULL
-        self._done = False
-        self.poll()
+        self._mpi, self._op, self._tag, self._type = mpi, op, tag, mpi_type(array)
+        ends = np.cumsum(equal_counts(array.size, mpi.size))
+        slices = [_pieces(part) for part in np.split(array, ends[:-1])]
+        self._own = slices[mpi.rank]
+        self._peers = [_Peer(i, slices[i]) for i in range(mpi.size) if i != mpi.rank]
+        self._peers.sort(key=lambda peer: (peer.rank - mpi.rank) % mpi.size)  # each another first
+        # By piece, what is to be reduced: a row for each rank.
+        self._rows = [np.empty((mpi.size, piece.size), array.dtype) for piece in self._own]
+        for peer in self._peers:
+            peer.comes = [self._receive(rows[peer.rank], peer, tag) for rows in self._rows]
+            self._exchange(peer)
+        self._reduced = 0  # pieces
+        self._told: list[MPI.Request] = []  # sent when they were
 
     def poll(self) -> bool:
-        while not self._done and self._request.Test():
-            self._moved = time.monotonic()
-            request = next(self._steps, None)
-            self._done = request is None
-            self._request = request or MPI.REQUEST_NULL
-        return self._done
+        for peer in self._peers:
+            self._exchange(peer)
+        while self._reduced < len(self._own) and all(
+            peer.comes[self._reduced].Test() for peer in self._peers
+        ):
+            piece, rows = self._own[self._reduced], self._rows[self._reduced]
+            rows[self._mpi.rank] = piece
+            combine(self._op).reduce(rows, axis=0, out=piece)
+            self._told += [self._send(piece, peer, self._tag + 1) for peer in self._peers]
+            self._reduced += 1
+        return (
+            self._reduced == len(self._own)
+            and all(len(peer.results) == len(peer.pieces) for peer in self._peers)
+            and all(peer.results[-1].Test() for peer in self._peers if peer.results)
+            and MPI.Request.Testall([r for peer in self._peers for r in peer.results] + self._told)
+        )
+
+    def _exchange(self, peer: _Peer) -> None:
+        """Send what the peer is to reduce; then its result may come in the same place."""
+        sent, results = peer.sent, peer.results
+        while len(results) < len(sent) and sent[len(results)].Test():
+            results.append(self._receive(peer.pieces[len(results)], peer, self._tag + 1))
+        while len(sent) < min(len(peer.pieces), len(results) + _FLYING):
+            sent.append(self._send(peer.pieces[len(sent)], peer, self._tag))
+
+    def _send(self, piece: np.ndarray, peer: _Peer, tag: int) -> MPI.Request:
+        return self._mpi.Isend([piece, self._type], peer.rank, tag)
+
+    def _receive(self, piece: np.ndarray, peer: _Peer, tag: int) -> MPI.Request:
+        return self._mpi.Irecv([piece, self._type], peer.rank, tag)
 
 
-class MpiMessages:
-    """The messages of one operation, under one ``tag``."""
+@dataclass
+class _Peer:
+    """Another rank in a sum, and the pieces that it reduces."""
 
-    def __init__(self, mpi: MPI.Intracomm, tag: int) -> None:
-        self.rank, self.size = mpi.rank, mpi.size
-        self._mpi = mpi
-        self._tag = tag
-
-    def connect(self, dst: int, src: int) -> Iterator[MPI.Request]:
-        return iter(())  # MPI does it
-
-    def send(self, array: np.ndarray, dst: int) -> MPI.Request:
-        return self._mpi.Isend([array, mpi_type(array)], dst, self._tag)
-
-    def recv(self, array: np.ndarray, src: int) -> MPI.Request:
-        return self._mpi.Irecv([array, mpi_type(array)], src, self._tag)
+    rank: int
+    pieces: list[np.ndarray]
+    comes: list[MPI.Request] = field(default_factory=list)  # what this rank reduces
+    sent: list[MPI.Request] = field(default_factory=list)
+    results: list[MPI.Request] = field(default_factory=list)
 
 
 def mpi_type(array: np.ndarray) -> MPI.Datatype:
     """Return MPI's type of as many bytes as an element has."""
     return _TYPES[array.itemsize]
+
+
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
+    step = _PIECE // array.itemsize
+    return [array[begin : begin + step] for begin in range(0, array.size, step)]
