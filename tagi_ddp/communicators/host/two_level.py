@@ -60,7 +60,7 @@ class TwoLevel:
 
     def measure(self, handshake: Handshake) -> None:
         """Measure the network: seconds of a small sum, and bytes a second out of a host."""
-        if self._lane is not None:
+        if self._lane is not None:  # chunks go two at a time: neither may have to connect
             self._lane.engine.prepare_sums(handshake)
         self._latency = self._seconds(handshake, 0)
         for size in _PROBES:
