@@ -42,11 +42,11 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         _open.add(self)
 
     @abstractmethod
-    def _engine_send(self, handshake: Handshake, data: E, dst: int, limit: float) -> None:
+    def _engine_send(self, handshake: Handshake, data: E, dst: int) -> None:
         """Send to ``dst``, which receives now; ``handshake`` waits for the engine."""
 
     @abstractmethod
-    def _engine_recv(self, handshake: Handshake, data: E, src: int, limit: float) -> None:
+    def _engine_recv(self, handshake: Handshake, data: E, src: int) -> None:
         """Receive from ``src``, which sends now."""
 
     @abstractmethod
@@ -69,13 +69,13 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
     def _send(self, call: Call, data: E, dst: int) -> None:
         handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
         handshake.meet()
-        self._engine_send(handshake, data, dst, call.left())
+        self._engine_send(handshake, data, dst)
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
         handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
         handshake.meet()
-        self._engine_recv(handshake, data, src, call.left())
+        self._engine_recv(handshake, data, src)
         handshake.leave()
 
     def _barrier(self, call: Call) -> None:

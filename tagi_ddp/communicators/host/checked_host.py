@@ -122,15 +122,11 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         self._way.meet(handshake)
         return handshake
 
-    def _engine_send(
-        self, handshake: Handshake, data: HostElements, dst: int, limit: float
-    ) -> None:
+    def _engine_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
         assert self._engine is not None
         handshake.carry(self._engine.send(data.array, dst, handshake))
 
-    def _engine_recv(
-        self, handshake: Handshake, data: HostElements, src: int, limit: float
-    ) -> None:
+    def _engine_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
         assert self._engine is not None
         handshake.carry(self._engine.recv(data.array, src, handshake))
 

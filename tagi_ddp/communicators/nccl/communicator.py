@@ -184,15 +184,11 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             work.wait()
         super()._barrier(call)
 
-    def _engine_send(
-        self, handshake: Handshake, data: DeviceElements, dst: int, limit: float
-    ) -> None:
+    def _engine_send(self, handshake: Handshake, data: DeviceElements, dst: int) -> None:
         engine = self._connect(handshake, f"{self.rank} to {dst}", 0, 2)
         self._transfer(handshake, engine, data, lambda: engine.send(data.memory, 1))
 
-    def _engine_recv(
-        self, handshake: Handshake, data: DeviceElements, src: int, limit: float
-    ) -> None:
+    def _engine_recv(self, handshake: Handshake, data: DeviceElements, src: int) -> None:
         engine = self._connect(handshake, f"{src} to {self.rank}", 1, 2)
         self._transfer(handshake, engine, data, lambda: engine.recv(data.memory, 0))
 
