@@ -104,6 +104,8 @@ def differ(comm: Any, way: str) -> tuple[str, str]:
     own = comm.empty(9000) if way != "size" else None
     if own is None:
         error = caught(lambda: comm.empty(100 + comm.rank))
+    elif way == "op":
+        error = caught(lambda: comm.all_reduce(own, "mean" if comm.rank % 2 else "sum"))
     elif way == "offset":
         error = caught(lambda: comm.all_reduce(own[comm.rank : comm.rank + 8000]))
     else:
@@ -112,13 +114,13 @@ def differ(comm: Any, way: str) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("way", ["memory", "offset", "size"])
+@pytest.mark.parametrize("way", ["memory", "offset", "op", "size"])
 def test_own_memory_that_differs(pool: RankPool, way: str) -> None:
     """All hear what differs, wherever they are, instead of waiting until the time is up."""
     for kind, text in pool.run(differ, way, fresh=True):
         assert kind == "Mismatch", text
         assert "this rank" in text
-        assert way == "size" or "gave from byte" in text
+        assert way in ("op", "size") or "gave from byte" in text
 
 
 def wait_for_each_other(comm: Any) -> int:

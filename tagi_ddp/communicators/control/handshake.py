@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NoReturn
 
 from tagi_ddp.communicators import errors
@@ -77,14 +78,15 @@ class Handshake:
         self._call.waits_for = self._missing
         self._talk = self._talking({})
 
+    @cached_property
     def word(self) -> bytes:
-        """Return bytes, equally many for every call, that are the same for the same calls."""
+        """Bytes, equally many for every call, that are the same for the same calls."""
         said = json.dumps([self._call.name, self._call.arguments]).encode()
         return hashlib.blake2b(said, digest_size=8).digest()
 
     def tag(self, number: int, most: int) -> int:
         """Return an integer from 1 to ``most``, the same for the same call and ``number``."""
-        return 1 + (int.from_bytes(self.word(), "big") + number * _APART) % most
+        return 1 + (int.from_bytes(self.word, "big") + number * _APART) % most
 
     def met(self, agreed: bool = True) -> None:
         """Go on once all have come; unless they ``agreed``, raise who calls something else."""

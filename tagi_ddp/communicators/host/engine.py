@@ -19,11 +19,14 @@ class Engine(Protocol):
     chunks: int
     """In how many parts a sum of some ms may travel, so little does a call cost."""
 
-    def prepare_sums(self, handshake: Handshake) -> bool:
-        """Tell whether sums bring all ranks together, and never mix what does not fit.
+    sums_meet: bool
+    """Whether sums bring all ranks together, and never mix what does not fit.
 
-        If so, connect all ranks for that; nothing is written to before all have come.
-        """
+    Nothing is written to before all have come. `prepare_sums` comes before.
+    """
+
+    def prepare_sums(self, handshake: Handshake) -> None:
+        """Let all ranks connect for sums; a call of all."""
         ...
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:

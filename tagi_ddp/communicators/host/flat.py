@@ -31,12 +31,11 @@ class Flat:
         self.rank = rank
         self.size = size
         self._apart = False
-        self._meets = True  # before sums
 
     def set_apart(self, handshake: Handshake) -> None:
         """Let the engine sum, which is faster where each rank is on a host of its own."""
         self._apart = True
-        self._meets = not self.engine.prepare_sums(handshake)
+        self.engine.prepare_sums(handshake)
 
     def meet(self, handshake: Handshake) -> None:
         """Bring all ranks together, as all collectives but `all_to_all` do first."""
@@ -65,17 +64,17 @@ class Flat:
     def _all_reduce_apart(
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
-        if self._meets:
-            handshake.meet()
-        else:
+        if self.engine.sums_meet:
             handshake.begin()
+        else:
+            handshake.meet()
         total = widen(source.array, source.dtype)
         if total is source.array:
             total = target.array
             if target.array.ctypes.data != source.array.ctypes.data:
                 total[...] = source.array
         handshake.carry(self.engine.all_reduce(total, op, handshake))
-        if not self._meets:
+        if self.engine.sums_meet:
             handshake.met()
         result = finish(total, target.dtype, op, self.size)
         if result is not target.array:

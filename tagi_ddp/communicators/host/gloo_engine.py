@@ -49,6 +49,7 @@ class GlooEngine:
     """
 
     chunks = 2
+    sums_meet = True
 
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
         self.rank = ranks.index(channel.rank)
@@ -63,9 +64,8 @@ class GlooEngine:
         # Threads wait for the messages: no wait of gloo's ends early without cutting connections.
         self._queues = {name: OperationQueue(f"tagi_ddp.gloo.{name}") for name in _QUEUES}
 
-    def prepare_sums(self, handshake: Handshake) -> bool:
+    def prepare_sums(self, handshake: Handshake) -> None:
         handshake.carry(self._collective(handshake, messages.connect))
-        return True
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         return self._collective(handshake, messages.all_reduce, array, op)

@@ -68,7 +68,7 @@ class HostMemory:
 
     def agree(self, handshake: Handshake) -> bool:
         """Return, once all ranks of the host have come, whether they call the same."""
-        word = np.frombuffer(handshake.word(), np.uint8)
+        word = np.frombuffer(handshake.word, np.uint8)
         words = np.empty((self.size, word.size), np.uint8)
         self.run(handshake, self.comm.all_gather, word, words.reshape(-1))
         return bool((words == word).all())

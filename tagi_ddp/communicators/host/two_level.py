@@ -32,6 +32,7 @@ _WORTH = 0.014  # seconds on the network that make smaller chunks worth what the
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
 # What measures the network: bytes, more and more until they take so many seconds.
 _PROBES, _CLEAR = (1 << 16, 1 << 18, 1 << 20, 1 << 22), 0.01
+_SLOW = 0.1  # seconds that hide how long the messages of a sum take if they are empty
 
 Stage = Callable[[int], Ready | None]
 """Begins a part of the work on a chunk; returns what waits for its end, if there is anything."""
@@ -60,15 +61,18 @@ class TwoLevel:
 
     def measure(self, handshake: Handshake) -> None:
         """Measure the network: seconds of a small sum, and bytes a second out of a host."""
-        if self._lane is not None:  # chunks go two at a time: neither may have to connect
+        if self._lane is not None:
             self._lane.engine.prepare_sums(handshake)
-        self._latency = self._seconds(handshake, 0)
+        smaller, before = 0, self._seconds(handshake, 0)
+        self._latency = before
         for size in _PROBES:
             seconds = self._seconds(handshake, size)
-            if seconds > self._latency:
-                self._rate = size / (seconds - self._latency)
-            if seconds > max(_CLEAR, 2 * self._latency):
+            if seconds > before:
+                self._rate = (size - smaller) / (seconds - before)
+            # The first one takes more messages than none: what it takes longer is no rate yet.
+            if seconds > max(_CLEAR, 2 * before) and (smaller or seconds > max(_SLOW, 8 * before)):
                 return
+            smaller, before = size, seconds
 
     def _seconds(self, handshake: Handshake, size: int) -> float:
         """Return what a sum of so many bytes takes between hosts, the best time of some."""
@@ -98,6 +102,8 @@ class TwoLevel:
         self, handshake: Handshake, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
         met = self._meet_beside(handshake)
+        if op == "mean":  # which memory and lanes take for a sum
+            self._memory.agree(handshake)
         chunks = self._chunks(source)
         start = partial(self._start, handshake, len(chunks))
         sums: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
@@ -124,6 +130,8 @@ class TwoLevel:
             return start(self._gather_within(mine, out, self._slices(out.size)))
 
         _pipeline(handshake, len(chunks), [within, between, share])
+        if self._flat.engine.sums_meet:
+            handshake.met()
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
         self.meet(handshake)
@@ -259,6 +267,9 @@ class TwoLevel:
 
         What they do meanwhile in the memory of their hosts makes sure that those agree.
         """
+        if self._flat.engine.sums_meet:
+            handshake.begin()
+            return lambda: None
         if len(self._hosts) > _FEW_HOSTS:
             handshake.meet()
             return lambda: None
@@ -273,7 +284,7 @@ class TwoLevel:
         if self._memory.rank != 0:
             return lambda: True
         assert self._lane is not None
-        mine = np.frombuffer(handshake.word() + bytes([here]), np.uint8)
+        mine = np.frombuffer(handshake.word + bytes([here]), np.uint8)
         words = np.empty((self._lane.size, mine.size), np.uint8)
         counts, out = [mine.size] * self._lane.size, words.reshape(-1)
         ready = self._lane.engine.all_gather(mine, out, counts, handshake)
