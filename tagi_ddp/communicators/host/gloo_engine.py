@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from torch._C._distributed_c10d import Store
 
 _ADDRESS = 30.0  # seconds in which what all ranks said when they made the engine must come
 _STUCK = 1.0  # seconds after which a thread that waits though connections were cut is left alone
-Wait = Callable[[], None]
+Wait = Callable[[], Any]
 """Returns when a message is complete; raises RuntimeError when it will not be."""
 
 _QUEUES = "even collectives", "odd collectives", "in", "out"
@@ -110,7 +111,7 @@ class GlooEngine:
         handshake: Handshake,
         operation: Callable[[_Messages], Iterator[Wait]],
     ) -> Ready:
-        gloo = _Messages(self, tag, time.monotonic() + handshake.left())
+        gloo = _Messages(self, tag, handshake.left())
 
         def run() -> None:
             for wait in operation(gloo):
@@ -141,13 +142,13 @@ class GlooEngine:
 
 
 class _Messages:
-    """The messages of one operation, which is to end by ``deadline``, under one ``tag``."""
+    """The messages of one operation under one ``tag``; each may take ``limit`` seconds."""
 
-    def __init__(self, engine: GlooEngine, tag: int, deadline: float) -> None:
+    def __init__(self, engine: GlooEngine, tag: int, limit: float) -> None:
         self.rank, self.size = engine.rank, engine.size
         self._engine = engine
         self._tag = tag
-        self._deadline = deadline
+        self._limit = timedelta(seconds=limit)
 
     def connect(self, dst: int, src: int) -> Iterator[Wait]:
         # The first message between two ranks waits until the other one begins it too. So all ranks
@@ -164,21 +165,26 @@ class _Messages:
 
     def send(self, array: np.ndarray, dst: int) -> Wait:
         context = self._engine.up if dst > self.rank else self._engine.down
-        return self._begin(context.send, array, dst)
+        return self._begin(context, context.group.send, array, dst)
 
     def recv(self, array: np.ndarray, src: int) -> Wait:
         context = self._engine.up if src < self.rank else self._engine.down
-        return self._begin(context.recv, array, src)
+        return self._begin(context, context.group.recv, array, src)
 
-    def _begin(self, begin: Callable[..., Any], array: np.ndarray, other: int) -> Wait:
+    def _begin(
+        self, context: _Context, begin: Callable[..., Any], array: np.ndarray, other: int
+    ) -> Wait:
         if array.size == 0:
-            return lambda: None
-        work = begin(array, other, self._tag)
+            return _nothing
+        if context.is_cut:
+            raise RuntimeError("this rank's communicator has failed")
+        work = begin([_bytes(array)], other, self._tag)
+        context.connected_to = other
+        return partial(work.wait, self._limit)
 
-        def wait() -> None:
-            work.wait(timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
 
-        return wait
+def _nothing() -> None:
+    """Wait for a message that has nothing in it, and is not sent."""
 
 
 class _Context:
@@ -192,35 +198,23 @@ class _Context:
         options._devices = _devices(channel.address)
         options._timeout = timedelta(seconds=call.left())
         self._store: Any = _ChannelStore(channel, name)
-        self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
-        self._peer: int | None = None  # that is connected
-        self._cut = False
-
-    def send(self, array: np.ndarray, dst: int, tag: int) -> Any:
-        return self._begin(self._group.send, array, dst, tag)
-
-    def recv(self, array: np.ndarray, src: int, tag: int) -> Any:
-        return self._begin(self._group.recv, array, src, tag)
-
-    def _begin(self, begin: Callable[..., Any], array: np.ndarray, other: int, tag: int) -> Any:
-        if self._cut:
-            raise RuntimeError("this rank's communicator has failed")
-        work = begin([_bytes(array)], other, tag)
-        self._peer = other
-        return work
+        self.group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
+        self.connected_to: int | None = None  # one of those, if any
+        self.is_cut = False
 
     def cut(self) -> None:
         """Let all that waits fail."""
-        self._cut = True
-        if self._peer is not None:  # a wait that times out cuts all connections
+        self.is_cut = True
+        if self.connected_to is not None:  # a wait that times out cuts all connections
+            nothing = _bytes(np.empty(1, np.uint8))
             with contextlib.suppress(RuntimeError):
-                work = self._group.recv([_bytes(np.empty(1, np.uint8))], self._peer, _UNUSED)
+                work = self.group.recv([nothing], self.connected_to, _UNUSED)
                 work.wait(timedelta(milliseconds=1))
 
     def free(self) -> None:
         """Let go of the connections and of gloo's threads."""
-        self._cut = True
-        self._group = self._store = None
+        self.is_cut = True
+        self.group = self._store = None
 
 
 class _ChannelStore(Store):
