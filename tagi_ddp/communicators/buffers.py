@@ -15,6 +15,7 @@ from tagi_ddp.communicators.communicator import Buffer, ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_OPS = get_args(ReduceOp)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def check_count(elements: Elements, name: str, expected: int) -> None:
 
 def check_op(op: ReduceOp, dtype: str) -> None:
     """Check that ``op`` is known and fits ``dtype``."""
-    if op not in get_args(ReduceOp):
+    if op not in _OPS:
         raise ValueError(f'op is "{op}"; use "sum", "mean", "min" or "max"')
     if op == "mean" and dtype not in FLOATS:
         raise TypeError(

@@ -45,16 +45,16 @@ class Ticket(Generic[T]):
 
         ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
         """
-        self.result(timeout)
-
-    def result(self, timeout: float | None = None) -> T:
-        """Do what `wait` does, and return what the operation returned."""
         try:
             error = self.future.exception(timeout)
         except futures.TimeoutError:
             raise self._overdue(timeout or 0.0) from None
         if error is not None:
             raise error
+
+    def result(self, timeout: float | None = None) -> T:
+        """Do what `wait` does, and return what the operation returned."""
+        self.wait(timeout)
         return self.future.result()
 
     def done(self) -> bool:

@@ -70,7 +70,8 @@ class ControlChannel:
         """Let the block tell others something; it is sent at the block's end."""
         with self._changed:
             yield self.notes
-        self._flush()
+        if self.notes.outbox:
+            self._flush()
 
     def fail(self, failure: Failure) -> None:
         """Tell all ranks, and wake the threads that wait in `until`."""

@@ -81,8 +81,8 @@ class Handshake:
     @cached_property
     def word(self) -> bytes:
         """Bytes, equally many for every call, that are the same for the same calls."""
-        said = json.dumps([self._call.name, self._call.arguments]).encode()
-        return hashlib.blake2b(said, digest_size=8).digest()
+        said = f"{self._call.name}({self._call.arguments})"
+        return hashlib.blake2b(said.encode(), digest_size=8).digest()
 
     def tag(self, number: int, most: int) -> int:
         """Return an integer from 1 to ``most``, the same for the same call and ``number``."""
@@ -93,8 +93,6 @@ class Handshake:
         talk, self._talk = self._talk, None
         if agreed:
             self._here.update(self._peers)
-            with self._channel.telling() as notes:
-                notes.forget(self._call.number)
         elif talk is not None:
             self._finish(talk)
 

@@ -71,7 +71,7 @@ class Flat:
         total = widen(source.array, source.dtype)
         if total is source.array:
             total = target.array
-            if target.array.ctypes.data != source.array.ctypes.data:
+            if target.address != source.address:
                 total[...] = source.array
         handshake.carry(self.engine.all_reduce(total, op, handshake))
         if self.engine.sums_meet:
