@@ -25,10 +25,10 @@ from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.communicators.host.mpi_library import MPI, start
-from tagi_ddp.communicators.host.mpi_requests import Request, Sum, mpi_type
+from tagi_ddp.communicators.host.mpi_requests import Exchange, Request, Sum, mpi_type
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
-_SUMS = 10_000  # all_reduces that are told apart by their tags
+_TAGS = 1 << 24  # that tell calls apart well enough
 _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 _FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
 
@@ -40,11 +40,12 @@ class MpiEngine:
     """An MPI communicator, which it frees in the end."""
 
     chunks = 8
-    sums_meet = False  # its tags do not tell calls apart
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
+        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) // 2 - 1  # each of two numbers
+        self.sums_meet = self._tags >= _TAGS
         self._sums = 0  # begun so far
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
@@ -67,8 +68,10 @@ class MpiEngine:
         pass  # MPI connects ranks when they first send
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
-        self._sums = (self._sums + 1) % _SUMS
-        return Sum(self._mpi, array, op, 1 + 2 * self._sums).ready
+        self._sums += 1
+        tag = 2 * handshake.tag(self._sums, self._tags)
+        kind = Exchange if self._mpi.size == 2 else Sum
+        return kind(self._mpi, array, op, tag).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:
         return Request(self._mpi.Ibcast([array, mpi_type(array)], root)).ready

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tagi_ddp.communicators.buffers import equal_counts
+from tagi_ddp.communicators.buffers import cut, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.host.mpi_library import MPI
 from tagi_ddp.communicators.host.reduce import combine
@@ -19,6 +19,7 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 # Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
 # sends itself; and how many such pieces each rank is sent at a time.
 _PIECE, _FLYING = 60_000, 64
+_PART = 1 << 20  # bytes that two ranks send each other while they reduce others
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
@@ -117,6 +118,34 @@ class Sum(Operation):
 
     def _receive(self, piece: np.ndarray, peer: _Peer, tag: int) -> MPI.Request:
         return self._mpi.Irecv([piece, self._type], peer.rank, tag)
+
+
+class Exchange(Operation):
+    """An all_reduce of two ranks, each of which reduces all: in one step, and as few bytes.
+
+    Messages have the number ``tag``.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
+        super().__init__()
+        other, kind, self._op = 1 - mpi.rank, mpi_type(array), op
+        counts = equal_counts(array.size, max(1, array.nbytes // _PART))
+        self._own, self._rows = cut(array, counts), cut(np.empty_like(array), counts)
+        self._first = mpi.rank == 0
+        # First what asks for leave, as it would come behind what the other one gets leave for.
+        self._sent = [mpi.Isend([part, kind], other, tag) for part in self._own]
+        self._came = [mpi.Irecv([row, kind], other, tag) for row in self._rows]
+        self._reduced = 0  # parts
+
+    def poll(self) -> bool:
+        for i in range(self._reduced, len(self._own)):
+            if not (self._came[i].Test() and self._sent[i].Test()):
+                return False
+            own, row = self._own[i], self._rows[i]
+            rows = (own, row) if self._first else (row, own)
+            combine(self._op)(*rows, out=own)
+            self._reduced += 1
+        return True
 
 
 @dataclass
