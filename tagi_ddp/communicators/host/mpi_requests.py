@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 # Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
 # sends itself; and how many such pieces each rank is sent at a time.
 _PIECE, _FLYING = 60_000, 64
-_PART = 1 << 20  # bytes that two ranks send each other while they reduce others
+_PART = 1 << 20  # bytes of messages in which leave costs less than many messages
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
@@ -129,7 +130,7 @@ class Exchange(Operation):
     def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
         super().__init__()
         other, kind, self._op = 1 - mpi.rank, mpi_type(array), op
-        counts = equal_counts(array.size, max(1, array.nbytes // _PART))
+        counts = equal_counts(array.size, _parts(array.nbytes))
         self._own, self._rows = cut(array, counts), cut(np.empty_like(array), counts)
         self._first = mpi.rank == 0
         # First what asks for leave, as it would come behind what the other one gets leave for.
@@ -162,6 +163,11 @@ class _Peer:
 def mpi_type(array: np.ndarray) -> MPI.Datatype:
     """Return MPI's type of as many bytes as an element has."""
     return _TYPES[array.itemsize]
+
+
+def _parts(size: int) -> int:
+    """Return in how many messages two ranks exchange so many bytes."""
+    return max(1, size // _PART or math.ceil(size / _PIECE))
 
 
 def _pieces(array: np.ndarray) -> list[np.ndarray]:
