@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +19,8 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 # Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
 # sends itself; and how many such pieces each rank is sent at a time.
 _PIECE, _FLYING = 60_000, 64
-_PART = 1 << 20  # bytes of messages in which leave costs less than many messages
+
+LARGE = 1 << 20  # bytes of a message in which that costs less than pieces would
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
@@ -124,13 +124,13 @@ class Sum(Operation):
 class Exchange(Operation):
     """An all_reduce of two ranks, each of which reduces all: in one step, and as few bytes.
 
-    Messages have the number ``tag``.
+    The array has at least `LARGE` bytes. Messages have the number ``tag``.
     """
 
     def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
         super().__init__()
         other, kind, self._op = 1 - mpi.rank, mpi_type(array), op
-        counts = equal_counts(array.size, _parts(array.nbytes))
+        counts = equal_counts(array.size, array.nbytes // LARGE)
         self._own, self._rows = cut(array, counts), cut(np.empty_like(array), counts)
         self._first = mpi.rank == 0
         # First what asks for leave, as it would come behind what the other one gets leave for.
@@ -163,11 +163,6 @@ class _Peer:
 def mpi_type(array: np.ndarray) -> MPI.Datatype:
     """Return MPI's type of as many bytes as an element has."""
     return _TYPES[array.itemsize]
-
-
-def _parts(size: int) -> int:
-    """Return in how many messages two ranks exchange so many bytes."""
-    return max(1, size // _PART or math.ceil(size / _PIECE))
 
 
 def _pieces(array: np.ndarray) -> list[np.ndarray]:
