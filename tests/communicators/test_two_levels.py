@@ -46,9 +46,9 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     comm._engine.chunks = 5
     two_level._FEW_HOSTS = 16 * (seed % 2)
     if comm.backend == "mpi":
-        from tagi_ddp.communicators.host import mpi, mpi_requests
+        from tagi_ddp.communicators.host import mpi_requests
 
-        mpi_requests._PIECE, mpi_requests._FLYING, mpi._SUMS = 64, 3, 4
+        mpi_requests._PIECE, mpi_requests._FLYING, mpi_requests._PART = 64, 3, 1000
     rng, told = np.random.default_rng(seed), []
     size, rank = comm.size, comm.rank
     for dtype in (np.float32, np.float16, np.uint8, np.int16, np.uint64, np.float64):

@@ -25,7 +25,7 @@ from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.communicators.host.mpi_library import MPI, start
-from tagi_ddp.communicators.host.mpi_requests import LARGE, Exchange, Request, Sum, mpi_type
+from tagi_ddp.communicators.host.mpi_requests import Exchange, Request, Sum, mpi_type
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
 _TAGS = 1 << 24  # that tell calls apart well enough
@@ -44,7 +44,7 @@ class MpiEngine:
     def __init__(self, mpi: MPI.Intracomm) -> None:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
-        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)) // 2 - 1  # each of two numbers
+        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) // 2 - 1  # each of two numbers
         self.sums_meet = self._tags >= _TAGS
         self._sums = 0  # begun so far
 
@@ -70,8 +70,8 @@ class MpiEngine:
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         self._sums += 1
         tag = 2 * handshake.tag(self._sums, self._tags)
-        of_two = self._mpi.size == 2 and array.nbytes >= LARGE
-        return (Exchange if of_two else Sum)(self._mpi, array, op, tag).ready
+        kind = Exchange if self._mpi.size == 2 else Sum
+        return kind(self._mpi, array, op, tag).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:
         return Request(self._mpi.Ibcast([array, mpi_type(array)], root)).ready

@@ -20,7 +20,7 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 # sends itself; and how many such pieces each rank is sent at a time.
 _PIECE, _FLYING = 60_000, 64
 
-LARGE = 1 << 20  # bytes of a message in which that costs less than pieces would
+_PART = 1 << 20  # bytes of a message in which leave costs less than pieces would
 
 _TYPES = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
@@ -124,26 +124,36 @@ class Sum(Operation):
 class Exchange(Operation):
     """An all_reduce of two ranks, each of which reduces all: in one step, and as few bytes.
 
-    The array has at least `LARGE` bytes. Messages have the number ``tag``.
+    Large parts travel at once, and pieces one after the other: a network may lose what several
+    ranks of a host send at once. Messages have the number ``tag``.
     """
 
     def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
         super().__init__()
-        other, kind, self._op = 1 - mpi.rank, mpi_type(array), op
-        counts = equal_counts(array.size, array.nbytes // LARGE)
-        self._own, self._rows = cut(array, counts), cut(np.empty_like(array), counts)
-        self._first = mpi.rank == 0
-        # First what asks for leave, as it would come behind what the other one gets leave for.
-        self._sent = [mpi.Isend([part, kind], other, tag) for part in self._own]
-        self._came = [mpi.Irecv([row, kind], other, tag) for row in self._rows]
+        self._mpi, self._op, self._tag, self._type = mpi, op, tag, mpi_type(array)
+        large = array.nbytes // _PART
+        self._own = cut(array, equal_counts(array.size, large)) if large else _pieces(array)
+        self._rows = [np.empty_like(part) for part in self._own]
+        self._sent: list[MPI.Request] = []
+        self._came: list[MPI.Request] = []
         self._reduced = 0  # parts
+        for _ in range(large or len(self._own[:1])):
+            self._begin()
+
+    def _begin(self) -> None:
+        i, other = len(self._sent), 1 - self._mpi.rank
+        # First what asks for leave, as it would come behind what the other one gets leave for.
+        self._sent.append(self._mpi.Isend([self._own[i], self._type], other, self._tag))
+        self._came.append(self._mpi.Irecv([self._rows[i], self._type], other, self._tag))
 
     def poll(self) -> bool:
         for i in range(self._reduced, len(self._own)):
             if not (self._came[i].Test() and self._sent[i].Test()):
                 return False
+            if len(self._sent) < len(self._own):
+                self._begin()
             own, row = self._own[i], self._rows[i]
-            rows = (own, row) if self._first else (row, own)
+            rows = (own, row) if self._mpi.rank == 0 else (row, own)
             combine(self._op)(*rows, out=own)
             self._reduced += 1
         return True
