@@ -6,13 +6,13 @@ Gropp do (2005, "Optimization of collective communication operations in MPICH", 
 Journal of High Performance Computing Applications 19); which messages there are is what the
 communicators of this package do:
 
-- Before any operation there is a handshake of all ranks: one latency in a node; between nodes one
-  for each of its rounds, log4 of the ranks.
+- Before any operation, but a sum between nodes, there is a handshake of all ranks: one latency in a
+  node; between nodes one for each of its rounds, log4 of the ranks.
 - all_reduce of n bytes over the p ranks of a node: each rank gets its slice of n / p bytes from
   every other, reduces it, and gives that to every other: two phases, each one latency, and
   (p - 1) / p * n bytes.
 - Between nodes a message of data comes after one that gives leave to send it: two latencies.
-- all_reduce over p nodes of one rank, which needs no handshake: a ring of 2 (p - 1) messages of
+- all_reduce over p nodes of one rank: a ring of 2 (p - 1) messages of
   n / p bytes, or, of few bytes, one step for each prime factor of p, in which a rank sends all of
   them to each other of a group of so many. Even fewer travel with a handshake's messages.
 - all_reduce over nodes of several ranks: a phase in the node, a ring of each slice, with all of the
@@ -228,11 +228,10 @@ def _vote(cluster: Cluster, ranks: int) -> float:
 def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     """Return how long an all_reduce of ``size`` bytes over all of ``ranks`` takes."""
     inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
-    begin = _handshake(cluster, ranks)
     if nodes == 1:
-        return begin + 2 * _phase(cluster.node, ranks, size)
+        return _handshake(cluster, ranks) + 2 * _phase(cluster.node, ranks, size)
     if size <= Flat.few:
-        return begin
+        return _handshake(cluster, ranks)
     if inside == 1:
         return _sum_between(cluster.across, nodes, size)
     chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth, _CHUNKS)
@@ -241,7 +240,7 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     more = _sum_between(replace(cluster.across, latency=0.0), nodes, size / chunks, inside)
     unlimited = replace(cluster.across, bandwidth=math.inf)
     latency = _sum_between(unlimited, nodes, size / chunks, inside)
-    return begin + within + latency + more + (chunks - 1) * max(within, more)
+    return within + latency + more + (chunks - 1) * max(within, more)
 
 
 def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> float:
