@@ -96,7 +96,8 @@ class Sum(Operation):
         ):
             piece, rows = self._own[self._reduced], self._rows[self._reduced]
             rows[self._mpi.rank] = piece
-            combine(self._op).reduce(rows, axis=0, out=piece)
+            with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+                combine(self._op).reduce(rows, axis=0, out=piece)
             self._told += [self._send(piece, peer, self._tag + 1) for peer in self._peers]
             self._reduced += 1
         return (
@@ -154,7 +155,8 @@ class Exchange(Operation):
                 self._begin()
             own, row = self._own[i], self._rows[i]
             rows = (own, row) if self._mpi.rank == 0 else (row, own)
-            combine(self._op)(*rows, out=own)
+            with np.errstate(all="ignore"):
+                combine(self._op)(*rows, out=own)
             self._reduced += 1
         return True
 

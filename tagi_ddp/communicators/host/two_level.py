@@ -32,7 +32,7 @@ _WORTH = 0.014  # seconds on the network that make smaller chunks worth what the
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
 # What measures the network: bytes, more and more until they take so many seconds.
 _PROBES, _CLEAR = (1 << 16, 1 << 18, 1 << 20, 1 << 22), 0.01
-_SLOW = 0.1  # seconds that hide how long the messages of a sum take if they are empty
+_SLOW = 0.1  # seconds of the first of them that tell the rate without another
 
 Stage = Callable[[int], Ready | None]
 """Begins a part of the work on a chunk; returns what waits for its end, if there is anything."""
@@ -69,8 +69,8 @@ class TwoLevel:
             seconds = self._seconds(handshake, size)
             if seconds > before:
                 self._rate = (size - smaller) / (seconds - before)
-            # The first one takes more messages than none: what it takes longer is no rate yet.
-            if seconds > max(_CLEAR, 2 * before) and (smaller or seconds > max(_SLOW, 8 * before)):
+            # The first probe takes more messages than few bytes do: they may be all of its time.
+            if seconds > (max(_CLEAR, 2 * before) if smaller else max(_SLOW, 8 * before)):
                 return
             smaller, before = size, seconds
 
@@ -130,7 +130,7 @@ class TwoLevel:
             return start(self._gather_within(mine, out, self._slices(out.size)))
 
         _pipeline(handshake, len(chunks), [within, between, share])
-        if self._flat.engine.sums_meet:
+        if self._flat.engine.sums_meet:  # in each lane, and all lanes in each host's memory
             handshake.met()
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:

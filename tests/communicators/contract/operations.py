@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -54,12 +56,14 @@ def accumulate(comm: Any, dtype: str, big: float) -> None:
 
 def non_finite(comm: Any, dtype: str) -> bytes:
     results = b""
-    for op in ops(dtype):
-        buffer = np.ones(6, dtype)
+    for op, count in itertools.product(ops(dtype), (6, 6000)):
+        buffer = np.ones(count, dtype)
         buffer[comm.rank] = np.nan
         buffer[4] = np.inf if comm.rank == 0 else -np.inf
         buffer[5] = np.inf if comm.rank == 0 else 1
-        comm.all_reduce(buffer, op)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            comm.all_reduce(buffer, op)
         if op == "sum":
             assert np.isnan(buffer[: comm.size]).all()
             assert np.isnan(buffer[4]) == (comm.size > 1)
