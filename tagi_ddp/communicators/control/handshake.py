@@ -93,6 +93,9 @@ class Handshake:
         talk, self._talk = self._talk, None
         if agreed:
             self._here.update(self._peers)
+            if self._notes.entered:  # of those that talked meanwhile
+                with self._channel.telling() as notes:
+                    notes.forget(self._call.number)
         elif talk is not None:
             self._finish(talk)
 

@@ -101,12 +101,14 @@ class Notes:
     def leave(self, series: Series, number: int, rank: int | None = None) -> None:
         """Be through with an operation; tell ``rank``, or else those that ask for it."""
         _raise(self.through, (self.rank, series), number)
-        if series is Series.COLLECTIVE:  # which may bring ranks together without their messages
-            for place in [p for p in self.entered if p[1] is series and p[2] <= number]:
-                del self.entered[place]
         if rank is not None:
             self._send(Kind.THROUGH, series, number, b"", rank)
         self._answer()
+
+    def forget(self, number: int) -> None:
+        """Forget who came to collectives up to this one, which met without their messages."""
+        for place in [p for p in self.entered if p[1] is Series.COLLECTIVE and p[2] <= number]:
+            del self.entered[place]
 
     def settle(self, number: int) -> None:
         """Have all ranks say when they are through with a collective; see ``settled``."""

@@ -96,6 +96,18 @@ def objects(comm: Any) -> None:
     assert gathered == [{"rank": r, "text": "x" * r} for r in range(comm.size)]
 
 
+def objects_beside_others(comm: Any) -> None:
+    """What the ranks tell each other passes operations of which nobody knows yet how they end."""
+    for _ in range(5):
+        arrays = [np.full(5000, comm.rank, np.float32) for _ in range(3)]
+        works = [comm.all_reduce(array, async_op=True) for array in arrays]
+        objects(comm)
+        comm.split(None)
+        for work, array in zip(works, arrays, strict=True):
+            work.wait()
+            assert (array == sum(range(comm.size))).all()
+
+
 def split_by_parity(comm: Any) -> None:
     """Ranks in reverse order by key; the parts work beside the whole."""
     part = comm.split(comm.rank % 2, -comm.rank)
@@ -160,6 +172,9 @@ class OrderContract:
 
     def test_objects(self, pool: RankPool, size: int) -> None:
         pool.run(objects, size=size)
+
+    def test_objects_beside_others(self, pool: RankPool, size: int) -> None:
+        pool.run(objects_beside_others, size=size, timeout=5)
 
 
 class GroupContract:
