@@ -16,9 +16,10 @@ from tagi_ddp.communicators.communicator import Buffer, ReduceOp
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _OPS = get_args(ReduceOp)
+_NAMES = {np.dtype(name): name for name in FLOATS + INTEGERS if name != "bfloat16"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Elements:
     """The elements of a buffer: their number, and where its own memory begins."""
 
@@ -36,7 +37,7 @@ class Elements:
         return f"{self.dtype}[{self.count}]"
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostElements(Elements):
     """Elements in host memory, as a flat array too.
 
@@ -49,6 +50,10 @@ class HostElements(Elements):
     def of(cls, dtype: str, flat: np.ndarray) -> HostElements:
         """Return the elements of a flat array."""
         return cls(dtype, flat.size, flat.ctypes.data, flat)
+
+    @property
+    def end(self) -> int:
+        return self.address + self.array.nbytes
 
 
 def item_size(dtype: str) -> int:
@@ -71,9 +76,12 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
             f"{name} is a {type(buffer).__name__} that gives no numeric array; pass a numpy array "
             "or a torch tensor"
         )
-    dtype = buffer.dtype.name
-    if dtype not in FLOATS + INTEGERS or not buffer.dtype.isnative:
-        raise TypeError(unsupported(name, str(buffer.dtype)))
+    kind = buffer.dtype
+    dtype = _NAMES.get(kind)
+    if dtype is None:
+        if kind.name != "bfloat16" or not kind.isnative:  # another package's type
+            raise TypeError(unsupported(name, str(kind)))
+        dtype = kind.name
     if not buffer.flags.c_contiguous:
         raise ValueError(not_contiguous(name))
     if writable and not buffer.flags.writeable:

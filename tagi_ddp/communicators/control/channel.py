@@ -16,8 +16,7 @@ import termios
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from tagi_ddp.communicators.control import mesh
@@ -65,13 +64,9 @@ class ControlChannel:
         self._release.atexit = False
         self._helper.start()
 
-    @contextmanager
-    def telling(self) -> Iterator[Notes]:
-        """Let the block tell others something; it is sent at the block's end."""
-        with self._changed:
-            yield self.notes
-        if self.notes.outbox:
-            self._flush()
+    def telling(self) -> _Telling:
+        """Return a context whose block tells others something by the notes that it gets."""
+        return _Telling(self._changed, self.notes, self._flush)
 
     def fail(self, failure: Failure) -> None:
         """Tell all ranks, and wake the threads that wait in `until`."""
@@ -190,6 +185,24 @@ class ControlChannel:
                 while os.read(connection.fileno(), 65536):
                     pass
         self._release()
+
+
+class _Telling:
+    """A block that has the notes for itself; at its end, ``flush`` sends what it says."""
+
+    def __init__(
+        self, changed: threading.Condition, notes: Notes, flush: Callable[[], None]
+    ) -> None:
+        self._changed, self._notes, self._flush = changed, notes, flush
+
+    def __enter__(self) -> Notes:
+        self._changed.acquire()
+        return self._notes
+
+    def __exit__(self, *_: object) -> None:
+        self._changed.release()
+        if self._notes.outbox:
+            self._flush()
 
 
 def _release(

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NoReturn
 
 from tagi_ddp.communicators import errors
@@ -19,6 +18,7 @@ from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
 _SLICE = 0.02  # seconds in the engine between two looks at the messages
+_PATIENCE = 0.1  # seconds in which ranks that a faster way brings together need not tell each other
 # Seconds in which the messages should explain an engine's error: that a rank has ended, and that a
 # host has fallen silent.
 _GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
@@ -58,12 +58,14 @@ class Handshake:
         self._failure = failure
         self._announced = False
         # Two ranks tell each other; all come to know of all by way of neighbours.
-        pair = (overlay.Round(1, tuple(peers), tuple(peers)),)
-        self._rounds = pair if call.peer else self._notes.rounds
+        self._rounds, self._round = self._notes.rounds, self._notes.all_others
+        if call.peer:
+            self._round = overlay.Round(1, tuple(peers), tuple(peers))
+            self._rounds = (self._round,)
         self._here = {rank}  # the ranks that have come
-        self._round = pair[0]
-        self._said = b""
-        self._talk: Iterator[None] | None = None  # beside a faster way to meet
+        self._word = self._said = b""
+        self._talk: Iterator[None] | None = None  # beside a faster way to meet,
+        self._talks_at = 0.0  # from this time on
         self._found: CommunicatorError | None = None  # in `look`
 
     def meet(self) -> None:
@@ -77,12 +79,15 @@ class Handshake:
         """
         self._call.waits_for = self._missing
         self._talk = self._talking({})
+        self._talks_at = time.monotonic() + min(_PATIENCE, self._call.limit / 4)
 
-    @cached_property
+    @property
     def word(self) -> bytes:
         """Bytes, equally many for every call, that are the same for the same calls."""
-        said = f"{self._call.name}({self._call.arguments})"
-        return hashlib.blake2b(said.encode(), digest_size=8).digest()
+        if not self._word:
+            said = f"{self._call.name}({self._call.arguments})"
+            self._word = hashlib.blake2b(said.encode(), digest_size=8).digest()
+        return self._word
 
     def tag(self, number: int, most: int) -> int:
         """Return an integer from 1 to ``most``, the same for the same call and ``number``."""
@@ -195,8 +200,8 @@ class Handshake:
 
     def _look(self) -> None:
         """Between two waits for the engine: raise what has gone wrong, or that the time is up."""
-        call = self._call
-        if self._talk is None or next(self._talk, True):  # True: it is over
+        call, now = self._call, time.monotonic()
+        if self._talk is None or now < self._talks_at or next(self._talk, True):  # True: it is over
             self._channel.until(self._interrupted, 0.0)
         now = time.monotonic()
         if now > call.deadline - call.limit / 2 or self._is_asked():

@@ -59,6 +59,8 @@ class Notes:
         self.rank = rank
         self.size = size
         self.rounds = overlay.rounds(rank, size)
+        others = tuple(r for r in range(size) if r != rank)
+        self.all_others = overlay.Round(1, others, others)
         self.outbox: deque[tuple[int, bytes]] = deque()
         """Messages, each with the neighbour it goes to."""
         self.entered: dict[tuple[int, Series, int], bytes] = {}
@@ -73,7 +75,7 @@ class Notes:
         self.closed: set[int] = set()
         self.died: set[int] = set()
         self.settled = -1
-        """The number of the last collective that all ranks are known to be through with."""
+        """The number of the last collective that all are known to have left, once one asks."""
         self._neighbours = set(overlay.neighbours(rank, size))
         self._lost: set[int] = set()  # neighbours without a connection
         self._told = -1  # how far this rank has said to be
@@ -103,7 +105,8 @@ class Notes:
         _raise(self.through, (self.rank, series), number)
         if rank is not None:
             self._send(Kind.THROUGH, series, number, b"", rank)
-        self._answer()
+        if self.waiting or self._asked >= 0:
+            self._answer()
 
     def forget(self, number: int) -> None:
         """Forget who came to collectives up to this one, which met without their messages."""

@@ -14,7 +14,8 @@ from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.host.mpi_library import MPI
 from tagi_ddp.communicators.host.reduce import combine
 
-_SPIN = 0.002  # seconds of polling before the pauses begin
+_SPIN = 0.005  # seconds of polling before the pauses begin
+_POLLS = 4  # between two looks at the clock: MPI gets on by a little in each
 _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they take long
 # Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
 # sends itself; and how many such pieces each rank is sent at a time.
@@ -40,15 +41,16 @@ class Operation(ABC):
 
     def ready(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while not self.poll():
-            now = time.monotonic()
-            if now > end:
-                return False
-            age = now - self._begun
-            if age < _SPIN:
-                os.sched_yield()
-            else:
-                time.sleep(min(max(age / 100, _PAUSES[0]), _PAUSES[1]))
+        with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+            while not any(self.poll() for _ in range(_POLLS)):
+                now = time.monotonic()
+                if now > end:
+                    return False
+                age = now - self._begun
+                if age < _SPIN:
+                    os.sched_yield()
+                else:
+                    time.sleep(min(max(age / 100, _PAUSES[0]), _PAUSES[1]))
         _pending.discard(self)
         return True
 
@@ -96,8 +98,7 @@ class Sum(Operation):
         ):
             piece, rows = self._own[self._reduced], self._rows[self._reduced]
             rows[self._mpi.rank] = piece
-            with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
-                combine(self._op).reduce(rows, axis=0, out=piece)
+            combine(self._op).reduce(rows, axis=0, out=piece)
             self._told += [self._send(piece, peer, self._tag + 1) for peer in self._peers]
             self._reduced += 1
         return (
@@ -134,7 +135,7 @@ class Exchange(Operation):
         self._mpi, self._op, self._tag, self._type = mpi, op, tag, mpi_type(array)
         large = array.nbytes // _PART
         self._own = cut(array, equal_counts(array.size, large)) if large else _pieces(array)
-        self._rows = [np.empty_like(part) for part in self._own]
+        self._rows = [np.empty(part.size, part.dtype) for part in self._own]
         self._sent: list[MPI.Request] = []
         self._came: list[MPI.Request] = []
         self._reduced = 0  # parts
@@ -155,8 +156,7 @@ class Exchange(Operation):
                 self._begin()
             own, row = self._own[i], self._rows[i]
             rows = (own, row) if self._mpi.rank == 0 else (row, own)
-            with np.errstate(all="ignore"):
-                combine(self._op)(*rows, out=own)
+            combine(self._op)(*rows, out=own)
             self._reduced += 1
         return True
 

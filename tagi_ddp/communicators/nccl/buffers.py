@@ -26,7 +26,7 @@ from tagi_ddp.communicators.errors import BackendUnavailable
 _LEGACY_STREAM = 1  # of the interface: CUDA's default stream, whose handle is 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceElements(Elements):
     """Elements in a device's memory.
 
