@@ -102,7 +102,10 @@ def emulate_host(name: str) -> None:
 
 def nursery(address: str) -> None:
     import _pytest.assertion.rewrite  # noqa: F401  (asserts in tasks use it)
-    import torch  # noqa: F401
+
+    import tagi_ddp.communicators.host.gloo
+    import tagi_ddp.communicators.shm  # noqa: F401
+    from tagi_ddp import DDPSequential  # noqa: F401  (which imports the engine)
 
     gc.freeze()  # so that the children do not copy what nobody collects
     connection = connect(address)

@@ -20,11 +20,14 @@ What the libraries do is chosen by environment variables, which they read at eac
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
+OBJECTS = SOURCES.parents[2] / "build" / "stand_in"
 COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-pthread"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
@@ -35,13 +38,7 @@ def build(folder: Path, *, omit: Sequence[str] = (), sanitize: bool = False) -> 
     """Return the paths of libnccl.so.2 and libcuda.so.1 in `folder`, without the symbols `omit`."""
     folder = folder.resolve()
     compiler = [*COMPILER, *WARNINGS, *(SANITIZERS if sanitize else [])]
-    objects = [folder / "nccl.o", folder / "cuda.o"]
-    commands = [
-        [*compiler, "-c", str(SOURCES / f"{path.stem}.cpp"), "-o", str(path)] for path in objects
-    ]
-    for process in [subprocess.Popen(command) for command in commands]:
-        assert process.wait(LIMIT) == 0, "the stand-ins do not compile"
-
+    objects = compiled(compiler)
     script = folder / "symbols.map"
     hidden = "".join(f" {name};" for name in omit)
     script.write_text(f"{{ global: cu*; nccl*; standIn*; local: *;{hidden} }};\n")
@@ -56,3 +53,24 @@ def build(folder: Path, *, omit: Sequence[str] = (), sanitize: bool = False) -> 
     ):
         subprocess.run(command, check=True, timeout=LIMIT)
     return nccl, cuda
+
+
+def compiled(compiler: list[str]) -> list[Path]:
+    """Return the object files of libnccl and libcuda, compiled once for all tests of this clone."""
+    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    texts = [*(path.read_text() for path in sources), *compiler]
+    folder = OBJECTS / hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    objects = [folder / "nccl.o", folder / "cuda.o"]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder / "done"
+        if not done.exists():
+            commands = [
+                [*compiler, "-c", str(SOURCES / f"{path.stem}.cpp"), "-o", str(path)]
+                for path in objects
+            ]
+            for process in [subprocess.Popen(command) for command in commands]:
+                assert process.wait(LIMIT) == 0, "the stand-ins do not compile"
+            done.touch()
+    return objects
