@@ -22,6 +22,8 @@ from tagi_ddp.communicators.host.reduce import combine
 SMALL = 1 << 13
 """Bytes that take no longer than the messages about them."""
 
+_ROWS = 4  # of what comes to be added, which a rank awaits at once: none waits for its leave
+
 T = TypeVar("T")  # a message that has begun
 T_co = TypeVar("T_co", covariant=True)
 
@@ -168,22 +170,24 @@ def _reduce_around(peers: Messages[T], parts: list[np.ndarray], op: ReduceOp) ->
     rank, steps = peers.rank, peers.size - 1
     before, after = (rank - 1) % peers.size, (rank + 1) % peers.size
     yield from peers.connect(after, before)
-    rows = np.empty((min(2, steps), parts[0].size), parts[0].dtype)
-    total = parts[rank]
-    sent: list[T] = []
+    rows = np.empty((min(_ROWS, steps), parts[0].size), parts[0].dtype)
+
+    def row(step: int) -> np.ndarray:
+        return rows[step % len(rows), : parts[rank - 1 - step].size]
+
+    came = deque(peers.recv(row(step), before) for step in range(len(rows)))
+    sent = deque([peers.send(parts[rank], after)])
     for step in range(steps):
-        own = parts[rank - 1 - step]
-        if step > 1:  # the row is what has just been sent
-            yield from sent
-            sent = []
-        row = rows[step % 2, : own.size]
-        received = peers.recv(row, before)
-        sent.append(peers.send(total, after))
-        yield received
+        yield came.popleft()
+        own, last = parts[rank - 1 - step], step == steps - 1
         with np.errstate(all="ignore"):
             # All have come once a sum has gone around.
-            total = combine(op)(row, own, out=row if step < steps - 1 else own)
-    yield from sent
+            total = combine(op)(row(step), own, out=own if last else row(step))
+        if not last:
+            sent.append(peers.send(total, after))
+        yield sent.popleft()
+        if 0 < step <= steps - len(rows):  # there is room where what has been sent was
+            came.append(peers.recv(row(step - 1 + len(rows)), before))
 
 
 def _gather_around(peers: Messages[T], parts: list[np.ndarray], first: int) -> Iterator[T]:
