@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Ticket(Generic[T]):
     """An operation's place in an `OperationQueue`; the `Work` that ``async_op=True`` returns.
 
-    A future of Python's would take a tenth of a small operation's time.
+    It is no future of Python's, as making and completing one takes several times as long.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Ticket(Generic[T]):
             self._error = error
         finally:
             self._done = True
-            self._overdue = None  # which holds what it is about
+            self._previous = self._overdue = None  # or each would keep all before it
             self._incomplete.release()
 
     def ended(self, timeout: float | None = None) -> bool:
@@ -61,7 +61,7 @@ class Ticket(Generic[T]):
 
         ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
         """
-        overdue = self._overdue
+        overdue = self._overdue  # None once complete
         if not self.ended(timeout) and overdue is not None:
             raise overdue(timeout or 0.0)
         if self._error is not None:

@@ -115,3 +115,16 @@ def test_what_is_stuck_may_be_left_alone() -> None:
     go_on.set()
     assert ticket.result(20)
     queue.close()
+
+
+def test_an_operation_keeps_none_before_it(queue: OperationQueue) -> None:
+    """Though there was never a moment without one, and none awaited another."""
+    go_on = threading.Event()
+    tickets = [queue.ticket(overdue) for _ in range(3)]
+    for ticket in tickets:
+        queue.start(ticket, lambda: go_on.wait(10))
+    first = weakref.ref(tickets[0])
+    go_on.set()
+    assert tickets[-1].result(10)
+    del tickets[:-1], ticket
+    assert first() is None

@@ -129,6 +129,8 @@ def wait_for_each_other(comm: Any) -> int:
     for late in range(comm.size):
         time.sleep(0.2 * (comm.rank == late))
         comm.barrier()
+    time.sleep(0.3 * (comm.rank == 0))
+    comm.all_reduce(np.ones(2000))
     time.sleep(0.1)  # until all have been read
     comm.barrier()
     return len(comm._channel.notes.entered)

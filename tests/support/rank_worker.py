@@ -10,6 +10,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from tagi_ddp.communicators import Communicator, init
+from tagi_ddp.engine.loader import load_engine
 
 PR_SET_PDEATHSIG = 1
 
@@ -101,11 +103,11 @@ def emulate_host(name: str) -> None:
 
 
 def nursery(address: str) -> None:
-    import _pytest.assertion.rewrite  # noqa: F401  (asserts in tasks use it)
-
-    import tagi_ddp.communicators.host.gloo
-    import tagi_ddp.communicators.shm  # noqa: F401
-    from tagi_ddp import DDPSequential  # noqa: F401  (which imports the engine)
+    # What ranks would import one by one: torch, too, the engine, and pytest for asserts in tasks.
+    for name in ("communicators.host.gloo", "communicators.shm", "sequential"):
+        importlib.import_module(f"tagi_ddp.{name}")
+    importlib.import_module("_pytest.assertion.rewrite")
+    load_engine()
 
     gc.freeze()  # so that the children do not copy what nobody collects
     connection = connect(address)

@@ -200,8 +200,9 @@ class Handshake:
 
     def _look(self) -> None:
         """Between two waits for the engine: raise what has gone wrong, or that the time is up."""
-        call, now = self._call, time.monotonic()
-        if self._talk is None or now < self._talks_at or next(self._talk, True):  # True: it is over
+        call = self._call
+        talk = self._talk if time.monotonic() > self._talks_at else None
+        if talk is None or next(talk, True):  # True: it is over
             self._channel.until(self._interrupted, 0.0)
         now = time.monotonic()
         if now > call.deadline - call.limit / 2 or self._is_asked():

@@ -139,7 +139,7 @@ class Exchange(Operation):
         self._sent: list[MPI.Request] = []
         self._came: list[MPI.Request] = []
         self._reduced = 0  # parts
-        for _ in range(large or len(self._own[:1])):
+        for _ in range(large or min(1, len(self._own))):
             self._begin()
 
     def _begin(self) -> None:
