@@ -45,8 +45,10 @@ class ReLU(Activation):
     keeps_output = True
 
     def forward(self, states: States, training: bool) -> States:
-        """Rectify."""
+        """Rectify, unless the layer before has."""
         mean, variance = states.mean, states.variance
+        if isinstance(states.jacobian, Rectified) and states.jacobian.output is mean:
+            return states
         mean = mean.relu_() if self.in_place else mean.relu()
         return States(mean, _where_positive(mean, variance, self.in_place), Rectified(mean))
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.compute.activations import Activation
+from tagi_ddp.compute.activations import Activation, ReLU
 from tagi_ddp.compute.layer import Layer
+from tagi_ddp.compute.linear import Linear
 from tagi_ddp.compute.states import Deltas, Jacobian, States, scale
 
 
@@ -23,6 +24,8 @@ class Chain(Layer):
         for before, layer in pairwise(layers):
             if isinstance(layer, Activation):
                 layer.in_place = not before.keeps_output
+            if isinstance(before, Linear):
+                before.rectifies = isinstance(layer, ReLU)
         self.keeps_output = self.layers[-1].keeps_output
 
     def parts(self) -> list[Layer]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tagi_ddp import kernels
 from tagi_ddp.compute.states import Deltas, States
 
 
@@ -22,6 +23,10 @@ def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
     """
     mean, y = states.mean, mu_obs.view_as(states.mean)
     variance = var_obs.view_as(mean)
+    if on_gpu := kernels.find(mean):
+        slope = None if states.jacobian is None else states.jacobian.tensor()
+        given = (mean, states.variance, slope, y, variance)
+        return Deltas(*on_gpu.innovation(*(None if t is None else t.contiguous() for t in given)))
     if states.variance is not None:
         variance = states.variance + variance
     if states.jacobian is None:

@@ -6,19 +6,25 @@ Bayesian neural networks, JMLR 22 (2021), equations 8 to 17.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tagi_ddp import kernels
 from tagi_ddp.compute.layer import Gaussians, Layer
-from tagi_ddp.compute.states import Deltas, States, scale
+from tagi_ddp.compute.states import Deltas, Rectified, States, scale
 
 _LARGE = 250_000  # multiplications: oneDNN and torch's default take the same time
+_MOST_BY_KERNELS = 1 << 30  # multiplications up to which kernels are as fast as cuBLAS
 
 
 class Linear(Layer):
     """Weights are [outputs, inputs]."""
+
+    #: Whether the layer after it is a ReLU, which a kernel computes at once.
+    rectifies = False
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -35,6 +41,17 @@ class Linear(Layer):
         mean, variance = states.viewed(self._inputs)
         weights, biases = self._weights, self._biases
         self._saved = States(mean, None, states.jacobian) if training else None
+        if on_gpu := self._kernels(mean):
+            mean_out, variance_out = on_gpu.forward(
+                mean.contiguous(),
+                None if variance is None else variance.contiguous(),
+                (weights.mu, weights.var),
+                None if biases is None else (biases.mu, biases.var),
+                self.rectifies,
+                _uses_tf32(),
+            )
+            jacobian = Rectified(mean_out) if self.rectifies else None
+            return States(mean_out, variance_out, jacobian)
         mean_out = self._product(mean, weights.mu, None if biases is None else biases.mu)
         variance_out = self._product(
             mean * mean, weights.var, None if biases is None else biases.var
@@ -51,6 +68,8 @@ class Linear(Layer):
         mean_delta = deltas.mean.view(-1, self._outputs)
         variance_delta = deltas.variance.view(-1, self._outputs)
         weights, biases = self._weights, self._biases
+        if on_gpu := self._kernels(mean):
+            return self._backward_by(on_gpu, Deltas(mean_delta, variance_delta), to_input)
         sums = self._product(mean_delta.t(), mean.t())
         torch.mul(sums, weights.var, out=weights.delta_mu)
         sums = self._product(variance_delta.t(), (mean * mean).t())
@@ -67,11 +86,42 @@ class Linear(Layer):
         )
         return scale(self._saved.jacobian, below)
 
+    def _kernels(self, mean: Tensor) -> ModuleType | None:
+        """Return kernels that are faster than torch's operators for these inputs."""
+        small = mean.shape[0] * self._inputs * self._outputs <= _MOST_BY_KERNELS
+        return kernels.find(mean) if small and len(mean) and self.dtype == torch.float32 else None
+
+    def _backward_by(self, on_gpu: ModuleType, deltas: Deltas, to_input: bool) -> Deltas:
+        assert self._saved is not None
+        weights, biases, jacobian = self._weights, self._biases, self._saved.jacobian
+        innovation = deltas.mean.contiguous(), deltas.variance.contiguous()
+        tf32 = _uses_tf32()
+        on_gpu.write_deltas(
+            innovation,
+            self._saved.mean.contiguous(),
+            weights.var,
+            (weights.delta_mu, weights.delta_var),
+            None if biases is None else biases.var,
+            None if biases is None else (biases.delta_mu, biases.delta_var),
+            tf32,
+        )
+        if not to_input:
+            return deltas
+        rectified = None
+        if isinstance(jacobian, Rectified):
+            rectified = jacobian.output.reshape(-1, self._inputs).contiguous()
+        below = Deltas(*on_gpu.below(innovation, weights.mu, rectified, tf32))
+        return below if rectified is not None else scale(jacobian, below)
+
     def _product(self, x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
         if self.dtype == torch.float32:
             return product(x, weights, added)
         output = product(x.to(self.dtype), weights.to(self.dtype)).float()
         return output if added is None else output.add_(added)
+
+
+def _uses_tf32() -> bool:
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def product(x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:

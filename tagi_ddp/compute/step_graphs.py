@@ -88,8 +88,8 @@ class StepGraphs:
         compute.results = graph.results
         if graph.agreement is not None:
             self._replica.applied(graph.agreement)
-        mean, variance = graph.outputs
-        return mean.clone(), variance.clone()
+        mean, variance = torch.stack(graph.outputs)
+        return mean, variance
 
     def _capture(self, method: UpdateMethod, tensors: Mapping[str, Tensor]) -> _Graph:
         compute = self._compute

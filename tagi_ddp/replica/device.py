@@ -6,7 +6,7 @@ and an exchange of other ranks' deltas by way of the hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,18 @@ class DeviceReplica:
         self.layers = host.layers
         self.version = 0
         self.parameters = DeviceParameters(host.parameters, device)
-        self._tensors = [self._place(index, arrays) for index, arrays in enumerate(host.arrays())]
-        norms = [layer for layer in self._tensors if "first_batch" in layer]
-        self.statistics = DeviceStatistics(
-            [norm[name] for norm in norms for name in _STATISTICS],
-            [norm["first_batch"] for norm in norms],
-        )
+        self.statistics = DeviceStatistics(host, device)
+        parts = iter(self.statistics.parts)
+        self._tensors = [
+            self._place(index, arrays, parts) for index, arrays in enumerate(host.arrays())
+        ]
         self.outcomes = Outcomes()
         self._ahead = False
         self.push()
 
-    def _place(self, index: int, arrays: dict[str, Any]) -> dict[str, Any]:
+    def _place(
+        self, index: int, arrays: dict[str, Any], statistics: Iterator[Tensor]
+    ) -> dict[str, Any]:
         """Return a layer's tensors; flags stay on the host."""
         tensors: dict[str, Any] = {}
         for name, array in arrays.items():
@@ -60,7 +61,7 @@ class DeviceReplica:
                 begin, count = self.parameters.blocks[2 * index + name.endswith("_b")]
                 tensors[name] = flat[begin : begin + count]
             elif name in _STATISTICS:
-                tensors[name] = torch.empty(array.size, device=self.parameters.mu.device)
+                tensors[name] = next(statistics)
             else:
                 tensors[name] = array
         return tensors
@@ -141,7 +142,7 @@ class DeviceReplica:
 
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
         if communicator.size > 1 and self.statistics.size:
-            values = self.statistics.packed(samples)
+            values = self.statistics.flat * samples
             Sum(communicator, values).wait()
             self.statistics.unpack(values, total)
 
@@ -170,13 +171,16 @@ class DeviceReplica:
         if communicator.size > 1:
             if contribution.batch == 0:
                 parameters.deltas.zero_()
-            if shards is None:
-                communicator.all_reduce(parameters.deltas, async_op=True)
-            else:
-                shards.reduce()
-            if statistics.size:
-                averages = statistics.packed(contribution.batch)
-                communicator.all_reduce(averages, async_op=True)
+            nccl: Any = communicator
+            with nccl.group():
+                if shards is None:
+                    communicator.all_reduce(parameters.deltas)
+                else:
+                    shards.reduce()
+                if statistics.size:
+                    averages = statistics.flat * contribution.batch
+                    communicator.all_reduce(averages)
+            # Not in the group, but after it: they tell that it is complete.
             words, table = table, table.new_zeros(communicator.size, table.shape[1])
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
@@ -199,8 +203,7 @@ class DeviceReplica:
             self.push()
             return
         self.push()
-        tensors = [self.parameters.mu, self.parameters.var, *self.statistics.tensors]
-        for tensor in tensors:
+        for tensor in (self.parameters.gaussians.view(-1), self.statistics.flat):
             if tensor.numel():
                 communicator.broadcast(tensor, root)
         flags = all_gather_object(communicator, [flag.tolist() for flag in self.statistics.flags])
@@ -219,12 +222,16 @@ class DeviceReplica:
 
 
 class DeviceStatistics:
-    """What `_backend.RunningStatistics` does, on tensors."""
+    """What `_backend.RunningStatistics` does, on a ``flat`` tensor and its ``parts`` by layer."""
 
-    def __init__(self, tensors: list[Tensor], first: list[NDArray[np.uint8]]) -> None:
-        self.tensors = tensors
-        self.flags = first
-        self.size = sum(tensor.numel() for tensor in tensors)
+    def __init__(self, host: Replica, device: torch.device) -> None:
+        """Make room for those of ``host``."""
+        norms = [arrays for arrays in host.arrays() if "first_batch" in arrays]
+        sizes = [norm[name].size for norm in norms for name in norm if name in _STATISTICS]
+        self.size: int = sum(sizes)
+        self.flat = torch.zeros(self.size, device=device)
+        self.parts = self.flat.split(sizes)
+        self.flags: list[NDArray[np.uint8]] = [norm["first_batch"] for norm in norms]
 
     @property
     def await_first_batch(self) -> bool:
@@ -235,19 +242,12 @@ class DeviceStatistics:
         """Replace them by ``values`` / ``total``."""
         self._replace(values / total)
 
-    def packed(self, weight: float) -> Tensor:
-        """Return them, flat, on the device, times ``weight``."""
-        return torch.cat(self.tensors).mul_(weight)
-
     def unpack_agreed(self, values: Tensor, agreement: DeviceAgreement) -> None:
         """Replace them by ``values`` / the samples of all ranks, if the ranks agreed on that."""
         means = values / agreement.table[:, Word.SAMPLES].sum().clamp(min=1)
-        self._replace(torch.where(agreement.refused, torch.cat(self.tensors), means))
+        self._replace(torch.where(agreement.refused, self.flat, means))
 
     def _replace(self, flat: Tensor) -> None:
-        for tensor, part in zip(
-            self.tensors, flat.split([t.numel() for t in self.tensors]), strict=True
-        ):
-            tensor.copy_(part)
+        self.flat.copy_(flat)
         for flag in self.flags:  # a rank that has had no batch of its own has them now, too
             flag[0] = 0

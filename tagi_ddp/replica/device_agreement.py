@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -29,13 +30,23 @@ class Word(IntEnum):
 
 def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
     """Return what a rank tells the others, int64 by `Word`, on the device of its ``deltas``."""
-    words = torch.ones(len(Word), dtype=torch.int64, device=deltas.device)
-    words[Word.SAMPLES].fill_(contribution.batch)
-    words[Word.FINISHED].fill_(int(contribution.finished))
-    if contribution.batch:
-        largest = torch.linalg.vector_norm(deltas, math.inf)  # one pass; `isfinite` takes five
-        words[Word.FINITE].copy_(largest < math.inf)
+    both = _both_words(contribution.batch, contribution.finished, deltas.device)
+    if not contribution.batch:
+        finite: Tensor = both[0].clone()
+        return finite
+    largest = torch.linalg.vector_norm(deltas, math.inf)  # one pass; `isfinite` takes five
+    words: Tensor = torch.where(largest < math.inf, both[0], both[1])
     return words
+
+
+@functools.lru_cache(64)
+def _both_words(batch: int, finished: bool, device: torch.device) -> Tensor:
+    """Return what a rank says of finite deltas, and of others; made without a wait, and once."""
+    both = torch.ones(2, len(Word), dtype=torch.int64, device=device)
+    both[:, Word.SAMPLES].fill_(batch)
+    both[:, Word.FINISHED].fill_(int(finished))
+    both[1, Word.FINITE].fill_(0)
+    return both
 
 
 @dataclass
@@ -85,18 +96,17 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._tables: deque[tuple[Tensor, Any]] = deque()
+        # Memory for tables of as many ranks, and their events.
+        self._free: dict[int, list[tuple[Tensor, Any]]] = {}
 
     def add(self, table: Tensor) -> None:
         """Send a step's words to the host."""
-        event = None
-        if table.is_cuda:
-            pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-            table = pinned.copy_(table, non_blocking=True)
-            event = torch.cuda.Event()
+        free = self._free.get(len(table))
+        here, event = free.pop() if free else _place_for(table)
+        here.copy_(table, non_blocking=True)
+        if event is not None:
             event.record()
-        else:
-            table = table.clone()  # a graph's next step writes to the same one
-        self._tables.append((table, event))
+        self._tables.append((here, event))
 
     def take_refused(self, everything: bool) -> list[int]:
         """Return the ranks that made an earlier step be refused, once; else an empty list.
@@ -107,7 +117,15 @@ class Outcomes:
             table, event = self._tables.popleft()
             if event is not None:
                 event.synchronize()
-            refusing = (table[:, Word.WRITTEN] == 1) & (table[:, Word.FINITE] == 0)
-            if refused := torch.nonzero(refusing).flatten().tolist():
+            self._free.setdefault(len(table), []).append((table, event))
+            said = enumerate(table.tolist())
+            if refused := [r for r, words in said if words[Word.WRITTEN] > words[Word.FINITE]]:
                 return refused
         return []
+
+
+def _place_for(table: Tensor) -> tuple[Tensor, Any]:
+    """Return memory of the host for a table, and the event after which it is there."""
+    if not table.is_cuda:
+        return torch.empty_like(table), None
+    return torch.empty(table.shape, dtype=table.dtype, pin_memory=True), torch.cuda.Event()

@@ -39,11 +39,11 @@ class DeviceParameters:
         if agreement.divisor is not None:
             self.deltas.div_(agreement.divisor)
         deltas = self.deltas.view(2, -1)
-        self._negative.copy_(move(self.gaussians, deltas, agreement.cap, agreement.refused))
+        move(self.gaussians, deltas, self._negative, agreement.cap, agreement.refused)
 
     def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
         deltas = torch.from_numpy(bucket).view(2, -1).to(self.deltas.device) / divisor
-        self._negative.copy_(move(self.gaussians, deltas, cap))
+        move(self.gaussians, deltas, self._negative, cap)
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
         count = len(bucket) // 2
@@ -58,8 +58,9 @@ class DeviceParameters:
         host = torch.from_numpy(gaussians).view(2, -1)
         deltas = host.to(self.deltas.device) / divisor
         shard = self.gaussians[:, begin : begin + host.shape[1]].clone()
-        move(shard, deltas, cap, floor=-LEAST_VARIANCE)
         self._negative.zero_()
+        negative = self._negative[begin : begin + host.shape[1]]
+        move(shard, deltas, negative, cap, floor=-LEAST_VARIANCE)
         self._take(shard, begin)
         host.copy_(shard)
 

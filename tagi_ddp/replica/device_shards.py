@@ -29,10 +29,10 @@ class DeviceShards:
         self._shard: Tensor | None = None  # this rank's, means and variances
 
     def reduce(self) -> None:
-        """Begin to add the deltas of all ranks, for each rank those of its part."""
+        """Add the deltas of all ranks, for each rank those of its part; in a group."""
         whole = self._by_rank(self._parameters.deltas)
         self._shard = torch.empty_like(whole[0])
-        self._communicator.reduce_scatter(whole.view(-1), self._shard.view(-1), async_op=True)
+        self._communicator.reduce_scatter(whole.view(-1), self._shard.view(-1))
 
     def apply(self, agreement: DeviceAgreement) -> None:
         """Cap and apply the deltas of all parts, if the ranks agreed on that."""
@@ -43,7 +43,8 @@ class DeviceShards:
         parameters, rank = self._parameters, self._communicator.rank
         shard = self._by_rank(parameters.gaussians)[rank]
         # The others count the variances that were not positive, too: those travel as negatives.
-        move(shard, deltas, agreement.cap, agreement.refused, floor=-LEAST_VARIANCE)
+        negative = torch.empty_like(shard[1], dtype=torch.bool)
+        move(shard, deltas, negative, agreement.cap, agreement.refused, floor=-LEAST_VARIANCE)
         everyone = shard.new_empty(self._communicator.size, *shard.shape)
         work: Any = self._communicator.all_gather(
             shard.reshape(-1), everyone.view(-1), async_op=True

@@ -6,7 +6,8 @@ values. That leaves tensors of the host that an operation takes beside the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,10 +101,18 @@ class Calls:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self._in_group = False
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        self.names.append("group")
+        self._in_group = True
+        yield
+        self._in_group = False
 
     def __getattr__(self, name: str) -> Any:
         def operation(*buffers: Any, async_op: bool = False) -> Calls:
-            assert async_op or name == "order", f"{name} waits"
+            assert async_op or self._in_group or name == "order", f"{name} waits"
             self.names.append(name)
             return self
 
@@ -119,6 +128,6 @@ def test_exchange(sharded: bool) -> None:
         replica.agree(communicator, Contribution(BATCH), average=False, shards=shards)
     agreed = ["all_reduce", "all_gather", "order"]  # running statistics, and the ranks' words
     if sharded:
-        assert communicator.names == ["reduce_scatter", *agreed, "all_gather", "order"]
+        assert communicator.names == ["group", "reduce_scatter", *agreed, "all_gather", "order"]
     else:
-        assert communicator.names == ["all_reduce", *agreed]
+        assert communicator.names == ["group", "all_reduce", *agreed]
