@@ -86,19 +86,26 @@ void bind_nccl(nb::module_& module) {
         .def_static(
             "connect",
             [](std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, int rank, int size,
-               const nb::bytes& id) {
+               const nb::bytes& id, bool briefly) {
                 const NcclId unique = as_id(id);
                 nb::gil_scoped_release unlocked;
                 return std::make_shared<NcclRank>(std::move(nccl), std::move(device), rank, size,
-                                                  unique);
+                                                  unique, briefly);
             },
-            "nccl"_a, "device"_a, "rank"_a, "size"_a, "id"_a,
-            "Begin to connect; ready() tells when all ranks have come.")
+            "nccl"_a, "device"_a, "rank"_a, "size"_a, "id"_a, "briefly"_a = false,
+            "Begin to connect; ready() tells when all ranks have come. If briefly, with the least "
+            "memory on the device: make_blocking() is to follow.")
+        .def("make_blocking", &NcclRank::make_blocking, Unlocked(),
+             "Begin, on all ranks, to make NCCL's calls blocking; ready() tells when they are.")
         .def("ready", &NcclRank::ready, "limit"_a, Unlocked())
         .def(
             "group",
             [](NcclRank& self, std::optional<uintptr_t> stream, const nb::callable& calls) {
-                return self.group(stream, [&] { calls(); });
+                const nb::gil_scoped_release unlocked;
+                return self.group(stream, [&] {
+                    const nb::gil_scoped_acquire locked;
+                    calls();
+                });
             },
             "stream"_a.none(), "calls"_a,
             "Put the operations that calls() calls into the stream, as one.")

@@ -25,6 +25,7 @@ Nccl::Nccl(const std::string& path) : library_(path) {
     library_.get(get_unique_id_, "ncclGetUniqueId");
     library_.get(get_last_error_, "ncclGetLastError");
     library_.get(init_rank, "ncclCommInitRankConfig");
+    library_.get(split, "ncclCommSplit");
     library_.get(abort, "ncclCommAbort");
     library_.get(get_async_error, "ncclCommGetAsyncError");
     library_.get(group_start, "ncclGroupStart");

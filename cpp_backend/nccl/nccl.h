@@ -44,6 +44,8 @@ class Nccl {
     void check(int code, const char* function, void* communicator) const;
 
     int (*init_rank)(void** communicator, int size, NcclId id, int rank, NcclConfig* config);
+    // `*part` is there once nothing is in progress on `communicator`.
+    int (*split)(void* communicator, int color, int key, void** part, NcclConfig* config);
     int (*abort)(void* communicator);
     int (*get_async_error)(void* communicator, int* code);
     int (*group_start)();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int bytes_number = 1;  // NCCL's unsigned bytes, for what is only copied
 constexpr std::chrono::microseconds spinning{200}, pause{50};
+constexpr std::chrono::milliseconds patience{200};  // of an abort, for a call that does not return
 
 // Calls `condition` until it holds or `limit` seconds are over; returns whether it holds.
 template <typename Condition>
@@ -47,6 +49,23 @@ bool all_equal(const std::vector<size_t>& counts) {
 
 }  // namespace
 
+// Holds the lock as a call of NCCL needs it.
+class NcclRank::CallLock {
+ public:
+    explicit CallLock(NcclRank& rank)
+        : shared_(rank.mutex_, std::defer_lock), alone_(rank.mutex_, std::defer_lock) {
+        if (rank.is_blocking_) {
+            shared_.lock();
+        } else {
+            alone_.lock();
+        }
+    }
+
+ private:
+    std::shared_lock<std::shared_timed_mutex> shared_;
+    std::unique_lock<std::shared_timed_mutex> alone_;
+};
+
 NcclOperation::NcclOperation(std::shared_ptr<NcclRank> rank)
     : rank_(std::move(rank)), started_(rank_->device_), finished_(rank_->device_) {}
 
@@ -76,7 +95,7 @@ void NcclOperation::order(uintptr_t stream) const {
 void NcclOperation::extend(uintptr_t stream) { finished_.record(reinterpret_cast<void*>(stream)); }
 
 NcclRank::NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
-                   int size, const NcclId& id)
+                   int size, const NcclId& id, bool briefly)
     : nccl_(std::move(nccl)),
       device_(std::move(device)),
       stream_(device_),
@@ -84,7 +103,11 @@ NcclRank::NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Devic
       size_(size) {
     const Device::Guard guard(*device_);
     NcclConfig config;
-    check(nccl_->init_rank(&communicator_, size, id, rank, &config), "ncclCommInitRankConfig");
+    if (briefly) config.min_ctas = config.max_ctas = 1;
+    void* communicator = nullptr;
+    const int code = nccl_->init_rank(&communicator, size, id, rank, &config);
+    communicator_ = communicator;
+    check(code, "ncclCommInitRankConfig");
 }
 
 NcclRank::~NcclRank() {
@@ -100,15 +123,34 @@ void NcclRank::check(int code, const char* function) {
 }
 
 void* NcclRank::alive() const {
-    if (communicator_ == nullptr) throw std::runtime_error("the communicator was aborted");
-    return communicator_;
+    void* communicator = communicator_;
+    if (communicator == nullptr) throw std::runtime_error("the communicator was aborted");
+    return communicator;
+}
+
+void NcclRank::make_blocking() {
+    const CallLock lock(*this);
+    const Device::Guard guard(*device_);
+    NcclConfig config;
+    config.blocking = 1;
+    check(nccl_->split(alive(), 0, rank_, &blocking_, &config), "ncclCommSplit");
+    becomes_blocking_ = true;
 }
 
 bool NcclRank::in_progress() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const CallLock lock(*this);
     const Device::Guard guard(*device_);
+    if (is_in_progress(alive())) return true;
+    if (!becomes_blocking_) return false;
+    becomes_blocking_ = false;
+    connecting_ = communicator_.exchange(blocking_);
+    is_blocking_ = true;
+    return is_in_progress(alive());
+}
+
+bool NcclRank::is_in_progress(void* communicator) {
     int code = Nccl::success;
-    check(nccl_->get_async_error(alive(), &code), "ncclCommGetAsyncError");
+    check(nccl_->get_async_error(communicator, &code), "ncclCommGetAsyncError");
     check(code, "asynchronous error");
     return code == Nccl::in_progress;
 }
@@ -120,7 +162,7 @@ bool NcclRank::ready(double limit) {
 std::shared_ptr<NcclOperation> NcclRank::group(std::optional<uintptr_t> stream,
                                                const std::function<void()>& calls) {
     auto operation = std::make_shared<NcclOperation>(shared_from_this());
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const CallLock lock(*this);
     const Device::Guard guard(*device_);
     alive();
     if (stream) {
@@ -137,6 +179,10 @@ std::shared_ptr<NcclOperation> NcclRank::group(std::optional<uintptr_t> stream,
         throw;
     }
     check(nccl_->group_end(), "ncclGroupEnd");
+    if (is_blocking_) {
+        operation->finished_.record(stream_.handle());
+        operation->enqueued_ = true;
+    }
     return operation;
 }
 
@@ -224,11 +270,21 @@ void NcclRank::recv(const Buffer& buffer, int src) {
 }
 
 void NcclRank::abort() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (communicator_ == nullptr) return;
+    std::unique_lock<std::shared_timed_mutex> lock(mutex_, std::defer_lock);
+    if (is_blocking_) {
+        (void)lock.try_lock_for(patience);  // a call that waits in NCCL ends by the abort
+    } else {
+        lock.lock();
+    }
     const Device::Guard guard(*device_);
-    void* communicator = std::exchange(communicator_, nullptr);
-    nccl_->check(nccl_->abort(communicator), "ncclCommAbort", nullptr);
+    int code = Nccl::success;
+    for (std::atomic<void*>* held : {&communicator_, &connecting_}) {
+        void* communicator = held->exchange(nullptr);
+        if (communicator == nullptr) continue;
+        const int result = nccl_->abort(communicator);
+        if (code == Nccl::success) code = result;
+    }
+    nccl_->check(code, "ncclCommAbort", nullptr);
 }
 
 }  // namespace tagi_ddp

@@ -3,11 +3,12 @@
 // them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <vector>
 
 #include "common/buffer.h"
@@ -44,15 +45,21 @@ class NcclOperation {
 
 class NcclRank : public std::enable_shared_from_this<NcclRank> {
  public:
-    // Begins to connect to the other ranks; `ready` tells when all are.
+    // Begins to connect to the other ranks; `ready` tells when all are. If `briefly`, with the
+    // least memory on the device, as `make_blocking` is to follow.
     NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
-             int size, const NcclId& id);
+             int size, const NcclId& id, bool briefly);
     NcclRank(const NcclRank&) = delete;
     NcclRank& operator=(const NcclRank&) = delete;
     ~NcclRank();
 
     // Waits up to `limit` seconds until nothing is in progress on the host.
     bool ready(double limit);
+    // Begins, on all ranks, to make NCCL's calls blocking; `ready` tells when they are. Such a call
+    // returns with its operations in the stream, in a fraction of the time, as NCCL starts no
+    // thread for it. It waits for other ranks only where they are not connected yet, until an
+    // abort.
+    void make_blocking();
 
     // Runs `calls`, which call the operations below, as one group: after what is in `stream` now,
     // if it is given. Pointers are device memory, left alone until the operation is complete.
@@ -74,16 +81,25 @@ class NcclRank : public std::enable_shared_from_this<NcclRank> {
 
  private:
     friend class NcclOperation;
+    class CallLock;
+
     void check(int code, const char* function);
     bool in_progress();
+    bool is_in_progress(void* communicator);
     void* alive() const;
 
     std::shared_ptr<const Nccl> nccl_;
     std::shared_ptr<const Device> device_;
     Stream stream_;
     int rank_, size_;
-    std::mutex mutex_;  // NCCL's calls, and whether there is a communicator
-    void* communicator_ = nullptr;
+    // For NCCL's calls, and whether there is a communicator. Blocking ones share it: another thread
+    // is to see what keeps them from returning.
+    std::shared_timed_mutex mutex_;
+    std::atomic<void*> communicator_{nullptr};
+    std::atomic<void*> connecting_{nullptr};  // of which the blocking one was made
+    std::atomic<bool> is_blocking_{false};
+    bool becomes_blocking_ = false;
+    void* blocking_ = nullptr;
 };
 
 }  // namespace tagi_ddp

@@ -55,6 +55,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         self._nccl = open_nccl()
         # One for collectives, one for the messages of each direction of each pair.
         self._engines: dict[str, NcclRank] = {}
+        self._pairs_connected = False
         self._enqueueing = threading.RLock()  # operations in the order of the calls
         self._pending: deque[NcclWork] = deque()
         self._completed = -1  # the last collective that is complete here, as all before it
@@ -68,7 +69,10 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
         handshake = self._handshake(call)
-        self._connect(handshake, "all", self.rank, self.size)
+        engine = self._connect(handshake, "all", self.rank, self.size, briefly=True)
+        with handshake.explaining():
+            engine.make_blocking()
+        handshake.carry(engine.ready)
         handshake.meet()
         handshake.leave()
         self._helper.start()
@@ -229,7 +233,9 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
     def _engine(self) -> NcclRank:
         return self._engines["all"]
 
-    def _connect(self, handshake: Handshake, name: str, rank: int, size: int) -> NcclRank:
+    def _connect(
+        self, handshake: Handshake, name: str, rank: int, size: int, briefly: bool = False
+    ) -> NcclRank:
         """Return the connection called ``name``, whose rank ``rank`` of ``size`` this one is."""
         if name in self._engines:
             return self._engines[name]
@@ -242,7 +248,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             lambda seconds: channel.until(lambda: key in values, time.monotonic() + seconds)
         )
         with handshake.explaining():
-            engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key])
+            engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key], briefly)
         self._engines[name] = engine
         handshake.carry(engine.ready)
         return engine
@@ -281,9 +287,11 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         handshake = self._stream_handshake(call)
         try:
             handshake.enter(plan)
+            if plan.messages and not self._pairs_connected:
+                handshake.await_all()  # it connects each two of them, and waits for both
             with handshake.explaining():
                 operation = self._engine.group(plan.stream, plan.enqueue)
-            handshake.carry(operation.enqueued)
+            self._pairs_connected |= bool(plan.messages)
         except BaseException as error:
             self._break(call, error)
             raise

@@ -45,6 +45,12 @@ class StreamHandshake(Handshake):
                 notes.enter([rank], self._own, call.number, contents[text])
         self._channel.until(self._interrupted, 0.0)
 
+    def await_all(self) -> None:
+        """Return once all ranks call what fits this call."""
+        self._call.waits_for = lambda: self._to_blame(self._unfinished())
+        if not self._until(self._settled, self._call.deadline):
+            self._time_out(self._call.waits_for())
+
     def follow(self, operation: NcclOperation, end: float) -> bool:
         """Wait until ``end`` at most; return whether it is complete, and the ranks' calls fit.
 

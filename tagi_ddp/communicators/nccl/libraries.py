@@ -40,6 +40,8 @@ def open_nccl() -> Nccl:
 
     Raises NcclMissing.
     """
+    # Connect all ranks when they meet, and not in the first operation, which would wait for them.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     chosen = os.environ.get("TAGI_DDP_LIBNCCL")
     if chosen == STUB:
         raise NcclMissing("TAGI_DDP_LIBNCCL is 'stub', so there is no NCCL; unset it")

@@ -45,8 +45,13 @@ struct Operation {
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
-    Communicator(const std::string& id, int rank, int size, int device)
-        : rank(rank), size(size), device(device), mesh_(id, rank, size, aborted_) {}
+    Communicator(const std::string& id, int rank, int size, int device, bool blocking)
+        : rank(rank),
+          size(size),
+          device(device),
+          blocking(blocking),
+          id_(id),
+          mesh_(id, rank, size, aborted_) {}
 
     // What the communicator runs at its turn. Its first stream runs it, the others wait for that.
     struct Batch {
@@ -100,6 +105,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
         }
     }
 
+    // A communicator of the same ranks, which connects while this one is "in progress".
+    std::shared_ptr<Communicator> split(bool blocking) {
+        const std::string name = id_ + "/" + std::to_string(parts_.size());
+        const std::lock_guard lock(mutex_);
+        return parts_.emplace_back(
+            std::make_shared<Communicator>(name, rank, size, device, blocking));
+    }
+
+    // Until an abort.
+    void wait_for_abort() {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return bool(aborted_); });
+    }
+
     bool finalized() const { return finalized_; }
 
     // The place of the next batch in the order of the calls.
@@ -131,6 +150,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     void abort() {
         std::unique_lock lock(mutex_);
         aborted_ = true;
+        if (background_ > 0) {
+            for (const auto& part : parts_) part->aborted_ = true;  // so that it stops connecting
+        }
         changed_.notify_all();
         changed_.wait(lock, [&] { return background_ == 0 && !running_; });
         mesh_.close();
@@ -169,6 +191,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     const int rank;
     const int size;
     const int device;
+    const bool blocking;
 
  private:
     // Collectives in their order, then what is sent and received, all at once.
@@ -246,6 +269,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     size_t turn_ = 0;
     std::atomic<bool> finalized_{false};
     std::atomic<bool> aborted_{false};
+    const std::string id_;
+    std::vector<std::shared_ptr<Communicator>> parts_;
     Mesh mesh_;
 };
 

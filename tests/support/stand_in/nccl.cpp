@@ -124,11 +124,18 @@ std::vector<std::shared_ptr<Batch>> batches_of(const std::vector<Call>& calls) {
     return batches;
 }
 
-// Every second time, the streams get their work in the background.
+// Every second time, the streams get their work in the background, unless the call is blocking.
 int launch(const std::vector<Call>& calls) {
     const auto batches = batches_of(calls);
+    for (const auto& batch : batches) {
+        if (batch->communicator->blocking && batch->fault.kind == Fault::Kind::progress) {
+            batch->communicator->wait_for_abort();
+            return fail(system_failure, "aborted while waiting");
+        }
+    }
     const auto later = [](const auto& batch) {
-        return batch->ticket % 2 == 1 || batch->fault.kind == Fault::Kind::progress;
+        return !batch->communicator->blocking &&
+               (batch->ticket % 2 == 1 || batch->fault.kind == Fault::Kind::progress);
     };
     if (std::none_of(batches.begin(), batches.end(), later)) {
         for (const auto& batch : batches) {
@@ -243,12 +250,35 @@ STAND_IN_API int ncclCommInitRankConfig(void** handle, int size, ncclUniqueId id
     if (name_of(id).empty()) return fail(invalid_argument, "the id is empty");
     const int device = standInDevice(nullptr);
     if (device < 0) return fail(unhandled_cuda, "no context is current");
-    const auto communicator = std::make_shared<Communicator>(name_of(id), rank, size, device);
+    const auto communicator =
+        std::make_shared<Communicator>(name_of(id), rank, size, device, false);
     *handle = immortal<Registry<Communicator>>().add(communicator);
     communicator->in_background([communicator = communicator.get(), fault] {
         dawdle();
         if (fault.kind == Fault::Kind::async) return fault.number;
         return fault.kind == Fault::Kind::none ? communicator->connect() : in_progress;
+    });
+    return in_progress;
+}
+
+STAND_IN_API int ncclCommSplit(void* handle, int color, int, void** part,
+                               const ncclConfig* config) {
+    const Shared communicator = find(handle);
+    if (communicator == nullptr) return fail(invalid_argument, "no such communicator");
+    const Fault fault =
+        find_fault(__func__, {Fault::Kind::hang, Fault::Kind::async}, communicator->rank);
+    if (const int code = injected(fault, __func__)) return code;
+    if (communicator->state() != success) return fail(invalid_usage, "split while in progress");
+    if (color != 0) return fail(invalid_argument, "only all ranks together are known");
+    if (config == nullptr || config->magic != 0xcafebeef) {
+        return fail(invalid_argument, "no configuration");
+    }
+    const Shared made = communicator->split(config->blocking != 0);
+    *part = immortal<Registry<Communicator>>().add(made);
+    communicator->in_background([made, fault] {
+        dawdle();
+        if (fault.kind == Fault::Kind::async) return fault.number;
+        return fault.kind == Fault::Kind::none ? made->connect() : in_progress;
     });
     return in_progress;
 }
