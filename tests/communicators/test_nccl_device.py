@@ -164,6 +164,7 @@ def streams(comm: Any) -> None:
         copy(result, buffer)
     cuda.cuStreamSynchronize(stream)
     assert all((result == total(comm)).all() for result in results)
+    work.wait(10)  # until the messages, too, have come
     assert work.done()
     cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
 

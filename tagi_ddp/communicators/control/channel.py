@@ -64,9 +64,12 @@ class ControlChannel:
         self._release.atexit = False
         self._helper.start()
 
-    def telling(self) -> _Telling:
-        """Return a context whose block tells others something by the notes that it gets."""
-        return _Telling(self._changed, self.notes, self._flush)
+    def telling(self, most_held: int = 0) -> _Telling:
+        """Return a context whose block tells others something by the notes that it gets.
+
+        If no more than ``most_held`` messages are to be sent, they may go with later ones.
+        """
+        return _Telling(self._changed, self.notes, self._flush, most_held)
 
     def fail(self, failure: Failure) -> None:
         """Tell all ranks, and wake the threads that wait in `until`."""
@@ -191,9 +194,14 @@ class _Telling:
     """A block that has the notes for itself; at its end, ``flush`` sends what it says."""
 
     def __init__(
-        self, changed: threading.Condition, notes: Notes, flush: Callable[[], None]
+        self,
+        changed: threading.Condition,
+        notes: Notes,
+        flush: Callable[[], None],
+        most_held: int,
     ) -> None:
         self._changed, self._notes, self._flush = changed, notes, flush
+        self._most_held = most_held
 
     def __enter__(self) -> Notes:
         self._changed.acquire()
@@ -201,7 +209,7 @@ class _Telling:
 
     def __exit__(self, *_: object) -> None:
         self._changed.release()
-        if self._notes.outbox:
+        if len(self._notes.outbox) > self._most_held:
             self._flush()
 
 

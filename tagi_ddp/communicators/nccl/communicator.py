@@ -37,7 +37,7 @@ from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
 T = TypeVar("T")
 
-_TICK = 0.05  # seconds between two looks at operations that nothing waits for
+_TICK = 0.01  # seconds between two looks at operations that nothing waits for
 
 
 class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
@@ -100,7 +100,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             if calls:
                 arguments = "; ".join(f"{call.name}({call.arguments})" for call, _ in calls)
                 call = Call("group", arguments, max(call.limit for call, _ in calls))
-                group.work = self._start(call, merge([plan for _, plan in calls]))
+                group.work = self._start(call, merge([plan for _, plan in calls]), awaited=False)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order, by way of the hosts."""
@@ -272,13 +272,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
                 self._check_open(call.name)
                 self._grouped.append((call, plan))
                 return None
-            work = self._start(call, plan)
+            work = self._start(call, plan, awaited=not async_op)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _start(self, call: Call, plan: Plan) -> NcclWork:
+    def _start(self, call: Call, plan: Plan, awaited: bool) -> NcclWork:
         """Put what is planned into the stream; the calls of the ranks are compared later."""
         with self._lock:
             self._number(call)
@@ -286,7 +286,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         call.deadline = time.monotonic() + call.limit
         handshake = self._stream_handshake(call)
         try:
-            handshake.enter(plan)
+            handshake.enter(plan, awaited)
             if plan.messages and not self._pairs_connected:
                 handshake.await_all()  # it connects each two of them, and waits for both
             with handshake.explaining():

@@ -13,6 +13,7 @@ from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.nccl.plan import Plan
 
 _FEW = 8  # ranks, whose messages cost less than NCCL's call itself
+_HELD = 32  # messages of operations that this rank does not wait for
 _SLICE = 0.02  # seconds at the device between two looks at the messages
 
 
@@ -24,8 +25,12 @@ class StreamHandshake(Handshake):
     (in all_to_all), all tell all.
     """
 
-    def enter(self, plan: Plan) -> None:
-        """Tell this call to the ranks that compare; do not wait for theirs."""
+    def enter(self, plan: Plan, awaited: bool) -> None:
+        """Tell this call to the ranks that compare; do not wait for theirs.
+
+        Unless it is to be ``awaited``, the messages go with later ones, or when the communicator
+        looks after its operations, if they are few.
+        """
         call, size = self._call, len(self._peers) + 1
         few = size <= _FEW
         after = self._peers if few else [(self._rank + 1) % size]
@@ -40,10 +45,11 @@ class StreamHandshake(Handshake):
         if not self._peers:
             self._interrupted()
             return
-        with self._channel.telling() as notes:
+        with self._channel.telling(most_held=0 if awaited else _HELD) as notes:
             for rank, text in messages.items():
                 notes.enter([rank], self._own, call.number, contents[text])
-        self._channel.until(self._interrupted, 0.0)
+        if awaited:
+            self._channel.until(self._interrupted, 0.0)
 
     def await_all(self) -> None:
         """Return once all ranks call what fits this call."""
