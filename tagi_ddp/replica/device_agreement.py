@@ -25,7 +25,7 @@ class Word(IntEnum):
     SAMPLES = 0
     FINISHED = 1
     FINITE = 2
-    WRITTEN = 3  # 0 where an aborted operation has left zeros
+    WRITTEN = 3  # 0 where an aborted operation has left zeros; the last one
 
 
 def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
@@ -49,6 +49,18 @@ def _both_words(batch: int, finished: bool, device: torch.device) -> Tensor:
     return both
 
 
+@functools.cache
+def _caps(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the batches from which the next cap factor holds, and the factors; without a wait."""
+    smallest = [batch for batch, _ in CAP_FACTORS[1:]]
+    bounds = torch.empty(len(smallest), dtype=torch.int64, device=device)
+    factors = torch.empty(len(CAP_FACTORS), device=device)
+    for tensor, values in ((bounds, smallest), (factors, [factor for _, factor in CAP_FACTORS])):
+        for element, value in zip(tensor, values, strict=True):
+            element.fill_(value)
+    return bounds, factors
+
+
 @dataclass
 class DeviceAgreement:
     """What follows from the words of all ranks, the ``table``, [ranks, words].
@@ -64,20 +76,16 @@ class DeviceAgreement:
     @classmethod
     def of_all(cls, table: Tensor, average: bool) -> DeviceAgreement:
         """Derive it; nothing applies unless all ranks have written their words."""
-        given = table[:, Word.SAMPLES]
-        samples = given.sum()
-        active = (given > 0).sum()
-        agreed = table[:, Word.FINITE].all() & table[:, Word.WRITTEN].all()
-        refused = (agreed & (active > 0)).logical_not()
+        samples = table[:, Word.SAMPLES].sum()
+        agreed = table[:, Word.FINITE :].all()  # and written
+        refused = torch.logical_or(agreed.logical_not_(), samples == 0)
         divisor, batch = None, samples
         if average:
-            divisor = active.clamp(min=1)
+            divisor = (table[:, Word.SAMPLES] > 0).sum().clamp_(min=1)
             batch = (samples + divisor - 1) // divisor
-        (_, smallest_cap), *larger = CAP_FACTORS
-        factor = torch.full_like(batch, smallest_cap, dtype=torch.float32)
-        for smallest_batch, larger_cap in larger:
-            factor.masked_fill_(batch >= smallest_batch, larger_cap)
-        return cls(table, refused, divisor, factor)
+        bounds, factors = _caps(table.device)
+        cap = factors.take(torch.bucketize(batch, bounds, right=True))
+        return cls(table, refused, divisor, cap)
 
     @classmethod
     def of_one(cls, deltas: Tensor, samples: int, alone_of: int) -> DeviceAgreement:
