@@ -123,20 +123,31 @@ class TorchCompute:
         return self._forward(mean, variance, None)
 
     def _forward(self, mean: T, variance: T | None, jacobian: Jacobian | None) -> tuple[T, T]:
-        self._find_parameters()
         training = self.training
         inputs = self._place(mean, training)
+        spread = None if variance is None else self._place(variance, training)
+        states = self.compute_states(inputs, spread, jacobian)
+        if isinstance(mean, torch.Tensor):
+            outputs = states.mean, states.variance_tensor()
+            return outputs[0].flatten().clone(), outputs[1].flatten().clone()
+        return self.get_outputs()
+
+    def compute_states(
+        self, mean: torch.Tensor, variance: torch.Tensor | None, jacobian: Jacobian | None = None
+    ) -> States:
+        """Compute the outputs of inputs on the device, [batch, inputs], and return them.
+
+        In training neither they nor the inputs may change before backward.
+        """
+        self._find_parameters()
+        training = self.training
         with self._gpu_precision():
-            spread = None if variance is None else self._place(variance, training)
-            self.states = self.network.forward(inputs, spread, training, jacobian)
+            self.states = self.network.forward(mean, variance, training, jacobian)
         if training:
             self.replica.updated()  # running statistics
         self.innovation = None
         self._trained, self._shown = training, False
-        if isinstance(mean, torch.Tensor):
-            outputs = self.states.mean, self.states.variance_tensor()
-            return outputs[0].flatten().clone(), outputs[1].flatten().clone()
-        return self.get_outputs()
+        return self.states
 
     @torch.inference_mode()
     def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:

@@ -95,10 +95,13 @@ class StepGraphs:
         compute = self._compute
         given = {name: value.clone() for name, value in tensors.items()}
         flat = {name: value.reshape(-1) for name, value in given.items()}
-        mean, variance = flat.pop("mu_x"), flat.pop("var_x", None)
+        mean, variance = flat.pop("mu_x").view(-1, compute.input_size), flat.pop("var_x", None)
 
         def step() -> tuple[tuple[Tensor, Tensor], DeviceAgreement | None]:
-            outputs = compute.forward(mean, variance)
+            # Nothing is copied that is kept: a graph with copies takes twice as long to launch.
+            spread = None if variance is None else variance.view_as(mean).float()
+            states = compute.compute_states(mean.float(), spread)
+            outputs = states.mean.flatten(), states.variance_tensor().flatten()
             compute.update_outputs(method, flat)
             compute.backward()
             return outputs, self._replica.apply_alone(compute.samples) if self.alone else None

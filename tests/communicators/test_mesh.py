@@ -265,6 +265,7 @@ def test_a_message_in_pieces(channels: Channels) -> None:
     notes = Notes(0, 2)
     notes.enter([1], Series.COLLECTIVE, 5, b"")
     ((_, content),) = notes.outbox
+    content = struct.pack("!I", len(content)) + content  # one of several that are sent together
     message = struct.pack("!i", len(content)) + content
     for piece in (message[:2], message[2:9]):
         os.write(one._connections[1].fileno(), piece)
@@ -273,6 +274,17 @@ def test_a_message_in_pieces(channels: Channels) -> None:
     os.write(one._connections[1].fileno(), message[9:])
     assert two.until(lambda: bool(two.notes.entered), time.monotonic() + 10)
     assert not two.notes.died
+
+
+def test_messages_that_are_sent_together(channels: Channels) -> None:
+    one, two = channels
+    for number in range(3):
+        with one.telling(most_held=2) as notes:
+            notes.enter([1], Series.COLLECTIVE, number, bytes(number))
+        assert bool(notes.outbox) is (number < 2)
+    came = two.notes.entered
+    assert two.until(lambda: len(came) == 3, time.monotonic() + 10)
+    assert came == {(0, Series.COLLECTIVE, number): bytes(number) for number in range(3)}
 
 
 def test_nonsense_ends_a_connection(channels: Channels) -> None:

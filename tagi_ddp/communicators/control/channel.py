@@ -16,12 +16,14 @@ import termios
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.communicators.control.notes import Failure, Notes
 
+_LENGTH = struct.Struct("!I")  # before each message of those that are sent together
 _IDLE = 0.02  # seconds without an operation after which a thread waits for messages
 _TURN = 1.0  # seconds after which it looks whether anybody needs it
 # What a broken or foreign message causes.
@@ -141,7 +143,7 @@ class ControlChannel:
         connection = self._connections[rank]
         try:
             while not came or _unread(connection):
-                came.append((rank, connection.recv_bytes()))
+                came += ((rank, message) for message in _taken_apart(connection.recv_bytes()))
         except (OSError, EOFError):  # or the rest of a message does not come
             self._selector.unregister(connection)
             came.append((rank, None))
@@ -159,13 +161,16 @@ class ControlChannel:
     def _flush(self) -> None:
         """Send what is to be sent; ranks that are gone, or have never come, do not get it."""
         with self._send_lock:
+            together: defaultdict[int, list[bytes]] = defaultdict(list)
             while self.notes.outbox:
                 rank, message = self.notes.outbox.popleft()
+                together[rank] += (_LENGTH.pack(len(message)), message)
+            for rank, parts in together.items():
                 connection = self._connections.get(rank)
                 if connection is None:
                     continue
                 try:
-                    connection.send_bytes(message)
+                    connection.send_bytes(b"".join(parts))
                 except OSError:  # half a message would spoil the rest
                     mesh.cut(connection)
 
@@ -233,6 +238,15 @@ def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -
 
     while not closing.wait(_IDLE) and exists():
         pass
+
+
+def _taken_apart(several: bytes) -> Iterator[bytes]:
+    """Yield the messages that were sent together; nonsense of what is none."""
+    begin = 0
+    while begin < len(several):
+        end = begin + _LENGTH.size + int.from_bytes(several[begin : begin + _LENGTH.size], "big")
+        yield several[begin + _LENGTH.size : end]
+        begin = end
 
 
 def _unread(connection: Connection) -> bool:
