@@ -34,7 +34,9 @@ TAIL = 3000  # characters of a step's output that the report keeps
 # What builds the package, what it needs as pyproject.toml says, and what tests it.
 BUILD = ("scikit-build-core>=0.10", "nanobind>=2.7", "cmake", "ninja")
 NEEDS = ("numpy>=1.24", "pytagi==0.2.1", "cloudpickle>=3.0", "tqdm>=4.60", "safetensors>=0.5")
-TEST = ("pytest>=8.0", "hypothesis>=6.100")
+TEST = ("pytest>=8.0", "pytest-xdist>=3.5", "hypothesis>=6.100")
+# At a time: more only take turns at the GPU.
+WORKERS = 3
 # Theirs for Python 3.10: pip leaves them out when a later one collects.
 BACKPORTS = ("exceptiongroup", "tomli", "typing-extensions")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
@@ -255,6 +257,7 @@ def commands(
         # tested here.
         options = ["-p", "benchmarks.harness.outcomes", "--outcomes", str(results)]
         options += ["-p", "no:cacheprovider", "-W", "default", "-m", "gpu", "--tb=short"]
+        options += ["-p", "xdist.plugin", "-n", str(WORKERS), "--dist", "loadscope"]
         yield [PYTHON, "-m", "pytest", *options, of], {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 

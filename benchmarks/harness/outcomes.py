@@ -18,12 +18,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Outcomes(config.getoption("outcomes")))
+    # Workers of pytest-xdist collect; all outcomes come to the process that has started them.
+    worker = getattr(config, "workerinput", {}).get("workerid")
+    if worker in (None, "gw0"):
+        config.pluginmanager.register(Outcomes(config.getoption("outcomes"), worker is None))
 
 
 class Outcomes:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reports: bool) -> None:
         self._path = path
+        self._reports = reports
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -34,7 +38,7 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # A test that passes says so at its call; one that fails or skips, wherever that is.
-        if report.passed and report.when != "call":
+        if not self._reports or (report.passed and report.when != "call"):
             return
         why = report.longreprtext[-SHOWN:]
         if report.skipped and isinstance(report.longrepr, tuple):

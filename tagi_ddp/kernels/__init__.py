@@ -1,7 +1,7 @@
 """Kernels for GPUs in Triton, which comes with torch for CUDA.
 
 Where networks are small, most of the time of torch's operators is their begin: a kernel does in one
-what takes torch up to a dozen. All round as float32 does.
+what takes torch up to a dozen. All err no more than float32 does.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ def find(tensor: Tensor) -> ModuleType | None:
     return _on_gpu() if tensor.is_cuda and tensor.dtype == torch.float32 else None
 
 
+_AMPERE = (8, 0)
+
+
 @functools.cache
 def _on_gpu() -> ModuleType | None:
     try:
+        if torch.cuda.get_device_capability() < _AMPERE:
+            return None  # whose tensor cores know no TF32
         from tagi_ddp.kernels import triton_kernels
 
         triton_kernels.try_out()

@@ -13,7 +13,7 @@ import numpy as np
 from contract.data import caught
 from support.rank_pool import RankPool
 
-from tagi_ddp.communicators import CommunicatorError, Mismatch, all_gather_object
+from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, all_gather_object
 
 COUNT = 50_000
 
@@ -244,10 +244,22 @@ class TestDevices:
     def test_objects_go_over_the_hosts(self, pool: RankPool, size: int) -> None:
         assert pool.run(objects, size=size) == [list(range(size))] * size
 
+    def test_begins_nothing_after_another_has_failed(self, pool: RankPool, size: int) -> None:
+        """Its part there may still be on the device, and would let the operation end well."""
+        assert pool.run(begun_after_abort, size=size, fresh=True)[1:] == [PeerLost] * (size - 1)
+
     def test_use_after_an_error(self, pool: RankPool, size: int) -> None:
         for first, second in pool.run(use_after_abort, size=size, fresh=True):
             assert issubclass(first, CommunicatorError)
             assert second is first
+
+
+def begun_after_abort(comm: Any) -> type | None:
+    if comm.rank == 0:
+        comm.abort("enough")
+        return None
+    time.sleep(0.5)
+    return type(caught(lambda: comm.all_reduce(np.ones(3), async_op=True)))
 
 
 def use_after_abort(comm: Any) -> tuple[type, type]:

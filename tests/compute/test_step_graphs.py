@@ -111,6 +111,16 @@ def test_equal_to_steps_one_by_one(name: str, stand_in: None) -> None:
     assert plain.get_neg_var_w_counter() == graphs.get_neg_var_w_counter()
 
 
+def test_inputs_of_another_type(stand_in: None) -> None:
+    plain, graphs = both("mlp")
+    for step in range(8):
+        x, y = batch("mlp", step, 6)
+        outputs = [model.learn((10 * x).to(torch.int16), y, 0.25) for model in (plain, graphs)]
+        for ours, theirs in zip(*outputs, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert len(graphs._graphs._graphs) == 1
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("to_input", [False, True])
 def test_every_way_to_learn(way: str, to_input: bool, stand_in: None) -> None:

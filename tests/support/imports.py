@@ -23,7 +23,7 @@ LAYERS = (
     ("update", "torch_backend", "launcher", "plan", "data"),
     ("optim", "sharding", "compute"),
     ("replica",),
-    ("communicators", "engine", "trace"),
+    ("communicators", "engine", "trace", "kernels"),
     ("checks", "environment"),
 )
 # Communicators look for the libraries that the engine may have loaded.

@@ -98,6 +98,13 @@ class ControlChannel:
                 self._read_for(left)
             return True
 
+    def glance(self, condition: Callable[[], bool]) -> bool:
+        """Read what has come, and return ``condition()``; messages that are held stay held."""
+        with self._changed:
+            if not self._reading:
+                self._read(0.0)
+            return condition()
+
     def help(self) -> None:
         """Read, so that others hear from each other while this rank computes."""
         with self._changed:
@@ -115,6 +122,15 @@ class ControlChannel:
         if self._reading:
             self._changed.wait(seconds)
             return
+        self._read(seconds)
+        if self.notes.outbox:
+            self._changed.release()
+            try:
+                self._flush()
+            finally:
+                self._changed.acquire()
+
+    def _read(self, seconds: float) -> None:
         self._reading = True
         self._changed.release()
         came: list[tuple[int, bytes | None]] = []
@@ -127,12 +143,6 @@ class ControlChannel:
             self._changed.notify_all()
         for rank, message in came:
             self._take(rank, message)
-        if self.notes.outbox:
-            self._changed.release()
-            try:
-                self._flush()
-            finally:
-                self._changed.acquire()
 
     def _receive(self, rank: int | None) -> list[tuple[int, bytes | None]]:
         """Return what has come from ``rank``, None for the end; None is the alarm's rank."""

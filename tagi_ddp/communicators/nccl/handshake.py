@@ -50,6 +50,8 @@ class StreamHandshake(Handshake):
                 notes.enter([rank], self._own, call.number, contents[text])
         if awaited:
             self._channel.until(self._interrupted, 0.0)
+        else:
+            self._channel.glance(self._interrupted)
 
     def await_all(self) -> None:
         """Return once all ranks call what fits this call."""
