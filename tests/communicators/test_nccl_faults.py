@@ -154,11 +154,12 @@ class TestFaults:
             else:
                 assert (kind, ranks) == (PeerLost, (1,)), text
 
+    @pytest.mark.parametrize("rank", ["", "@1"])
+    @pytest.mark.parametrize("fault", ["hang", "progress"])  # on the device; in NCCL's call
     @pytest.mark.parametrize("function", ["ncclAllReduce", "ncclAlltoAll"])
-    def test_hang(self, pool: RankPool, size: int, function: str) -> None:
-        answers = pool.run(
-            fail, CALLS[function], f"{function}:hang", size=size, fresh=True, timeout=LIMIT
-        )
+    def test_hang(self, pool: RankPool, size: int, function: str, fault: str, rank: str) -> None:
+        text = f"{function}:{fault}{rank}"
+        answers = pool.run(fail, CALLS[function], text, size=size, fresh=True, timeout=LIMIT)
         for kind, _, text, seconds in (first for first, _ in answers):
             assert kind in (Timeout, PeerLost), text
             assert seconds < LIMIT + SLACK

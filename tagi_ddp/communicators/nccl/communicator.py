@@ -25,7 +25,7 @@ from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import CheckedCommunicator
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.notes import Series
-from tagi_ddp.communicators.errors import CommunicatorError
+from tagi_ddp.communicators.errors import CommunicatorError, what_happened
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
@@ -56,6 +56,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         # One for collectives, one for the messages of each direction of each pair.
         self._engines: dict[str, NcclRank] = {}
         self._pairs_connected = False
+        self._beginning: StreamHandshake | None = None  # of a call that NCCL has not returned from
         self._enqueueing = threading.RLock()  # operations in the order of the calls
         self._pending: deque[NcclWork] = deque()
         self._completed = -1  # the last collective that is complete here, as all before it
@@ -289,12 +290,15 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             handshake.enter(plan, awaited)
             if plan.messages and not self._pairs_connected:
                 handshake.await_all()  # it connects each two of them, and waits for both
+            self._beginning = handshake
             with handshake.explaining():
                 operation = self._engine.group(plan.stream, plan.enqueue)
             self._pairs_connected |= bool(plan.messages)
         except BaseException as error:
             self._break(call, error)
             raise
+        finally:
+            self._beginning = None
         call.deadline = math.inf  # until it begins
         work = NcclWork(call, plan, operation, handshake, self._where(call.title), self._fail)
         self._pending.append(work)
@@ -318,6 +322,12 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         Raises the error of an operation that failed.
         """
         with self._looking:
+            if (beginning := self._beginning) is not None:
+                try:
+                    beginning.look()
+                except CommunicatorError as error:
+                    self._fail(error, what_happened(error))  # and NCCL's call ends
+                    raise
             while self._pending and self._pending[0].poll():
                 self._completed = self._pending.popleft().number
         with self._channel.telling() as notes:

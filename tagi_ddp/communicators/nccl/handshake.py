@@ -32,6 +32,7 @@ class StreamHandshake(Handshake):
         looks after its operations, if they are few.
         """
         call, size = self._call, len(self._peers) + 1
+        call.waits_for = lambda: self._to_blame(self._unfinished())
         few = size <= _FEW
         after = self._peers if few else [(self._rank + 1) % size]
         before = self._peers if few else [(self._rank - 1) % size]
@@ -55,7 +56,6 @@ class StreamHandshake(Handshake):
 
     def await_all(self) -> None:
         """Return once all ranks call what fits this call."""
-        self._call.waits_for = lambda: self._to_blame(self._unfinished())
         if not self._until(self._settled, self._call.deadline):
             self._time_out(self._call.waits_for())
 
@@ -65,7 +65,6 @@ class StreamHandshake(Handshake):
         The time of the call's own limit counts from when the operation begins on the device.
         """
         call = self._call
-        call.waits_for = lambda: self._to_blame(self._unfinished())
         while True:
             now = time.monotonic()
             try:
