@@ -29,7 +29,8 @@ def test_quick():
 
 
 def test_slow():
-    pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+    # Of the process that has started this worker.
+    pathlib.Path(__file__).with_name("pid").write_text(str(os.getppid()))
     time.sleep(600)
 
 
