@@ -25,7 +25,7 @@ def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
     variance = var_obs.view_as(mean)
     if on_gpu := kernels.find(mean):
         slope = None if states.jacobian is None else states.jacobian.tensor()
-        given = (mean, states.variance, slope, y, variance)
+        given = (mean, states.variance, slope, y.float(), variance.float())
         return Deltas(*on_gpu.innovation(*(None if t is None else t.contiguous() for t in given)))
     if states.variance is not None:
         variance = states.variance + variance
