@@ -57,6 +57,19 @@ def test_a_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.bandwidth == pytest.approx(link.bandwidth)
 
 
+def test_a_small_one_that_takes_longer_than_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on hosts with more ranks than cores; the greater ones, in many messages, tell both."""
+    shares = {1024: (1.0, 0.0), 1 << 20: (12.0, 1 << 20), 1 << 22: (12.0, 1 << 22)}
+    monkeypatch.setattr(measure, "_shares", lambda ranks, one_host, size: shares[size])
+
+    def seconds(size: int) -> float:
+        return 5e-3 if size == 1024 else 12 * 1e-4 + size / 1e9
+
+    found = link_by(seconds, monkeypatch, tuple(shares))
+    assert found.latency == pytest.approx(1e-4)
+    assert found.bandwidth == pytest.approx(1e9)
+
+
 def test_a_latency_is_never_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     found = link_by(lambda size: size**1.5 * 1e-9, monkeypatch, (1 << 10, 1 << 11, 1 << 20))
     assert found.latency == 0
