@@ -106,7 +106,7 @@ class StepGraphs:
             compute.backward()
             return outputs, self._replica.apply_alone(compute.samples) if self.alone else None
 
-        replay, (outputs, agreement) = _capture(step)
+        replay, (outputs, agreement) = _capture(step, self._device)
         return _Graph(given, replay, outputs, agreement, compute.results)
 
     def _tell(self, reason: str) -> None:
@@ -151,10 +151,13 @@ def _text(reason: str) -> str:
     return f"cuda_graph=True: learn() takes steps without a CUDA graph, as {reason}."
 
 
-def _capture(run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """Return what repeats ``run`` on the GPU, where nothing runs yet, and what it returned."""
+def _capture(run: Callable[[], T], device: torch.device) -> tuple[Callable[[], None], T]:
+    """Return what repeats ``run`` on ``device``, where nothing runs yet, and what it returned."""
     graph = torch.cuda.CUDAGraph()
     # Other threads, as loaders of data, may go on using the GPU.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+    ):
         result = run()
     return graph.replay, result

@@ -20,20 +20,20 @@ def find(tensor: Tensor) -> ModuleType | None:
     None where torch's operators do the same; with one warning if that is because Triton, or what it
     needs to compile, is missing.
     """
-    return _on_gpu() if tensor.is_cuda and tensor.dtype == torch.float32 else None
+    return _on_gpu(tensor.device) if tensor.is_cuda and tensor.dtype == torch.float32 else None
 
 
 _AMPERE = (8, 0)
 
 
 @functools.cache
-def _on_gpu() -> ModuleType | None:
+def _on_gpu(device: torch.device) -> ModuleType | None:
     try:
-        if torch.cuda.get_device_capability() < _AMPERE:
+        if torch.cuda.get_device_capability(device) < _AMPERE:
             return None  # whose tensor cores know no TF32
         from tagi_ddp.kernels import triton_kernels
 
-        triton_kernels.try_out()
+        triton_kernels.try_out(device)
     except Exception as error:  # of Triton, a compiler or the driver: kinds that nobody lists
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(

@@ -1,6 +1,6 @@
 """The kernels themselves: linear layers, where backward begins, and the update of parameters.
 
-Tensors are float32 and contiguous.
+Tensors are float32 and contiguous. Triton launches on the current device, which is made theirs.
 """
 
 from __future__ import annotations
@@ -225,10 +225,11 @@ def forward(
     samples, (outputs, inputs) = len(mean), weights[0].shape
     result = mean.new_empty(2, samples, outputs)
     grid, tile = _tiles(samples, outputs)
-    _forward[grid](
-        mean, variance, *weights, *(biases or (None, None)), result[0], result[1],
-        samples, outputs, inputs, RECTIFY=rectify, PRECISION=_precision(tf32), **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(mean):
+        _forward[grid](
+            mean, variance, *weights, *(biases or (None, None)), result[0], result[1],
+            samples, outputs, inputs, RECTIFY=rectify, PRECISION=_precision(tf32), **tile,
+        )  # fmt: skip
     return result[0], result[1]
 
 
@@ -251,14 +252,15 @@ def write_deltas(
     share = triton.cdiv(triton.cdiv(samples, shares), tile["DEPTH"]) * tile["DEPTH"]
     parts = mean.new_empty(shares, 2, outputs * (inputs + 1)) if shares > 1 else None
     parameters = weights_var, biases_var, *weights_delta, *(biases_delta or (None, None))
-    _deltas[down, across, shares](
-        *innovation, mean, *parameters, parts, samples, outputs, inputs, share,
-        SHARED=shares > 1, PRECISION=_precision(tf32), **tile,
-    )  # fmt: skip
-    if shares > 1:
-        _add_up[(triton.cdiv(outputs * (inputs + 1), _BLOCK),)](
-            parts, *parameters, shares, outputs * inputs, outputs, BLOCK=_BLOCK
-        )
+    with torch.cuda.device_of(mean):
+        _deltas[down, across, shares](
+            *innovation, mean, *parameters, parts, samples, outputs, inputs, share,
+            SHARED=shares > 1, PRECISION=_precision(tf32), **tile,
+        )  # fmt: skip
+        if shares > 1:
+            _add_up[(triton.cdiv(outputs * (inputs + 1), _BLOCK),)](
+                parts, *parameters, shares, outputs * inputs, outputs, BLOCK=_BLOCK
+            )
 
 
 def below(innovation: Pair, weights_mu: Tensor, rectified: Tensor | None, tf32: bool) -> Pair:
@@ -266,10 +268,11 @@ def below(innovation: Pair, weights_mu: Tensor, rectified: Tensor | None, tf32: 
     samples, (outputs, inputs) = len(innovation[0]), weights_mu.shape
     result = weights_mu.new_empty(2, samples, inputs)
     grid, tile = _tiles(samples, inputs)
-    _below[grid](
-        *innovation, weights_mu, rectified, result[0], result[1],
-        samples, outputs, inputs, PRECISION=_precision(tf32), **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(weights_mu):
+        _below[grid](
+            *innovation, weights_mu, rectified, result[0], result[1],
+            samples, outputs, inputs, PRECISION=_precision(tf32), **tile,
+        )  # fmt: skip
     return result[0], result[1]
 
 
@@ -279,9 +282,10 @@ def innovation(
     """Do what `compute.innovation.innovation` does."""
     moved, shrunk = torch.empty_like(mean), torch.empty_like(mean)
     size = mean.numel()
-    _innovation[(triton.cdiv(size, _BLOCK),)](
-        mean, variance, jacobian, observed, noise, moved, shrunk, size, BLOCK=_BLOCK
-    )
+    with torch.cuda.device_of(mean):
+        _innovation[(triton.cdiv(size, _BLOCK),)](
+            mean, variance, jacobian, observed, noise, moved, shrunk, size, BLOCK=_BLOCK
+        )
     return moved, shrunk
 
 
@@ -295,16 +299,17 @@ def move(
 ) -> None:
     """Do what `replica.apply.move` does."""
     size = gaussians.shape[1]
-    _move[(triton.cdiv(size, _BLOCK),)](
-        gaussians, deltas, negative, cap, refused, floor, size,
-        CAP=isinstance(cap, Tensor), BLOCK=_BLOCK,
-    )  # fmt: skip
+    with torch.cuda.device_of(gaussians):
+        _move[(triton.cdiv(size, _BLOCK),)](
+            gaussians, deltas, negative, cap, refused, floor, size,
+            CAP=isinstance(cap, Tensor), BLOCK=_BLOCK,
+        )  # fmt: skip
 
 
-def try_out() -> None:
+def try_out(device: torch.device) -> None:
     """Compile and run the smallest kernel."""
-    gaussians = torch.ones(2, 1, device="cuda")
-    negative = torch.empty(1, dtype=torch.bool, device="cuda")
+    gaussians = torch.ones(2, 1, device=device)
+    negative = torch.empty(1, dtype=torch.bool, device=device)
     move(gaussians, torch.zeros_like(gaussians), negative, 1.0, None, 0.0)
 
 

@@ -113,7 +113,7 @@ class Outcomes:
         here, event = free.pop() if free else _place_for(table)
         here.copy_(table, non_blocking=True)
         if event is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(table.device))
         self._tables.append((here, event))
 
     def take_refused(self, everything: bool) -> list[int]:

@@ -105,6 +105,20 @@ def test_graphs_of_steps(name: str, request: pytest.FixtureRequest) -> None:
     assert distance(parameters(graphs), parameters(plain)) < 1e-5
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds one GPU")
+@pytest.mark.parametrize("graph", [False, True])
+def test_on_another_than_the_current_device(graph: bool) -> None:
+    engine = accelerate(fresh("mlp"), "engine")
+    ours = accelerate(fresh("mlp"), device="cuda:1", cuda_graph=graph)
+    for step in range(LAG + 4):
+        x, y = NETWORKS["mlp"].batch(step, 20)
+        engine.learn(x, y, SIGMA_V**2)
+        ours.learn(*(torch.from_numpy(a).to("cuda:1") for a in (x, y)), SIGMA_V**2)
+    assert torch.cuda.current_device() == 0
+    ours.check_replicas()
+    assert distance(parameters(ours), parameters(engine)) < 1e-4
+
+
 def test_refused_step_is_told_later() -> None:
     model = accelerate(fresh("mlp"), device=DEVICE)
     x, y = NETWORKS["mlp"].batch(0, 6)

@@ -69,7 +69,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def capture(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def capture(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     tape = Tape()
     with torch.inference_mode(), tape:
         result = run()

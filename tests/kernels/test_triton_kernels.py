@@ -203,8 +203,8 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, that says why, and torch's operators instead."""
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tagi_ddp.kernels.triton_kernels", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu = kernels._on_gpu.__wrapped__
     with pytest.warns(RuntimeWarning, match="take longer, as Triton does not work here: .*triton"):
-        assert on_gpu() is None
+        assert on_gpu(torch.device("cuda:1")) is None
     assert kernels.find(torch.zeros(3)) is None
