@@ -175,8 +175,16 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             else ElasticSum(setting, membership.called)
         )
         self.changes = []
-        _import_torch()
+        self._import_early(membership)
         self._meet_again((), time.monotonic())
+
+    def _import_early(self, membership: Membership) -> None:
+        """Import what may be needed and takes a second, before others wait for this rank."""
+        with contextlib.suppress(ImportError):
+            if membership.may_use_gloo:
+                import tagi_ddp.communicators.host.gloo
+            if self._by_batch is not None:  # large batches are torch's
+                import tagi_ddp.compute.on_torch  # noqa: F401
 
     def _meet_again(self, blamed: Sequence[int], began: float) -> None:
         membership = self._membership
@@ -260,10 +268,3 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         if isinstance(self._exchange, ElasticExchange):
             return self._exchange
         raise RuntimeError(f"{name} needs DDPSequential(..., elastic=True)")
-
-
-def _import_torch() -> None:
-    """Import what gloo and large batches need, which takes a second, before others wait for it."""
-    with contextlib.suppress(ImportError):
-        import tagi_ddp.communicators.host.gloo
-        import tagi_ddp.compute.on_torch  # noqa: F401

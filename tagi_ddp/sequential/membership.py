@@ -31,6 +31,8 @@ class Group:
 class Membership(Protocol):
     """This process's part in the meetings."""
 
+    may_use_gloo: bool
+
     def called(self, progress: int, exchanging: bool) -> bool:
         """Tell whether this rank should come; see `Meeting.called`."""
         ...
@@ -73,6 +75,7 @@ class _Launched:
     """Under ``tagi-ddp run``, whose launcher calls the roll."""
 
     def __init__(self, backend: str, found: Meeting, patience: float) -> None:
+        self.may_use_gloo = backend != "shm"
         self._backend = backend
         self._meeting = found
         self._patience = patience
@@ -96,6 +99,8 @@ class _Launched:
 
 class _Survivors:
     """Of ranks that MPI itself lets go on; new ones do not join."""
+
+    may_use_gloo = False
 
     def __init__(self, config: DDPConfig, patience: float) -> None:
         try:
