@@ -86,14 +86,14 @@ void bind_nccl(nb::module_& module) {
         .def_static(
             "connect",
             [](std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, int rank, int size,
-               const nb::bytes& id, bool briefly) {
+               const nb::bytes& id, bool minimal) {
                 const NcclId unique = as_id(id);
                 nb::gil_scoped_release unlocked;
                 return std::make_shared<NcclRank>(std::move(nccl), std::move(device), rank, size,
-                                                  unique, briefly);
+                                                  unique, minimal);
             },
-            "nccl"_a, "device"_a, "rank"_a, "size"_a, "id"_a, "briefly"_a = false,
-            "Begin to connect; ready() tells when all ranks have come. If briefly, with the least "
+            "nccl"_a, "device"_a, "rank"_a, "size"_a, "id"_a, "minimal"_a = false,
+            "Begin to connect; ready() tells when all ranks have come. If minimal, with the least "
             "memory on the device: make_blocking() is to follow.")
         .def("make_blocking", &NcclRank::make_blocking, Unlocked(),
              "Begin, on all ranks, to make NCCL's calls blocking; ready() tells when they are.")

@@ -95,7 +95,7 @@ void NcclOperation::order(uintptr_t stream) const {
 void NcclOperation::extend(uintptr_t stream) { finished_.record(reinterpret_cast<void*>(stream)); }
 
 NcclRank::NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
-                   int size, const NcclId& id, bool briefly)
+                   int size, const NcclId& id, bool minimal)
     : nccl_(std::move(nccl)),
       device_(std::move(device)),
       stream_(device_),
@@ -103,7 +103,7 @@ NcclRank::NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Devic
       size_(size) {
     const Device::Guard guard(*device_);
     NcclConfig config;
-    if (briefly) config.min_ctas = config.max_ctas = 1;
+    if (minimal) config.min_ctas = config.max_ctas = 1;
     void* communicator = nullptr;
     const int code = nccl_->init_rank(&communicator, size, id, rank, &config);
     communicator_ = communicator;

@@ -1,6 +1,6 @@
-// One rank of an NCCL communicator. Nothing here waits for the device or for other ranks longer
-// than it is told to: operations are put into a stream, and the caller asks what has become of
-// them.
+// One rank of an NCCL communicator. Operations are put into a stream, and the caller asks what has
+// become of them. Nothing here waits for the device or for other ranks longer than it is told to,
+// but blocking calls of NCCL, which an abort by another thread ends.
 #pragma once
 
 #include <atomic>
@@ -45,10 +45,10 @@ class NcclOperation {
 
 class NcclRank : public std::enable_shared_from_this<NcclRank> {
  public:
-    // Begins to connect to the other ranks; `ready` tells when all are. If `briefly`, with the
-    // least memory on the device, as `make_blocking` is to follow.
+    // Begins to connect to the other ranks; `ready` tells when all are. `minimal`: with the least
+    // memory on the device, as `make_blocking` is to follow.
     NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
-             int size, const NcclId& id, bool briefly);
+             int size, const NcclId& id, bool minimal);
     NcclRank(const NcclRank&) = delete;
     NcclRank& operator=(const NcclRank&) = delete;
     ~NcclRank();

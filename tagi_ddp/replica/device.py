@@ -18,7 +18,7 @@ from tagi_ddp._backend import Contribution
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.replica.adaptive_sum import DeviceAdaptiveSum
-from tagi_ddp.replica.device_agreement import DeviceAgreement, Outcomes, Word, words_of
+from tagi_ddp.replica.device_agreement import Constants, DeviceAgreement, Outcomes, Word, words_of
 from tagi_ddp.replica.device_codec import DeviceCodec
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
@@ -47,6 +47,7 @@ class DeviceReplica:
             self._place(index, arrays, parts) for index, arrays in enumerate(host.arrays())
         ]
         self.outcomes = Outcomes()
+        self._constants = Constants(device)
         self._ahead = False
         self.push()
 
@@ -120,7 +121,9 @@ class DeviceReplica:
 
     def apply_alone(self, samples: int, alone_of: int = 1) -> DeviceAgreement:
         """Apply the own deltas, unless one is NaN or infinite; `applied` is to follow."""
-        agreement = DeviceAgreement.of_one(self.parameters.deltas, samples, alone_of)
+        agreement = DeviceAgreement.of_one(
+            self.parameters.deltas, samples, alone_of, self._constants
+        )
         self.parameters.apply_agreed(agreement)
         return agreement
 
@@ -166,7 +169,7 @@ class DeviceReplica:
             self.applied(agreement)
             return agreement
         parameters, statistics = self.parameters, self.statistics
-        table = words_of(contribution, parameters.deltas)[None]
+        table = words_of(contribution, parameters.deltas, self._constants)[None]
         averages: Tensor | None = None
         if communicator.size > 1:
             if contribution.batch == 0:
@@ -184,7 +187,7 @@ class DeviceReplica:
             words, table = table, table.new_zeros(communicator.size, table.shape[1])
             work: Any = communicator.all_gather(words, table, async_op=True)
             work.order()
-        agreement = DeviceAgreement.of_all(table, average)
+        agreement = DeviceAgreement.of_all(table, average, self._constants)
         if shards is None:
             parameters.apply_agreed(agreement)
         else:

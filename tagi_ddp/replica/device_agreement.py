@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -28,37 +27,42 @@ class Word(IntEnum):
     WRITTEN = 3  # 0 where an aborted operation has left zeros; the last one
 
 
-def words_of(contribution: Contribution, deltas: Tensor) -> Tensor:
+class Constants:
+    """Small tensors that a replica's steps need again and again, made without a wait.
+
+    Its own, as another replica's stream may not have come to making them yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        bounds, factors = [batch for batch, _ in CAP_FACTORS[1:]], [cap for _, cap in CAP_FACTORS]
+        self.bounds = torch.empty(len(bounds), dtype=torch.int64, device=device)
+        """The batches from which the next of the cap ``factors`` holds."""
+        self.factors = torch.empty(len(factors), device=device)
+        for tensor, values in ((self.bounds, bounds), (self.factors, factors)):
+            for element, value in zip(tensor, values, strict=True):
+                element.fill_(value)
+        self._words: dict[tuple[int, bool], Tensor] = {}
+
+    def words(self, batch: int, finished: bool) -> Tensor:
+        """Return what a rank says of finite deltas, and of others, [2, words]."""
+        both = self._words.get((batch, finished))
+        if both is None:
+            shape = 2, len(Word)
+            both = torch.ones(shape, dtype=torch.int64, device=self.bounds.device)
+            both[:, Word.SAMPLES].fill_(batch)
+            both[:, Word.FINISHED].fill_(int(finished))
+            both[1, Word.FINITE].fill_(0)
+            self._words[batch, finished] = both
+        return both
+
+
+def words_of(contribution: Contribution, deltas: Tensor, constants: Constants) -> Tensor:
     """Return what a rank tells the others, int64 by `Word`, on the device of its ``deltas``."""
-    both = _both_words(contribution.batch, contribution.finished, deltas.device)
+    finite, not_finite = constants.words(contribution.batch, contribution.finished).unbind()
     if not contribution.batch:
-        finite: Tensor = both[0].clone()
-        return finite
+        return finite.clone()
     largest = torch.linalg.vector_norm(deltas, math.inf)  # one pass; `isfinite` takes five
-    words: Tensor = torch.where(largest < math.inf, both[0], both[1])
-    return words
-
-
-@functools.lru_cache(64)
-def _both_words(batch: int, finished: bool, device: torch.device) -> Tensor:
-    """Return what a rank says of finite deltas, and of others; made without a wait, and once."""
-    both = torch.ones(2, len(Word), dtype=torch.int64, device=device)
-    both[:, Word.SAMPLES].fill_(batch)
-    both[:, Word.FINISHED].fill_(int(finished))
-    both[1, Word.FINITE].fill_(0)
-    return both
-
-
-@functools.cache
-def _caps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the batches from which the next cap factor holds, and the factors; without a wait."""
-    smallest = [batch for batch, _ in CAP_FACTORS[1:]]
-    bounds = torch.empty(len(smallest), dtype=torch.int64, device=device)
-    factors = torch.empty(len(CAP_FACTORS), device=device)
-    for tensor, values in ((bounds, smallest), (factors, [factor for _, factor in CAP_FACTORS])):
-        for element, value in zip(tensor, values, strict=True):
-            element.fill_(value)
-    return bounds, factors
+    return torch.where(largest < math.inf, finite, not_finite)
 
 
 @dataclass
@@ -74,7 +78,7 @@ class DeviceAgreement:
     cap: Tensor | float
 
     @classmethod
-    def of_all(cls, table: Tensor, average: bool) -> DeviceAgreement:
+    def of_all(cls, table: Tensor, average: bool, constants: Constants) -> DeviceAgreement:
         """Derive it; nothing applies unless all ranks have written their words."""
         samples = table[:, Word.SAMPLES].sum()
         agreed = table[:, Word.FINITE :].all()  # and written
@@ -83,14 +87,15 @@ class DeviceAgreement:
         if average:
             divisor = (table[:, Word.SAMPLES] > 0).sum().clamp_(min=1)
             batch = (samples + divisor - 1) // divisor
-        bounds, factors = _caps(table.device)
-        cap = factors.take(torch.bucketize(batch, bounds, right=True))
+        cap = constants.factors.take(torch.bucketize(batch, constants.bounds, right=True))
         return cls(table, refused, divisor, cap)
 
     @classmethod
-    def of_one(cls, deltas: Tensor, samples: int, alone_of: int) -> DeviceAgreement:
+    def of_one(
+        cls, deltas: Tensor, samples: int, alone_of: int, constants: Constants
+    ) -> DeviceAgreement:
         """Return that of a rank whose own ``deltas`` apply, as one of ``alone_of`` such ranks."""
-        words = words_of(Contribution(samples), deltas)
+        words = words_of(Contribution(samples), deltas, constants)
         cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
         return cls(words[None], words[Word.FINITE].logical_not(), None, cap)
 

@@ -32,6 +32,7 @@ class Membership(Protocol):
     """This process's part in the meetings."""
 
     may_use_gloo: bool
+    """Whether the next group may meet over gloo, for which torch is needed."""
 
     def called(self, progress: int, exchanging: bool) -> bool:
         """Tell whether this rank should come; see `Meeting.called`."""

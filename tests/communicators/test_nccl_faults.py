@@ -181,6 +181,8 @@ class TestFaults:
             ("ncclGetVersion:value=21403", {NcclMissing}, ("2.14.3", "2.18")),
             ("ncclGetUniqueId=3", {CommunicatorError, PeerLost}, ("ncclGetUniqueId",)),
             ("ncclCommInitRankConfig=2@1", {CommunicatorError, PeerLost}, ("ncclCommInitRank",)),
+            ("ncclCommSplit=2@1", {CommunicatorError, PeerLost}, ("ncclCommSplit",)),
+            ("ncclCommSplit:async=6@1", {CommunicatorError, PeerLost}, ("asynchronous error",)),
             ("cuStreamCreateWithPriority=2@1", {CommunicatorError, PeerLost}, ("cuStream",)),
         ],
     )
@@ -193,8 +195,9 @@ class TestFaults:
             assert all(word in message for word in words), message
             assert seconds < SLACK
 
-    def test_init_that_hangs(self, start: Start, size: int) -> None:
-        text = "ncclCommInitRankConfig:hang@1"
+    @pytest.mark.parametrize("function", ["ncclCommInitRankConfig", "ncclCommSplit"])
+    def test_init_that_hangs(self, start: Start, size: int, function: str) -> None:
+        text = f"{function}:hang@1"
         for kind, _, message, seconds in start().run(fail_at_init, text, LIMIT, size=size):
             assert kind in (Timeout, PeerLost), message
             assert "init" in message

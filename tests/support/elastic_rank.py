@@ -105,6 +105,7 @@ def main() -> None:
             "hash": model.check_replicas(),
             "steps": model.steps_made,
             "backend": model.communicator.backend,
+            "torch": "torch" in sys.modules,
             "changes": [vars(change) for change in model.changes],
             "parameters": {
                 name: [part.tolist() for part in parts] for name, parts in parameters(model).items()

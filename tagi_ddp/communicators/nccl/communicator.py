@@ -70,7 +70,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
     def open_engine(self, call: Call) -> None:
         """Connect the ranks' devices; ``call`` is what their errors name."""
         handshake = self._handshake(call)
-        engine = self._connect(handshake, "all", self.rank, self.size, briefly=True)
+        engine = self._connect(handshake, "all", self.rank, self.size, minimal=True)
         with handshake.explaining():
             engine.make_blocking()
         handshake.carry(engine.ready)
@@ -235,7 +235,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         return self._engines["all"]
 
     def _connect(
-        self, handshake: Handshake, name: str, rank: int, size: int, briefly: bool = False
+        self, handshake: Handshake, name: str, rank: int, size: int, minimal: bool = False
     ) -> NcclRank:
         """Return the connection called ``name``, whose rank ``rank`` of ``size`` this one is."""
         if name in self._engines:
@@ -249,7 +249,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             lambda seconds: channel.until(lambda: key in values, time.monotonic() + seconds)
         )
         with handshake.explaining():
-            engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key], briefly)
+            engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key], minimal)
         self._engines[name] = engine
         handshake.carry(engine.ready)
         return engine

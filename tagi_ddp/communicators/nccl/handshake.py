@@ -49,10 +49,7 @@ class StreamHandshake(Handshake):
         with self._channel.telling(most_held=0 if awaited else _HELD) as notes:
             for rank, text in messages.items():
                 notes.enter([rank], self._own, call.number, contents[text])
-        if awaited:
-            self._channel.until(self._interrupted, 0.0)
-        else:
-            self._channel.glance(self._interrupted)
+        self._channel.glance(self._interrupted)
 
     def await_all(self) -> None:
         """Return once all ranks call what fits this call."""

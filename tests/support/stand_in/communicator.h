@@ -107,8 +107,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
     // A communicator of the same ranks, which connects while this one is "in progress".
     std::shared_ptr<Communicator> split(bool blocking) {
-        const std::string name = id_ + "/" + std::to_string(parts_.size());
         const std::lock_guard lock(mutex_);
+        const std::string name = id_ + "/" + std::to_string(parts_.size());
         return parts_.emplace_back(
             std::make_shared<Communicator>(name, rank, size, device, blocking));
     }
