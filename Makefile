@@ -2,6 +2,9 @@
 PYTHON ?= python3
 CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 
+# Tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo check test slow lint format sanitize chaos bench gpu gpu-wheels docs wheels
 
 # Two processes train on handwritten digits; compared with one process.

@@ -34,6 +34,7 @@ class TestMpi(
     sizes = (2, 3)
 
 
+@pytest.mark.slow  # that of gloo is not
 class TestApart(OperationsContract):
     """Each rank on an emulated host of its own."""
 

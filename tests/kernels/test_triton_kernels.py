@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.networks import NETWORKS, distance, fresh, parameters
-from support.rank_pool import RankPool
+from support.rank_pool import Nursery, RankPool
 from torch import Tensor
 
 from tagi_ddp import accelerate, kernels
@@ -29,9 +29,11 @@ close = torch.testing.assert_close
 def interpreter() -> Iterator[RankPool]:
     """A process in which Triton interprets; it must know that before it is imported."""
     pytest.importorskip("triton", minversion="3.9")  # older ones do not know numpy 2.4
-    pool = RankPool("shm", 1, environment={"TRITON_INTERPRET": "1"})
+    nursery = Nursery({"TRITON_INTERPRET": "1"})
+    pool = RankPool("shm", 1, nursery)
     yield pool
     pool.close()
+    nursery.close()
 
 
 def interpreted() -> ModuleType:

@@ -110,7 +110,7 @@ def test_node_0_waits_for_the_others(start: Start) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> None:
-    processes = [start(node, 2, "fails", str(rank), "wait") for node in (1, 0)]
+    processes = [start(1, 1, "fails", str(rank), "wait"), start(0, 2, "fails", str(rank), "wait")]
     texts = outputs(*processes)
     assert [process.returncode for process in processes] == [1, 1], texts
     assert all(f"rank {rank} failed first; all ranks were ended" in text for text in texts), texts

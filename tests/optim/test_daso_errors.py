@@ -25,9 +25,6 @@ def make(optimizer: Any = None, **arguments: Any) -> DASO:
     return DASO(optimizer or optimizer_of(), **options)
 
 
-OPTIMIZER = optimizer_of()
-PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(OPTIMIZER)
-FOREIGN = torch.optim.lr_scheduler.StepLR(optimizer_of(), 1)
 WRONG_TYPES = {
     "optimizer": ("sgd", r"local_optimizer must be a torch\.optim\.Optimizer, got 'sgd'"),
     "total_epochs": (2.0, r"total_epochs must be an integer, got 2\.0"),
@@ -50,7 +47,6 @@ WRONG_VALUES = {
     "total_epochs": (0, "total_epochs must be at least 1, got 0"),
     "warmup_epochs": (-1, "warmup_epochs must be at least 0, got -1"),
     "cooldown_epochs": (-1, "cooldown_epochs must be at least 0, got -1"),
-    "scheduler": (FOREIGN, "scheduler must be one of local_optimizer, got one of SGD"),
     "stability_level": (-0.1, r"stability_level must be 0 or more, got -0\.1"),
     "max_global_skips": (0, "max_global_skips must be at least 1, got 0"),
     "sending_chunk_size": (0, "sending_chunk_size must be at least 1, got 0"),
@@ -78,11 +74,19 @@ def test_wrong_values(name: str) -> None:
         make(**{name: value})
 
 
+def test_a_scheduler_of_another_optimizer() -> None:
+    foreign = torch.optim.lr_scheduler.StepLR(optimizer_of(), 1)
+    with pytest.raises(ValueError, match="scheduler must be one of local_optimizer, got one of SG"):
+        make(scheduler=foreign)
+
+
 def test_optimizers_and_schedulers_that_cannot_be_stepped() -> None:
     with pytest.raises(TypeError, match="LBFGS, which needs one"):
         make(torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]))
     with pytest.raises(TypeError, match="got ReduceLROnPlateau: step it yourself"):
-        make(OPTIMIZER, scheduler=PLATEAU)
+        optimizer = optimizer_of()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        make(optimizer, scheduler=plateau)
     with pytest.raises(TypeError, match="parameters must be real"):
         make(optimizer_of(nn.Parameter(torch.zeros(1, dtype=torch.complex64))))
 

@@ -44,6 +44,7 @@ sys.path.insert(0, {benchmarks!r})
 import gpu_report
 
 gpu_report.STEPS, gpu_report.PYTHON = {steps!r}, sys.executable
+gpu_report.WORKERS = 1
 gpu_report.WORK = pathlib.Path({folder!r}) / "work"
 sys.exit(gpu_report.main())
 """

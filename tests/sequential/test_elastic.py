@@ -216,7 +216,8 @@ from pytagi.nn import Linear, Sequential
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, PeerLost
 
 model = Sequential(Linear(1, 4), Linear(4, 1))
-with DDPSequential(model, DDPConfig.from_env(), average=False, elastic=10.0) as model:
+options = {"average": False, "compute": "native", "elastic": 10.0}
+with DDPSequential(model, DDPConfig.from_env(), **options) as model:
     for step, share in model.steps(DistributedSampler(30), 6, 6):
         while step == 20:  # a collective call of the script's own
             total = np.array([2.0])

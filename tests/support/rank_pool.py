@@ -235,15 +235,15 @@ class Nursery:
             cls._shared.close()
             cls._shared = None
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         key = secrets.token_bytes(16)
         address = f"rank-nursery-{secrets.token_hex(8)}"
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  (close() closes it)
         with Listener("\0" + address, "AF_UNIX", authkey=key) as listener:
             command = [sys.executable, str(WORKER), "--nursery", address]
-            environment = worker_environment({"RANK_POOL_KEY": key.hex()})
+            variables = worker_environment({"RANK_POOL_KEY": key.hex(), **(environment or {})})
             self._process = subprocess.Popen(
-                command, env=environment, stdout=self.output, stderr=self.output
+                command, env=variables, stdout=self.output, stderr=self.output
             )
             self._connection = accept(listener)
             self._connection.recv()

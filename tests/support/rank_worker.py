@@ -103,10 +103,12 @@ def emulate_host(name: str) -> None:
 
 
 def nursery(address: str) -> None:
-    # What ranks would import one by one: torch, too, the engine, and pytest for asserts in tasks.
+    # What ranks would import one by one: torch, too, with what its optimizers import at first, the
+    # engine, and pytest for asserts in tasks.
     for name in ("communicators.host.gloo", "communicators.shm", "sequential"):
         importlib.import_module(f"tagi_ddp.{name}")
-    importlib.import_module("_pytest.assertion.rewrite")
+    for name in ("torch._dynamo", "_pytest.assertion.rewrite"):
+        importlib.import_module(name)
     load_engine()
 
     gc.freeze()  # so that the children do not copy what nobody collects

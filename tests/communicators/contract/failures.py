@@ -14,7 +14,7 @@ from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, Timeout, init
 
-LIMIT = 0.6  # of the communicator, in seconds
+LIMIT = 1.0  # of the communicator, in seconds
 SLACK = 1.5  # of a busy machine
 
 
