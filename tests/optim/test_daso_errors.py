@@ -83,9 +83,9 @@ def test_a_scheduler_of_another_optimizer() -> None:
 def test_optimizers_and_schedulers_that_cannot_be_stepped() -> None:
     with pytest.raises(TypeError, match="LBFGS, which needs one"):
         make(torch.optim.LBFGS([nn.Parameter(torch.zeros(1))]))
+    optimizer = optimizer_of()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(TypeError, match="got ReduceLROnPlateau: step it yourself"):
-        optimizer = optimizer_of()
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         make(optimizer, scheduler=plateau)
     with pytest.raises(TypeError, match="parameters must be real"):
         make(optimizer_of(nn.Parameter(torch.zeros(1, dtype=torch.complex64))))
