@@ -23,8 +23,8 @@ check: lint
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) $(SLOW:%=--ignore=%)
 
 # Style, types, then all tests but those that take longest (marker slow).
-# Three files at a time there, as ranks often wait.
-PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Four files at a time there, as ranks often wait.
+PARALLEL = --numprocesses 4 --dist loadfile --no-loadscope-reorder
 test: lint
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
