@@ -32,6 +32,7 @@ class TestMpi(
 
     backend = "mpi"
     sizes = (2, 3)
+    programs = 10  # its ranks use their cores while they wait
 
 
 @pytest.mark.slow  # that of gloo is not

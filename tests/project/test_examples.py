@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pictures
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -277,6 +276,8 @@ def test_the_step_of_a_timeline_is_that_of_median_length(tmp_path):
 
 
 def test_a_calibration_shows_the_ideal_and_the_band_of_chance(tmp_path, monkeypatch):
+    import pictures  # which imports matplotlib
+
     drawn = []
     save = pictures.save
     monkeypatch.setattr(pictures, "save", lambda figure, path: drawn.append(figure))

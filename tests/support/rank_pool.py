@@ -306,12 +306,17 @@ def worker_environment(more: dict[str, str]) -> dict[str, str]:
     return {**kept, **threads, **more}
 
 
+_seen: set[str] = set()  # names of modules that `dump` has looked at
+
+
 def dump(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Pickle the call; what is defined in the tests and examples travels by value."""
-    for module in list(sys.modules.values()):
+    new = sys.modules.keys() - _seen
+    for module in [sys.modules[name] for name in new]:
         file = getattr(module, "__file__", None) or ""
         if file.startswith(_BY_VALUE) and module.__name__ not in _BY_NAME:
             cloudpickle.register_pickle_by_value(module)
+    _seen.update(new)
     return dumps((function, args))
 
 

@@ -80,8 +80,12 @@ STEPS = st.tuples(
 class ProgramsContract:
     """At every number of ranks."""
 
+    programs = 25
+
     def test_random_program(self, pool: RankPool, size: int) -> None:
-        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=self.programs, deadline=None, suppress_health_check=list(HealthCheck)
+        )
         @given(steps=st.lists(STEPS, min_size=1, max_size=8))
         def check(steps: list[Step]) -> None:
             results = pool.run(run_program, steps, size=size)
