@@ -176,7 +176,9 @@ def _of_a_link(
 ) -> Iterator[Measured]:
     mbit, delay = link
     where = f"{'no limit' if mbit is None else f'{mbit:g} Mbit/s'}, {delay:g} ms"
-    sizes = sorted({8000 * thousand for (thousand, *_), _ in cases} | {1 << 10})
+    sent = {8000 * thousand for (thousand, *_), _ in cases}
+    # Two great ones at least: a small sum that was held up would hide the bandwidth of one.
+    sizes = sorted({1 << 10, min(sent) // 2} | sent)
     across = {
         hosts: Link(*_on_hosts(communicator, (hosts, 1), link, lambda net, _: _link(net, sizes)))
         for hosts in sorted({hosts for (_, hosts, _), _ in cases} - {1})

@@ -153,7 +153,7 @@ def test_an_exit_for_the_loss_of_another_rank_is_not_the_cause(tmp_path):
     text = GLOO.replace(call, handled)
     path.write_text(text.format(end="atexit.register(time.sleep, 2); sys.exit(5)"))
     done = run("run", "-n", 3, path)
-    assert "rank 0 of 2 ended with exit status 5" in done.stderr
+    assert "rank 0 of 3 ended with exit status 5" in done.stderr
     assert done.returncode == 5
 
 

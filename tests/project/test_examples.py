@@ -90,8 +90,10 @@ def classified(tmp_path_factory):
 def test_two_processes_classify_as_one(classified, options):
     (one, of_one), (two, of_two) = classified(*options)
     assert max(one, two) < 15
-    assert abs(one - two) < 2
-    assert of_one == of_two or options is CNN  # which torch computes, and rounds otherwise
+    if options is MLP:
+        assert of_one == of_two
+    else:  # which torch computes, and rounds otherwise; errors then differ as those of two seeds
+        assert abs(one - two) < 4
 
 
 @pytest.mark.slow
