@@ -24,15 +24,15 @@ check: lint
 
 # Style, types, then all tests but those that take longest (marker slow).
 # Four files at a time there, as ranks often wait.
-PARALLEL = --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PARALLEL = --dist loadfile --no-loadscope-reorder --numprocesses 4
 test: lint
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
 
-# What test leaves out: long examples, installations, benchmarks, SLURM, training for minutes.
+# What test leaves out: long examples, installations, benchmarks, SLURM, training for minutes. Three files at a time: some kill at random times.
 slow: .venv/.installed-dev
-	.venv/bin/python -m pytest -m slow $(PARALLEL)
+	.venv/bin/python -m pytest -m slow $(PARALLEL) --numprocesses 3
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.
 lint: .venv/.installed-dev
