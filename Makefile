@@ -30,7 +30,8 @@ test: lint
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
 
-# What test leaves out: long examples, installations, benchmarks, SLURM, training for minutes. Three files at a time: some kill at random times.
+# What test leaves out: long examples, installations, benchmarks, SLURM, training for minutes.
+# Fewer at a time: jobs of which ranks are killed at random times take long on a crowded machine.
 slow: .venv/.installed-dev
 	.venv/bin/python -m pytest -m slow $(PARALLEL) --numprocesses 3
 
