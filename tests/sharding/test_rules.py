@@ -26,7 +26,7 @@ from tagi_ddp.sharding import (
 Tensor = torch.Tensor
 
 EVERYWHERE = pytest.mark.parametrize(
-    "backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow), "mpi"]
+    "backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.slow)]
 )
 
 

@@ -44,7 +44,7 @@ def test_all_ways_give_the_same_bits(shm: RankPool, average: bool, compute: str)
 
 
 @pytest.mark.parametrize(("compute", "way"), [("engine", "Bucket"), ("torch", "Overlapped")])
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_backends_give_the_same(
     shm: RankPool, backend: str, compute: str, way: str, request: pytest.FixtureRequest
 ) -> None:
