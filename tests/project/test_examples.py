@@ -90,10 +90,11 @@ def classified(tmp_path_factory):
 def test_two_processes_classify_as_one(classified, options):
     (one, of_one), (two, of_two) = classified(*options)
     assert max(one, two) < 15
-    if options is MLP:
+    if options is CNN:  # which torch computes: what it rounds otherwise has not grown yet at first
+        (one, _), (two, _) = classified("--model", "cnn", "--epochs", 1)
+        assert abs(one - two) < 1
+    else:
         assert of_one == of_two
-    else:  # which torch computes, and rounds otherwise; errors then differ as those of two seeds
-        assert abs(one - two) < 4
 
 
 @pytest.mark.slow
