@@ -52,6 +52,10 @@ class ComputeByBatch:
             self._now = chosen
         return chosen
 
+    def may_need_torch(self, batch: int) -> bool:
+        """Tell whether torch computes batches of up to so many samples."""
+        return not self._work.is_native(batch)
+
     def set_threads(self, count: int) -> None:
         """Use so many where torch computes; the backend's kernels use one."""
         self._threads = count

@@ -25,6 +25,8 @@ from tagi_ddp.update.elastic import ElasticExchange, ElasticMerging, ElasticSum,
 from tagi_ddp.update.exchange import Setting
 from tagi_ddp.update.merging import Reduction, Scheme
 
+_LARGE = 1 << 12  # samples that a rank of a small network rarely takes in a step
+
 log = logging.getLogger("tagi_ddp")
 
 
@@ -183,7 +185,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         with contextlib.suppress(ImportError):
             if membership.may_use_gloo:
                 import tagi_ddp.communicators.host.gloo
-            if self._by_batch is not None:  # large batches are torch's
+            if self._by_batch is not None and self._by_batch.may_need_torch(_LARGE):
                 import tagi_ddp.compute.on_torch  # noqa: F401
 
     def _meet_again(self, blamed: Sequence[int], began: float) -> None:

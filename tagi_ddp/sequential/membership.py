@@ -9,6 +9,7 @@ from typing import Protocol
 
 from tagi_ddp.checks import seconds
 from tagi_ddp.communicators import BackendUnavailable, Communicator, PeerLost, Timeout, init
+from tagi_ddp.environment import detect
 from tagi_ddp.launcher.meeting import Meeting, meeting
 from tagi_ddp.launcher.roll_call import who_leads
 from tagi_ddp.sequential.config import DDPConfig
@@ -76,7 +77,9 @@ class _Launched:
     """Under ``tagi-ddp run``, whose launcher calls the roll."""
 
     def __init__(self, backend: str, found: Meeting, patience: float) -> None:
-        self.may_use_gloo = backend != "shm"
+        launched = detect()
+        one_host = launched.local_world_size == launched.world_size
+        self.may_use_gloo = backend == "gloo" or (backend == "auto" and not one_host)
         self._backend = backend
         self._meeting = found
         self._patience = patience

@@ -31,13 +31,9 @@ with tagi_ddp.init() as comm:
     comm.all_reduce(total)
     place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TAGI_DDP_JOB")]
     print("at", comm.backend, comm.rank, int(total[0]), *place, flush=True)
-    if "fails" in sys.argv and comm.rank == int(sys.argv[2]):
-        raise ValueError("the cause")
     if "once" in sys.argv and comm.rank == 2 and not os.path.exists("failed"):
         open("failed", "w").close()
         os._exit(7)
-    if "wait" in sys.argv:
-        time.sleep(60)
     comm.barrier()
 if "later" in sys.argv and comm.rank:
     time.sleep(1.5)
@@ -108,9 +104,26 @@ def test_node_0_waits_for_the_others(start: Start) -> None:
     assert "ends later" in texts[1]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, rank: int) -> None:
-    processes = [start(1, 1, "fails", str(rank), "wait"), start(0, 2, "fails", str(rank), "wait")]
+WAITS = """
+import os, sys, time
+
+print("here", flush=True)
+if os.environ["RANK"] in sys.argv:
+    raise ValueError("the cause")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> str:
+    """A script whose ranks wait, but for one that fails."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    return "waits.py"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_ends_those_of_all_nodes(start: Start, waiting: str, rank: int) -> None:
+    processes = [start(node, 2 - node, str(rank), script=waiting) for node in (1, 0)]
     texts = outputs(*processes)
     assert [process.returncode for process in processes] == [1, 1], texts
     assert all(f"rank {rank} failed first; all ranks were ended" in text for text in texts), texts
@@ -171,12 +184,11 @@ def test_an_elastic_job_outlives_a_host(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.slow
-def test_a_lost_launcher_ends_the_others_ranks(start: Start, lost: int) -> None:
-    processes = [start(node, 1, "wait") for node in (0, 1)]
+def test_a_lost_launcher_ends_the_others_ranks(start: Start, waiting: str, lost: int) -> None:
+    processes = [start(node, 1, script=waiting) for node in (0, 1)]
     for process in processes:
         assert process.stdout is not None
-        assert "at gloo" in process.stdout.readline()
+        assert "here" in process.stdout.readline()
     processes[lost].send_signal(signal.SIGKILL)
     text = outputs(processes[1 - lost])[0]
     assert processes[1 - lost].returncode == 1

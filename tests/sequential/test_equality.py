@@ -26,7 +26,9 @@ def test_equal_to_one_process(
 
 @pytest.mark.parametrize("compute", ["engine", "torch"])
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("shares", [(17, 16), (8, 9, 7, 10)], ids=str)
+@pytest.mark.parametrize(
+    "shares", [pytest.param((17, 16), marks=pytest.mark.slow), (8, 9, 7, 10)], ids=str
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_equal_replicas(
     shm: RankPool, name: str, shares: tuple[int, ...], average: bool, compute: str

@@ -18,9 +18,11 @@ from tagi_ddp import CommunicatorError, DDPSequential
 from tagi_ddp.replica.device_agreement import LAG
 
 OPTIONS = {"device": "cpu:0"}
+SHARES = [(130, 129)]
+SHARES += [pytest.param(shares, marks=pytest.mark.slow) for shares in [(96,), (50, 151, 40, 30)]]
 
 
-@pytest.mark.parametrize("shares", [(96,), (130, 129), (50, 151, 40, 30)], ids=str)
+@pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("name", EQUAL_TO_ONE_PROCESS)
 def test_equal_to_one_process(nccl: RankPool, name: str, shares: tuple[int, ...]) -> None:
     task = tasks.compare_with_one_process
