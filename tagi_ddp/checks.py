@@ -57,7 +57,10 @@ def seconds(name: str, value: Any) -> float:
 
 
 def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
-    """Return a flat, aligned array of float32, or, if they are kept, a flat tensor of a tensor."""
+    """Return a flat, aligned array of float32, or, if they are kept, a flat tensor of a tensor.
+
+    What a masked array masks becomes NaN.
+    """
     if type(value) is np.ndarray and value.dtype is FLOAT32 and value.flags.carray:
         return value if value.ndim == 1 else value.reshape(-1)
     torch = sys.modules.get("torch")
@@ -65,8 +68,10 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
         flat = value.detach().reshape(-1)
         if keep_tensors:
             return flat
-        value = flat.cpu().numpy()
+        value = flat.cpu().float().numpy()
     try:
+        if isinstance(value, np.ma.MaskedArray):  # NaN, too, is what was not observed
+            value = np.ma.filled(value.astype(np.float32), np.nan)
         array = np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
         return array if array.flags.aligned else array.copy()
     except (TypeError, ValueError) as error:

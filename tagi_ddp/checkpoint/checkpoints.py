@@ -108,7 +108,7 @@ class Checkpoints(Closing):
                 number = max((each.number for each in folder.all()), default=0) + 1
                 folder.clear()
                 token.touch()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
         try:
             name, number, problem = all_gather_object(comm, (token.name, number, problem))[0]
@@ -180,8 +180,12 @@ class Checkpoints(Closing):
         """Return when the last checkpoint is whole, and older ones are gone."""
         with self._surviving():
             self._agree(list, wait=True)
-            if self._communicator.rank == 0:
-                self._folder.prune(self._keep)
+            self._agree(self._prune)
+
+    def _prune(self) -> list[Entry]:
+        if self._communicator.rank == 0:
+            self._folder.prune(self._keep)
+        return []
 
     def close(self) -> None:
         """Finish what is being written; may be called again. Raises OSError if that failed."""
@@ -245,12 +249,16 @@ class Checkpoints(Closing):
             return []
 
         self._agree(read)
-        for name, part in self._parts.items():
-            if has_run_state(part):
-                part.load_run_state(partial(_run_state_of, found, name), ranks)
+        loads = [
+            part.check_run_state(partial(_run_state_of, found, name), ranks)
+            for name, part in self._parts.items()
+            if has_run_state(part)
+        ]
         try:
             for name, part in others.items():
                 part.load_state_dict(states[name])
+            for load in loads:
+                load()
             for name, state in generators.items():
                 self._set_generator(name, state)
         except BaseException as error:

@@ -31,14 +31,23 @@ class Checkpoint:
     def ranks(self) -> int:
         """How many ranks have saved it; 0 where rank 0 has not told yet."""
         try:
-            return int(json.loads((self.path / _RUN).read_text())["ranks"])
+            return int(self.run["ranks"])
         except FileNotFoundError:
             return 0
 
     @property
     def run(self) -> dict[str, Any]:
-        """What rank 0 has told of the run."""
-        told: dict[str, Any] = json.loads((self.path / _RUN).read_text())
+        """What rank 0 has told of the run; ValueError where that is not to be read."""
+        path = self.path / _RUN
+        text = path.read_bytes()
+        try:
+            told: dict[str, Any] = json.loads(text)
+            int(told["ranks"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}); move its folder away to go "
+                "on from the checkpoint before"
+            ) from error
         return told
 
     @property

@@ -65,6 +65,9 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     def _split(self, call: Call, color: int | None, key: int) -> SingleCommunicator | None:
         return None if color is None else SingleCommunicator(self.timeout)
 
+    def _fail(self, error: CommunicatorError, reason: str) -> None:
+        pass  # no other rank could be out of step: operations go on
+
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         pass
 

@@ -323,7 +323,12 @@ def keep_freed_memory() -> None:
 
 
 def _tensor(value: ArrayLike, like: torch.Tensor) -> torch.Tensor:
-    tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+    # torch warns of arrays that cannot be written to.
+    tensor = (
+        value
+        if isinstance(value, torch.Tensor)
+        else torch.from_numpy(np.require(value, requirements="W"))
+    )
     if tensor.dtype == like.dtype and tensor.device == like.device:
         return tensor
     dtype = tensor.dtype if tensor.dtype in (torch.int32, torch.int64) else like.dtype

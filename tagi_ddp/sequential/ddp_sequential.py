@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -132,7 +131,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
         self._own_communicator = communicator is None
         if elastic is not False:
-            check_elastic(reduction, sync_every, node_size, sharded, device)
+            check_elastic(sync_every, node_size, sharded, device)
             self._membership = make_membership(config, elastic)
             # Alone until all is there that it needs in a group, so that nobody waits for it.
             self.communicator, device = SingleCommunicator(), "cpu"
@@ -142,11 +141,13 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         self.config = config or DDPConfig(
             [], "auto", self.communicator.rank, self.communicator.size
         )
-        self.reduction = check_reduction(reduction, bool(average), sync_every, node_size, sharded)
-        self.average = self.reduction == "mean"
         self._closed = False
         try:
             with self._or_abort():
+                self.reduction = check_reduction(
+                    reduction, bool(average), sync_every, node_size, sharded
+                )
+                self.average = self.reduction == "mean"
                 require_sequential(model)
                 scheme = make_scheme(model, self.reduction, node_size, merge, compress)
                 self._attach(compute, device, precision, sync_every, scheme, sharded)
@@ -325,21 +326,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         ``with model.no_sync():`` forward and backward of every micro-batch; then `step`, outside.
         """
         return self._accumulation.no_sync()
-
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Let ranks run out of batches at different times.
-
-        All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
-        following the others' updates, contributing nothing, until all have left. No other
-        collective operation belongs into the block.
-        """
-        yield
-        all_finished = False
-        while not all_finished:
-            with self._or_abort():
-                self._replica.pull()
-                all_finished = self._exchange(0, finished=True)
 
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.

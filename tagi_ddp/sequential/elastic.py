@@ -50,7 +50,6 @@ class GroupChange:
 
 
 def check_elastic(
-    reduction: Reduction | None,
     sync_every: int | SyncSchedule,
     node_size: int | None,
     sharded: bool,

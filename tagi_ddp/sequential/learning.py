@@ -1,14 +1,16 @@
-"""A whole training step in one call."""
+"""A whole training step in one call, and a part in those of the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tagi_ddp.checks import real
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LearnInterface(SequentialInterface):
-    """`learn`, for what has forward, backward and step."""
+    """`learn` and `join`, for what has forward, backward and step."""
 
     forward: Callable[..., tuple[FloatArray, FloatArray]]
     backward: Callable[[], None]
@@ -72,11 +74,7 @@ class LearnInterface(SequentialInterface):
 
         Raises what `forward` and `step` raise, and ValueError where sizes do not fit.
         """
-        if type(var_obs) is not np.ndarray and isinstance(var_obs, (float, int)):
-            if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device; of labels, perhaps
-                var_obs = mu_obs.float().new_full(mu_obs.shape, var_obs)
-            else:
-                var_obs = np.full(np.shape(mu_obs), var_obs, np.float32)
+        var_obs = _for_all(mu_obs, var_obs)
         natively, accumulation = self._at_once, self._accumulation
         if natively is not None and type(mu_x) is np.ndarray and not accumulation.adds:
             try:
@@ -109,6 +107,28 @@ class LearnInterface(SequentialInterface):
         self.step()
         return outputs
 
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks run out of batches at different times.
+
+        All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
+        following the others' updates, contributing nothing, until all have left. No other
+        collective operation belongs into the block.
+
+        Raises NotFiniteError, as `step` does on all ranks: who then goes on, as the others do,
+        enters another such block, an empty one. And RuntimeError in an elastic job, whose ranks
+        run out of batches together: `steps`.
+        """
+        with self._or_abort():
+            if self._membership is not None:
+                raise RuntimeError("join() is not for an elastic job: loop over steps()")
+        yield
+        all_finished = False
+        while not all_finished:
+            with self._or_abort():
+                self._replica.pull()
+                all_finished = self._exchange(0, finished=True)
+
     def _replay(
         self, method: UpdateMethod, given: dict[str, Any]
     ) -> tuple[FloatArray, FloatArray] | None:
@@ -126,3 +146,13 @@ class LearnInterface(SequentialInterface):
                 accumulation.after_backward()
                 self.step()
         return outputs
+
+
+def _for_all(mu_obs: Any, var_obs: Any) -> Any:
+    """Return a variance for each observation where ``var_obs`` is one number, also numpy's."""
+    if getattr(var_obs, "ndim", not isinstance(var_obs, Real)):
+        return var_obs
+    number = real("var_obs", var_obs.item() if hasattr(var_obs, "item") else var_obs)
+    if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device; of labels, perhaps
+        return mu_obs.float().new_full(mu_obs.shape, number)
+    return np.full(np.shape(mu_obs), number, np.float32)

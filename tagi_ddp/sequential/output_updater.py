@@ -93,10 +93,17 @@ def update_outputs(
 
 
 def _numbers(value: ArrayLike, keep_tensors: bool) -> Any:
-    """Return flat numbers of outputs as int32; a tensor, if those are kept, as it is."""
-    if keep_tensors and hasattr(value, "numel"):
+    """Return flat numbers of outputs as int32; a tensor on a device, if those are kept, as it is.
+
+    Raises TypeError where they are no whole numbers.
+    """
+    if keep_tensors and hasattr(value, "device") and str(value.device) != "cpu":
         return value
-    return np.ascontiguousarray(value, np.int32).reshape(-1)
+    given = np.asarray(value)
+    numbers = np.ascontiguousarray(given, np.int32).reshape(-1)
+    if given.dtype.kind not in "iu" and (numbers != given.reshape(-1)).any():
+        raise TypeError(f"selected_idx must be whole numbers, got an array of {given.dtype}")
+    return numbers
 
 
 def _size(value: ArrayLike) -> int:

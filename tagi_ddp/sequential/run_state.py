@@ -79,6 +79,10 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         Raises ValueError, on all ranks and before anything is changed, where the network is
         another one; and what ``entry`` raises.
         """
+        self.check_run_state(entry, ranks)()
+
+    def check_run_state(self, entry: Entries, ranks: int) -> Callable[[], None]:
+        """Do what `load_run_state` does before anything is changed; return what does the rest."""
         rank, size = self.communicator.rank, self.communicator.size
         own: dict[str, Any] = {}
         first: dict[str, Any] = {}
@@ -94,13 +98,16 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 self._check_fits(first["parameters"])
             return [("whether all is as it was", str(same))]
 
+        def load() -> None:
+            with self._or_abort():
+                if own:
+                    self._load_own(own)
+                else:
+                    self._load_together(entry, ranks)
+                self._accumulation.forwarded = self._accumulation.samples = None
+
         require_equal(self.communicator, check, "run states", "Nothing was loaded.")
-        with self._or_abort():
-            if own:
-                self._load_own(own)
-            else:
-                self._load_together(entry, ranks)
-            self._accumulation.forwarded = self._accumulation.samples = None
+        return load
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
         self._remember(own["memory"])
@@ -187,9 +194,11 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         # Layers hold states of a batch's size from the first forward on.
         training = bool(self._replica.layers[0].handle.training)
         self.model.eval()
-        self.compute.forward(np.zeros(memory["inputs"], np.float32), None)
-        if training:
-            self.model.train()
+        try:
+            self.compute.forward(np.zeros(memory["inputs"], np.float32), None)
+        finally:
+            if training:
+                self.model.train()
         self.compute.set_lstm_states({index: tuple(parts) for index, parts in lstm.items()})
 
 

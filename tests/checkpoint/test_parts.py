@@ -181,6 +181,34 @@ def test_what_is_left_half_is_never_taken(tmp_path: Path) -> None:
         assert model.check_replicas() == expected
 
 
+@pytest.mark.parametrize("text", [b"", b'{"ranks": 1', b"[]", b"{}", b'{"ranks": "all"}', b"\xff"])
+def test_what_is_damaged_is_named_and_stays(tmp_path: Path, text: bytes) -> None:
+    model = accelerate(fresh("mlp"))
+    damaged = pytest.raises(CheckpointError, match=r"000001-step-1/run\.json is damaged .*: .*; mo")
+    with damaged, Checkpoints(tmp_path, model) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.wait()
+        (tmp_path / "latest" / "run.json").write_bytes(text)
+        checkpoints.resume()
+    with damaged:
+        Checkpoints(tmp_path, model)
+    assert (tmp_path / "latest" / "rank-0.safetensors").exists()
+
+
+def test_nothing_is_loaded_if_a_part_does_not_fit(tmp_path: Path) -> None:
+    parts = {"first": accelerate(fresh("mlp")), "second": accelerate(fresh("mlp"))}
+    with Checkpoints(tmp_path, parts) as checkpoints:
+        checkpoints.save(1)
+    first, other = parts["first"], accelerate(fresh("layer_norm"))
+    learn(first, *NETWORKS["mlp"].batch(0, 4))
+    first.step()
+    before = first.check_replicas()
+    with Checkpoints(tmp_path, {"first": first, "second": other}) as checkpoints:
+        with pytest.raises(ValueError, match="give the network that was saved"):
+            checkpoints.resume()
+        assert first.check_replicas() == before
+
+
 def test_an_earlier_step(tmp_path: Path) -> None:
     """And what is saved after it is the last one then."""
     with Checkpoints(tmp_path, accelerate(fresh("mlp")), keep=9) as checkpoints:

@@ -208,6 +208,23 @@ def test_a_rank_that_fails_is_a_lost_rank(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 30 2 4.0", "[2] 30 2 4.0"]
 
 
+JOINS = """
+from pytagi.nn import Linear, Sequential
+from tagi_ddp import DDPConfig, DDPSequential
+
+with DDPSequential(Sequential(Linear(1, 1)), DDPConfig.from_env(), elastic=True) as model:
+    with model.join():
+        pass
+"""
+
+
+def test_join_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(JOINS)
+    command = [str(LAUNCHER), "run", "-n", "1", "--timeout", "60", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    assert "RuntimeError: join() is not for an elastic job: loop over steps()" in done.stderr
+
+
 FAILS = """
 import os, time
 import numpy as np

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytagi
 import pytest
+import torch
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
 from tagi_ddp import DDPSequential, accelerate
 
 BATCH, OUTPUTS = 4, 6
 COMPUTES = pytest.mark.parametrize("compute", ["engine", "torch"])
+ALL_COMPUTES = pytest.mark.parametrize("compute", ["engine", "native", "torch"])
 
 
 def network(compute: Any) -> DDPSequential:
+    pytagi.manual_seed(7)
     return accelerate(Sequential(Linear(3, 5), ReLU(), Linear(5, OUTPUTS)), compute)
 
 
@@ -71,6 +75,56 @@ def test_lists_do_and_texts_do_not(compute: str) -> None:
     model.step()
     with pytest.raises(TypeError, match="mu_obs must be an array of numbers, got an array of d"):
         call(model, "update", np.array([object()] * 24), floats(24))
+
+
+@ALL_COMPUTES
+@pytest.mark.parametrize(
+    "number", [np.float32(0.25), np.array(0.25), torch.tensor(0.25), np.array(0.25, np.float16)]
+)
+def test_one_number_is_for_all(compute: str, number: Any) -> None:
+    learned = []
+    for noise in (0.25, number):
+        model = network(compute)
+        model.learn(floats(3 * BATCH), floats(24), noise)
+        learned.append(model.check_replicas())
+    assert learned[0] == learned[1]
+
+
+@ALL_COMPUTES
+def test_what_is_masked_was_not_observed(compute: str) -> None:
+    learned = []
+    mask = np.arange(24) % 5 == 0
+    for observed in (np.ma.masked_array(floats(24), mask), np.where(mask, np.nan, floats(24))):
+        model = network(compute)
+        model.learn(floats(3 * BATCH), observed, 0.25)
+        learned.append(model.check_replicas())
+    assert learned[0] == learned[1]
+
+
+@ALL_COMPUTES
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        (torch.arange(8), "from 0 to 7, but outputs are numbered from 1 to 6"),
+        (np.full(8, 1.7), "selected_idx must be whole numbers, got an array of float64"),
+    ],
+)
+def test_numbers_of_outputs_are_checked(compute: str, numbers: Any, text: str) -> None:
+    model = network(compute)
+    with pytest.raises((ValueError, TypeError), match=text):
+        model.learn(floats(3 * BATCH), floats(8), floats(8), numbers)
+
+
+@ALL_COMPUTES
+def test_other_floats_and_arrays_that_cannot_be_written(compute: str) -> None:
+    learned = []
+    given: list[Any] = [floats(24), torch.ones(24, dtype=torch.bfloat16), floats(24)]
+    given[2].flags.writeable = False
+    for observed in given:
+        model = network(compute)
+        model.learn(floats(3 * BATCH), observed, 0.25)
+        learned.append(model.check_replicas())
+    assert learned == [learned[0]] * 3
 
 
 @COMPUTES

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.networks import NETWORKS, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
-from support.reports import Report, report, set_delta_variances, wrap
+from support.reports import (
+    NO_ERROR,
+    Report,
+    report,
+    report_if_any,
+    set_delta_variances,
+    wrap,
+)
 
 from tagi_ddp import (
     CommunicatorError,
+    DDPConfig,
     DDPSequential,
     NotFiniteError,
     PeerLost,
@@ -107,6 +117,59 @@ def test_error_of_one_rank_reaches_all(
         assert other[0] == PeerLost.__name__
         assert other[2] == (0,)
         assert f"{kind}: " in other[1]
+
+
+def refused_while_others_have_left(comm: Any) -> tuple[Report, str]:
+    model = wrap(comm, average=False)
+
+    def steps() -> None:
+        with model.join():
+            for step in range(2 if comm.rank else 5):
+                learn(model, *NETWORKS["mlp"].batch(step, 8))
+                if step == 3:
+                    layer = model.model._cpp_backend.layers[2]
+                    set_delta_variances(model, layer, [np.nan] * layer.num_weights)
+                with suppress(NotFiniteError):
+                    model.step()
+
+    error = report_if_any(steps)
+    if error != NO_ERROR:
+        with model.join():
+            pass
+    return error, model.check_replicas()
+
+
+def test_who_has_left_may_follow_again(shm: RankPool) -> None:
+    """Rank 0 goes on after the step that was refused."""
+    (own, state), *others = shm.run(refused_while_others_have_left, size=3)
+    assert own == NO_ERROR
+    for error, other_state in others:
+        assert (error[0], error[2], other_state) == (NotFiniteError.__name__, (0,), state)
+
+
+def wrong_reduction(comm: Any) -> Report:
+    return report(lambda: wrap(comm, reduction="median" if comm.rank else "sum"))
+
+
+def test_a_wrong_argument_of_one_rank_is_told(shm: RankPool) -> None:
+    first, second = shm.run(wrong_reduction, size=2, fresh=True)
+    assert second[0] == "ValueError"
+    assert first[0] == PeerLost.__name__
+    assert "rank 1 gave up: ValueError: reduction" in first[1]
+
+
+@pytest.mark.parametrize("options", [{"average": False}, {"reduction": "precision"}], ids=str)
+def test_a_world_of_one_goes_on_after_an_error(options: dict[str, Any], tmp_path: Path) -> None:
+    model = DDPSequential(fresh("mlp"), DDPConfig([], "auto", 0, 1), **options)
+    x, y = NETWORKS["mlp"].batch(0, 8)
+    model.learn(x, y, 0.1)
+    model.save(str(tmp_path / "state"))
+    before = model.check_replicas()
+    with pytest.raises(ValueError, match="mu_x has"):
+        model.learn(x[:, 1:], y, 0.1)
+    model.learn(x, y, 0.1)
+    model.load(str(tmp_path / "state"))
+    assert model.check_replicas() == before
 
 
 def wrong_sequence(comm: Any) -> Report:
