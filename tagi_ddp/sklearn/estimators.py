@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from tagi_ddp.sklearn.training import (
     Schedule,
     batches_of,
     learn,
+    outputs_of,
     posterior_of,
     train,
 )
@@ -33,6 +35,9 @@ Array = NDArray[Any]
 
 class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     """A network of linear layers; what `TAGIRegressor` and `TAGIClassifier` have in common.
+
+    A fitted network keeps its settings: what `set_params` changes of them counts from the next
+    `fit`. A `fit` that fails leaves the estimator as it was.
 
     Parameters:
         hidden_layer_sizes: the widths of the hidden layers.
@@ -59,7 +64,8 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
 
     n_features_in_: int
 
-    _model: Any = None  # of the fitted network; made again where it is missing
+    _network: Network  # what has been fitted, whatever the settings are by now
+    _model: Any = None  # of that network; made again where it is missing
 
     def __init__(
         self,
@@ -115,48 +121,55 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"noise must be a positive number or None, got {self.noise!r}")
         return None if self.noise is None else float(self.noise)
 
+    @contextmanager
+    def _unchanged_by_errors(self) -> Iterator[None]:
+        """Take back all attributes that were set, also by scikit-learn, where fitting fails."""
+        before = dict(vars(self))
+        try:
+            yield
+        except BaseException:
+            self.__dict__ = before
+            raise
+
     def _train(self, x: Array, targets: Array) -> None:
         """Train a new network on scaled samples."""
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        self._seed = seed
+        self._network, schedule = self._new_network(), self._schedule(len(x))
+        ranks = integer("n_ranks", self.n_ranks, 1)
         self.x_mean_, self.x_scale_ = x.mean(axis=0), _scale_of(x)
-        schedule = self._schedule(len(x), seed)
-        network, ranks = self._network(), integer("n_ranks", self.n_ranks, 1)
-        self._model, trained = train(network, schedule, self._scaled(x), targets, ranks)
+        self._model, trained = train(self._network, schedule, self._scaled(x), targets, ranks)
         self.n_iter_ = trained.epochs
         self.validation_scores_ = list(trained.held_out)
 
+    def _begin(self, features: int) -> None:
+        """Begin with a network that knows nothing, and samples as they are."""
+        self._network = self._new_network()
+        self.x_mean_, self.x_scale_ = np.zeros(features), np.ones(features)
+        self._model = accelerate(self._network.build())
+        self.n_iter_ = 0
+
     def _learn(self, x: Array, targets: Array) -> None:
         """Learn samples once, by the network that there is."""
-        likelihood = self._likelihood()
+        likelihood = self._network.likelihood
         samples = {"mu_x": self._scaled(x), **likelihood.observe(targets)}
         size = integer("batch_size", self.batch_size, 1)
         model = self._fitted()
         learn(model, likelihood, batches_of(model.communicator, size, samples))
         self.n_iter_ += 1
 
-    def _begin(self, features: int) -> None:
-        """Begin with a network that knows nothing, and samples as they are."""
-        self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        self.x_mean_, self.x_scale_ = np.zeros(features), np.ones(features)
-        self._model = accelerate(self._network().build())
-        self.n_iter_ = 0
-
-    def _outputs(self, x: Array) -> tuple[Array, Array]:
-        """Return means and variances of all outputs, flat."""
-        model = self._fitted()
-        model.eval()
-        mean, variance = model(self._scaled(x))
-        model.train()
-        return mean, variance
+    def _predicted(self, X: ArrayLike) -> Any:
+        """Return what the likelihood predicts from the outputs, in scaled units."""
+        check_is_fitted(self)
+        x = validate_data(self, X, reset=False, dtype=np.float64)
+        return self._network.likelihood.predict(*outputs_of(self._fitted(), self._scaled(x)))
 
     def _fitted(self) -> Any:
         if self._model is None:
-            self._model = accelerate(self._network().build(self._posterior))
+            self._model = accelerate(self._network.build(self._posterior))
             del self._posterior
         return self._model
 
-    def _network(self) -> Network:
+    def _new_network(self) -> Network:
+        """Return the network that the settings describe, with a seed of its own."""
         sizes = self.hidden_layer_sizes
         if isinstance(sizes, int | np.integer):
             sizes = [int(sizes)]
@@ -167,23 +180,23 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         hidden = tuple(integer("hidden_layer_sizes", size, 1) for size in sizes)
         if not hidden:
             raise ValueError("hidden_layer_sizes must name a hidden layer or more, got none")
-        return Network(self.n_features_in_, hidden, self.activation, self._likelihood(), self._seed)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        return Network(self.n_features_in_, hidden, self.activation, self._likelihood(), seed)
 
-    def _schedule(self, samples: int, seed: int) -> Schedule:
+    def _schedule(self, samples: int) -> Schedule:
         epochs = integer("max_iter", self.max_iter, 1)
         size = integer("batch_size", self.batch_size, 1)
         if not self.early_stopping:
-            return Schedule(epochs, size, seed)
-        if not 0 < self.validation_fraction < 1:
+            return Schedule(epochs, size)
+        share = self.validation_fraction
+        held = max(1, round(samples * share)) if 0 < share < 1 else 0
+        if not 0 < held < samples:
             raise ValueError(
-                f"validation_fraction must be between 0 and 1, got {self.validation_fraction!r}"
+                f"validation_fraction must be between 0 and 1 and leave a sample to train on, got "
+                f"{share!r} with n_samples = {samples}"
             )
-        if samples < 2:
-            raise ValueError(f"early_stopping needs 2 samples or more, got n_samples = {samples}")
         patience = integer("n_iter_no_change", self.n_iter_no_change, 1)
-        return Schedule(
-            epochs, size, seed, patience, float(self.validation_fraction), float(self.tol)
-        )
+        return Schedule(epochs, size, patience, held, float(self.tol))
 
     def _scaled(self, x: Array) -> Array:
         return np.ascontiguousarray((x - self.x_mean_) / self.x_scale_, np.float32)
@@ -202,9 +215,10 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         Args:
             X: [samples, features]. y: [samples] or [samples, targets].
         """
-        x, targets = self._validated(X, y, reset=True)
-        self.y_mean_, self.y_scale_ = targets.mean(axis=0), _scale_of(targets)
-        self._train(x, (targets - self.y_mean_) / self.y_scale_)
+        with self._unchanged_by_errors():
+            x, targets = self._validated(X, y, reset=True)
+            self.y_mean_, self.y_scale_ = targets.mean(axis=0), _scale_of(targets)
+            self._train(x, (targets - self.y_mean_) / self.y_scale_)
         return self
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
@@ -214,11 +228,12 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         about as large as 1. One process learns them, whatever ``n_ranks`` is.
         """
         begins = not hasattr(self, "y_mean_")
-        x, targets = self._validated(X, y, reset=begins)
-        if begins:
-            self.y_mean_, self.y_scale_ = np.zeros(targets.shape[1]), np.ones(targets.shape[1])
-            self._begin(x.shape[1])
-        self._learn(x, (targets - self.y_mean_) / self.y_scale_)
+        with self._unchanged_by_errors():
+            x, targets = self._validated(X, y, reset=begins)
+            if begins:
+                self.y_mean_, self.y_scale_ = np.zeros(targets.shape[1]), np.ones(targets.shape[1])
+                self._begin(x.shape[1])
+            self._learn(x, (targets - self.y_mean_) / self.y_scale_)
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
@@ -227,9 +242,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         These hold what the network does not know and the noise, like GaussianProcessRegressor's
         with a WhiteKernel. Both have the shape of the targets of `fit`.
         """
-        check_is_fitted(self)
-        x = validate_data(self, X, reset=False, dtype=np.float64)
-        mean, variance = self._likelihood().predict(*self._outputs(x))
+        mean, variance = self._predicted(X)
         mean = mean * self.y_scale_ + self.y_mean_
         deviation = np.sqrt(variance) * self.y_scale_
         if self._flat:
@@ -241,7 +254,8 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
             self, X, y, reset=reset, dtype=np.float64, multi_output=True, y_numeric=True
         )
         targets = np.asarray(targets, np.float64)
-        self._flat = targets.ndim == 1
+        if reset:
+            self._flat = targets.ndim == 1
         targets = targets.reshape(len(x), -1)
         if not reset and targets.shape[1] != len(self.y_mean_):
             raise ValueError(f"y has {targets.shape[1]} targets, expected {len(self.y_mean_)}")
@@ -271,9 +285,10 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         Args:
             X: [samples, features]. y: [samples], labels of two classes or more.
         """
-        x, labels = self._validated(X, y, reset=True)
-        self._know(np.unique(labels))
-        self._train(x, self._numbers(labels))
+        with self._unchanged_by_errors():
+            x, labels = self._validated(X, y, reset=True)
+            self._know(np.unique(labels))
+            self._train(x, self._numbers(labels))
         return self
 
     def partial_fit(
@@ -288,20 +303,19 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         begins = not hasattr(self, "classes_")
         if begins and classes is None:
             raise ValueError("classes must be given in the first call of partial_fit")
-        x, labels = self._validated(X, y, reset=begins)
-        if begins:
-            self._know(np.unique(np.asarray(classes)))
-            self._begin(x.shape[1])
-        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise ValueError(f"classes must be those of before, {self.classes_}, got {classes}")
-        self._learn(x, self._numbers(labels))
+        with self._unchanged_by_errors():
+            x, labels = self._validated(X, y, reset=begins)
+            if begins:
+                self._know(np.unique(np.asarray(classes)))
+                self._begin(x.shape[1])
+            elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+                raise ValueError(f"classes must be those of before, {self.classes_}, got {classes}")
+            self._learn(x, self._numbers(labels))
         return self
 
     def predict_proba(self, X: ArrayLike) -> Array:
         """Return the probabilities of ``classes_``, [samples, classes]."""
-        check_is_fitted(self)
-        x = validate_data(self, X, reset=False, dtype=np.float64)
-        return self._likelihood().predict(*self._outputs(x))
+        return np.asarray(self._predicted(X))
 
     def predict(self, X: ArrayLike) -> Array:
         """Return the most probable label of each sample."""

@@ -39,6 +39,10 @@ class Likelihood(Protocol):
         """Return the arguments of `learn` but for the inputs, each with a row a sample."""
         ...
 
+    def predict(self, mean: Array, variance: Array) -> Any:
+        """Return what all outputs, flat, say of the targets: moments, or probabilities."""
+        ...
+
     def log(self, mean: Array, variance: Array, targets: Array) -> float:
         """Return the mean log-likelihood of the targets, given all outputs, flat."""
         ...

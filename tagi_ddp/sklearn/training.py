@@ -63,15 +63,14 @@ class Network:
 class Schedule:
     """How long to train.
 
-    ``patience``: for so many epochs in turn the log-likelihood of a ``held_out`` share of the
-    samples may improve by less than ``tolerance``; None: all epochs, on all samples.
+    ``patience``: for so many epochs in turn the log-likelihood of ``held_out`` samples may improve
+    by less than ``tolerance``; None: all epochs, on all samples.
     """
 
     epochs: int
     batch_size: int
-    seed: int
     patience: int | None = None
-    held_out: float = 0.0
+    held_out: int = 0
     tolerance: float = 0.0
 
 
@@ -104,20 +103,17 @@ def _train_rank(network: Network, schedule: Schedule, x: Array, y: Array) -> Tra
 
 
 def _train(model: Any, network: Network, schedule: Schedule, x: Array, y: Array) -> Trained:
-    rng = np.random.default_rng(schedule.seed)
+    rng = np.random.default_rng(network.seed)
     likelihood, scores = network.likelihood, list[float]()
     if schedule.patience is None:
         _train_epochs(model, likelihood, schedule, rng, x, y, lambda: False)
         return Trained(posterior_of(model), schedule.epochs, ())
-    held, kept = np.split(rng.permutation(len(x)), [max(1, round(len(x) * schedule.held_out))])
+    held, kept = np.split(rng.permutation(len(x)), [schedule.held_out])
     best, waited, posterior = -np.inf, 0, posterior_of(model)
 
     def enough() -> bool:
         nonlocal best, waited, posterior
-        model.eval()
-        mean, variance = model(x[held])
-        scores.append(likelihood.log(mean, variance, y[held]))
-        model.train()
+        scores.append(likelihood.log(*outputs_of(model, x[held]), y[held]))
         waited += 1
         if scores[-1] > best + schedule.tolerance:
             best, waited, posterior = scores[-1], 0, posterior_of(model)
@@ -172,6 +168,16 @@ def learn(model: Any, likelihood: Likelihood, batches: Sequence[tuple[Array | No
             step(*batch)
         except passed_over:
             continue
+
+
+def outputs_of(model: Any, x: Array) -> tuple[Array, Array]:
+    """Return means and variances of all outputs, flat; the model goes on in training mode."""
+    try:
+        model.eval()
+        mean, variance = model(x)
+    finally:  # also after Ctrl-C
+        model.train()
+    return mean, variance
 
 
 def load(model: Any, posterior: Posterior) -> None:
