@@ -278,4 +278,5 @@ def shows_bars(stream: TextIO) -> bool:
     told = os.environ.get("TAGI_DDP_TERMINAL", "")
     if told in ("0", "1"):
         return told == "1"
-    return type(stream).__module__.startswith("ipykernel") or stream.isatty()
+    isatty = getattr(stream, "isatty", bool)  # a tee may have only write and flush
+    return type(stream).__module__.startswith("ipykernel") or isatty()

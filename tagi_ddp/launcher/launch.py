@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tagi_ddp.checks import integer
+from tagi_ddp.checks import integer, seconds
 from tagi_ddp.launcher.pickling import dumps
 from tagi_ddp.launcher.supervisor import supervise
 
@@ -29,8 +29,9 @@ def launch(
     and functions of a script or a notebook cell work, and take what they refer to along as copies.
     Inside, `DDPConfig.from_env` finds the rank, as does torch.distributed (``env://``).
     OMP_NUM_THREADS is set to cores / nprocs unless it is set already. What the ranks print appears
-    here line by line, with the rank in front. When it returns or raises, all processes that the
-    ranks started are gone; so they are if this process is killed, except what the ranks started.
+    here line by line, with the rank in front. When it returns or raises, the ranks are gone, and
+    all that they started but for what left their process group, as ``start_new_session`` does. If
+    this process is killed the ranks are gone, too, but not what they started.
 
     Args:
         fn: what to call; its result must be picklable.
@@ -56,8 +57,8 @@ def launch(
         raise TypeError(f"args must be a tuple or list of arguments, got {args!r}")
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"kwargs must be a dict of keyword arguments or None, got {kwargs!r}")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    if timeout is not None:
+        timeout = seconds("timeout", timeout)
     call = _pickled(fn, tuple(args), dict(kwargs or {}))
     # Source text of functions that have no file, such as notebook cells, for the tracebacks.
     sources = {

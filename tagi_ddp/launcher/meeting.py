@@ -6,6 +6,7 @@ message is JSON, in a packet of its own.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -129,7 +130,10 @@ _meeting: Meeting | None = None
 def open_meeting(descriptor: int) -> None:
     """Take the socket of this process's launcher, before anything else runs."""
     global _meeting
-    _meeting = Meeting(socket.socket(fileno=descriptor))
+    connection = socket.socket(fileno=descriptor)
+    _meeting = Meeting(connection)
+    # The kernel closes it, as its end means the rank's; without this Python warns at exit.
+    atexit.register(connection.detach)
 
 
 def meeting() -> Meeting | None:

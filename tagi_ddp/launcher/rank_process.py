@@ -53,7 +53,8 @@ def main() -> None:
     os.close(gate)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(line_buffering=True)
+        # The supervisor reads UTF-8, and writes it as the user's terminal wants.
+        stream.reconfigure(encoding="utf-8", errors=stream.errors, line_buffering=True)
     if kind == "call":
         _call(report_fd, int(target))
     else:

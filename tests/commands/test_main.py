@@ -64,6 +64,13 @@ def test_a_script_runs_on_each_rank_as_python_runs_it(tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {rest}" for r in range(3)]
 
 
+def test_what_the_ranks_print_appears_in_the_users_encoding(tmp_path):
+    path = script(tmp_path, "print('\\u00e9 \\u2192')")
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = run("run", "-n", 1, path, env=environment, encoding="latin-1")
+    assert (done.returncode, done.stdout) == (0, "[0] \u00e9 \\u2192\n"), done.stderr
+
+
 def test_a_module_runs_on_two_ranks_by_default(tmp_path):
     (tmp_path / "job.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = run("run", "-m", "job", "--flag", cwd=tmp_path)

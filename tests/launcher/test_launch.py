@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,6 +276,7 @@ def test_what_cannot_be_pickled_is_named():
         ({"args": 3}, TypeError, "args must be .*got 3"),
         ({"kwargs": [1]}, TypeError, r"kwargs must be .*got \[1\]"),
         ({"timeout": 0}, ValueError, "timeout must be .*got 0"),
+        ({"timeout": "5"}, TypeError, "timeout must be a number, got '5'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, text):
@@ -364,6 +366,19 @@ def test_output_lines_are_whole_and_carry_the_rank(capsys):
         assert mine == [f"[{rank}] err {i} {'y' * 50}" for i in range(300)]
     assert len(captured.out.splitlines()) == 602
     assert len(captured.err.splitlines()) == 600
+
+
+def test_output_goes_to_a_file_that_only_writes_and_flushes(monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=list))
+    launch(lambda: print("hello"), 1, timeout=LIMIT)
+    assert "".join(written) == "[0] hello\n"
+
+
+def test_the_ranks_leave_nothing_to_warn_of(capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
+    launch(print, 1, timeout=LIMIT)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_progress_bar_stays_on_its_line(capsys, monkeypatch):

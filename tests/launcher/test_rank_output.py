@@ -30,6 +30,21 @@ def test_lines_do_not_depend_on_the_pieces(lines, rest, places):
     assert shown == [*expected, ""]
 
 
+def test_a_long_line_arrives_whole():
+    file = io.StringIO(newline="")
+    stream = RankStream(Screen(), 0, file)
+    text = "é" * 100_000
+    for piece in cut(f"{text}\r\n".encode(), range(0, 200_000, 1001)):
+        stream.feed(piece)
+    assert file.getvalue() == f"[0] {text}\n"
+
+
+def test_what_the_encoding_lacks_is_escaped():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    RankStream(Screen(), 0, file).feed("é →".encode() + b" \xff\n")
+    assert file.buffer.getvalue() == b"[0] \xe9 \\u2192 \\xff\n"
+
+
 @given(st.lists(TEXT.filter(bool), min_size=1), st.lists(st.integers(0)))
 def test_a_bar_is_redrawn_in_place_and_its_last_state_stays(states, places):
     data = "".join("\r" + state for state in states) + "\n"
