@@ -8,6 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 from tagi_ddp import checks
@@ -123,6 +124,14 @@ def as_communicator(group: Any) -> Communicator:
 def is_made_for(communicator: Communicator, group: Any) -> bool:
     """Tell whether ``as_communicator(group)`` has connected it, so that its caller closes it."""
     return communicator is not group and communicator is not _below(group)
+
+
+@contextmanager
+def adopted(group: Any) -> Iterator[Communicator]:
+    """Give ``as_communicator(group)`` to a block, at whose end what was connected for it closes."""
+    communicator = as_communicator(group)
+    with communicator if is_made_for(communicator, group) else nullcontext():
+        yield communicator
 
 
 def _below(group: Any) -> Communicator | None:

@@ -61,6 +61,12 @@ def prepare(
             f"loader draws by a {type(drawn).__name__}; shares are for shuffle=True or False"
         )
     length: Any = loader.dataset
+    if len(drawn) != len(length):
+        raise ValueError(
+            f"loader's {type(drawn).__name__} draws {len(drawn)} samples of a data set of "
+            f"{len(length)}: shares are of whole data sets; give the loader a "
+            "torch.utils.data.Subset of what it is to draw, and no num_samples"
+        )
     shuffle = isinstance(drawn, RandomSampler)
     sampler = DistributedSampler(length, num_replicas, rank, shuffle, seed)
     shares = _Shares(sampler, loader.batch_size, loader.drop_last)

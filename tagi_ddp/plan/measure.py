@@ -11,6 +11,7 @@ import numpy as np
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.init import adopted
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.plan.model import Cluster, Link, all_reduce
@@ -21,7 +22,7 @@ _REPEATS = 7  # of each size, after one that is not counted
 _BETWEEN = 4  # times as much memory
 
 
-def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> Link:
+def measure_link(communicator: Communicator | Any, sizes: Sequence[int] = _SIZES) -> Link:
     """Time all_reduces of some sizes, and return the link that explains them best, to all ranks.
 
     In turn with other work, as in training. A collective call. Each rank must have a link of its
@@ -29,13 +30,19 @@ def measure_link(communicator: Communicator, sizes: Sequence[int] = _SIZES) -> L
     rest (`Cluster.across`).
 
     Args:
-        communicator: of 2 or more ranks.
+        communicator: of 2 or more ranks; or another library's group of them, as `as_communicator`
+            takes it.
         sizes: in bytes, two different ones or more: a small one, for the latency, and for the
             bandwidth greater ones, up to what will be sent; a cache can be faster than memory.
 
     Raises:
         ValueError: about an argument; or, on all ranks, if more bytes did not take longer.
     """
+    with adopted(communicator) as comm:
+        return _measure(comm, sizes)
+
+
+def _measure(communicator: Communicator, sizes: Sequence[int]) -> Link:
     if communicator.size < 2:
         raise ValueError("communicator has one rank: there is nothing to measure")
     counts = [integer("sizes", size, 4) // 4 for size in sizes]

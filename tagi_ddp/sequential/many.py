@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object, init
+from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.init import adopted
 
 T = TypeVar("T")
+
+# A week. Ranks may be ready hours apart, and one that is lost is noticed whatever the limit.
+_PATIENCE = 7 * 24 * 3600.0
 
 
 class MapError(RuntimeError):
@@ -26,14 +32,18 @@ class MapError(RuntimeError):
         self.errors = errors
         self.results = results
 
+    def __reduce__(self) -> tuple[type, tuple[str, dict[int, str], list[Any]]]:
+        """Pickle with all attributes."""
+        return type(self), (str(self), self.errors, self.results)
+
 
 def map_networks(
     train: Callable[[T], Any],
     items: Iterable[T],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | npt.NDArray[Any] | None = None,
     seed: int = 0,
-    communicator: Communicator | None = None,
+    communicator: Communicator | Any | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Any]:
     """Call ``train(item)`` for each item, on the launcher's ranks side by side; a collective call.
@@ -51,25 +61,40 @@ def map_networks(
         weights: about how long each item takes, in any unit, so that ranks end together; by
             default all as long.
         seed: from which the items' seeds count.
-        communicator: whose ranks take part; by default the launcher's, and one alone without.
+        communicator: whose ranks take part, or a group as `as_communicator` takes it; by default
+            the launcher's ranks, and one alone without.
         progress: called with the number of own items that are done, and of all own items.
 
     Returns:
-        the results in the order of the items, on all ranks. Who is ready waits for the others, for
-        the communicator's time limit at most.
+        the results in the order of the items, on all ranks. Who is ready waits for the others, a
+        week at most, but over your ``communicator`` its ``timeout`` at most, after which all
+        results are lost: make that longer than any two ranks can be apart.
 
     Raises:
         MapError: on all ranks, at the end, where items failed; it has the other results.
-        ValueError: ``weights`` has another length than ``items``.
+        ValueError: on all ranks, before the first item: ``weights`` has another length than
+            ``items``, ranks have different arguments, or a rank has refused one. That rank's own
+            may be a TypeError.
     """
-    everything = list(items)
-    if weights is not None and len(weights) != len(everything):
-        raise ValueError(f"weights has {len(weights)} numbers for {len(everything)} items")
-    seed = integer("seed", seed, 0)
-    own_communicator = communicator is None
-    group = init() if communicator is None else communicator
-    try:
-        own = _shares(weights or [1.0] * len(everything), group.size)[group.rank]
+    everything: list[T]
+    loads: list[float]
+
+    def described() -> list[Entry]:
+        nonlocal everything, loads, seed
+        everything = list(items)
+        loads = [1.0] * len(everything) if weights is None else [float(w) for w in weights]
+        if len(loads) != len(everything):
+            raise ValueError(f"weights has {len(loads)} numbers for {len(everything)} items")
+        seed = integer("seed", seed, 0)
+        named = {"the number of items": len(everything), "weights": loads, "seed": seed}
+        return [(name, str(value)) for name, value in named.items()]
+
+    with init() if communicator is None else adopted(communicator) as group:
+        if communicator is None:
+            group.timeout = _PATIENCE
+        remedy = "Give the same items, weights and seed on all ranks."
+        require_equal(group, described, "arguments of map_networks", remedy)
+        own = _shares(loads, group.size)[group.rank]
         done: dict[int, Any] = {}
         errors: dict[int, str] = {}
         for count, index in enumerate(own, start=1):
@@ -80,9 +105,6 @@ def map_networks(
             if progress is not None:
                 progress(count, len(own))
         gathered = all_gather_object(group, [list(done.items()), list(errors.items())])
-    finally:
-        if own_communicator:
-            group.close()
     results: list[Any] = [None] * len(everything)
     errors = {}
     for theirs, failed in gathered:

@@ -15,6 +15,10 @@ class NotFiniteError(AllRanksRaise, FloatingPointError):
         super().__init__(message)
         self.ranks = tuple(ranks)
 
+    def __reduce__(self) -> tuple[type, tuple[str, list[int]]]:
+        """Keep ``ranks`` when pickled."""
+        return type(self), (str(self), list(self.ranks))
+
 
 def refusal(what: str, ranks: list[int], layer: str = "") -> str:
     """Return what to say of ``what``, like "an earlier step"; ``layer`` is this rank's at fault."""

@@ -13,6 +13,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -107,6 +109,16 @@ class Endless(IterableDataset[int]):
             DataLoader(dataset(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
             ValueError,
             "draws by a WeightedRandomSampler",
+        ),
+        (
+            DataLoader(dataset(9), 2, sampler=RandomSampler(dataset(9), num_samples=4)),
+            ValueError,
+            "RandomSampler draws 4 samples of a data set of 9",
+        ),
+        (
+            DataLoader(dataset(9), 2, sampler=SequentialSampler(range(12))),
+            ValueError,
+            "SequentialSampler draws 12 samples of a data set of 9",
         ),
     ],
 )

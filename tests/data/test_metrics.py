@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.groups import process_group
 from support.reports import report
 
 from tagi_ddp.communicators import init
@@ -80,16 +81,99 @@ def wrong(comm, rows, indices, own_rows, own_indices):
 @pytest.mark.parametrize(
     ("rows", "indices", "own_rows", "own_indices", "text"),
     [
-        ([1.0], None, ["a"], None, "rank 1: rows must be numbers"),
-        ([1.0], [0], [1.0, 2.0], [1], "rank 1: indices has 1 numbers for 2 rows"),
-        ([1.0], [0], [1.0], [-1], "rank 1: indices must not be negative, got -1"),
-        ([1.0], None, [1], None, "dtypes of rows differ between ranks"),
-        ([1.0], None, [[1.0]], None, "shapes of rows differ between ranks"),
-        ([1.0], None, [1.0], [1], "uses of indices differ between ranks"),
+        ([1.0], None, ["a"], None, "rows must be numbers"),
+        ([1.0], [0], [1.0, 2.0], [1], "indices has 1 numbers for 2 rows"),
+        ([1.0], [0], [1.0], [-1], "indices must not be negative, got -1"),
+        ([1.0], [0], [1.0], ["a"], "invalid literal for int() with base 10: 'a'"),
+        (
+            [1.0],
+            None,
+            [1],
+            None,
+            "the dtype of rows of rank 1: int64; rank 0 has the dtype of rows: float64",
+        ),
+        (
+            [1.0],
+            None,
+            [[1.0]],
+            None,
+            "the shape of a row of rank 1: (1,); rank 0 has the shape of a row: ()",
+        ),
+        ([1.0], None, [1.0], [1], "indices of rank 1: one for each row; rank 0 has indices: none"),
         ([1.0], [0], [1.0], [2], "indices leave out 1: no rank has a row for it"),
     ],
 )
 def test_rows_that_do_not_fit_are_named(shm, rows, indices, own_rows, own_indices, text):
     for kind, message, _ in shm.run(wrong, rows, indices, own_rows, own_indices, size=2):
-        assert kind == "ValueError"
+        assert kind in ("ValueError", "RanksDiffer")
         assert text in message
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "text"),
+    [
+        (1.0, -1, "count must be at least 0, got -1"),
+        ("x", 3, "could not convert string to float: 'x'"),
+        ([1.0, 2.0], 3, "the shape of total of rank 1: (2,); rank 0 has the shape of total: ()"),
+    ],
+)
+def test_metrics_that_do_not_fit_are_named(shm, total, count, text):
+    def wrong_metrics(comm):
+        own = (total, count) if comm.rank == 1 else (1.0, 3)
+        return report(lambda: reduce_metrics(comm, *own))
+
+    for kind, message, _ in shm.run(wrong_metrics, size=2):
+        assert kind in ("ValueError", "RanksDiffer")
+        assert text in message
+
+
+def test_bools_and_foreign_byte_order(shm):
+    def task(comm):
+        hits = gather(comm, np.array([[True, False], [comm.rank == 1, True]]))
+        assert hits.dtype == bool
+        assert hits.tolist() == [[True, False], [False, True], [True, False], [True, True]]
+        swapped = gather(comm, np.array([1.5, comm.rank], ">f4" if comm.rank else "<f4"))
+        assert swapped.dtype == np.float32
+        assert swapped.dtype.isnative
+        assert swapped.tolist() == [1.5, 0.0, 1.5, 1.0]
+
+    shm.run(task, size=2)
+
+
+def found_together(comm):
+    """Let two ranks put together what they found, of rows that differ in number."""
+    means = reduce_metrics(comm, [1.0, 2.0], 2)
+    assert means.tolist() == [0.5, 1.0]
+    assert reduce_metrics(comm, 3, 4) == 0.75
+    rank = comm.rank() if callable(comm.rank) else comm.rank
+    rows = np.full((rank + 1, 2), rank, np.int16)
+    rows.flags.writeable = False
+    assert gather(comm, rows, np.arange(rank + 1) + rank).tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+def test_a_process_group_is_taken(shm):
+    def task(comm):
+        with process_group(comm) as group:
+            found_together(group)
+
+    shm.run(task, size=2)
+
+
+def test_buffers_are_where_the_communicator_has_them(nccl):
+    """As on a GPU, whose place "cpu:0" takes: arrays of the host would be refused there."""
+
+    def task(comm):
+        import torch
+
+        taken = type(comm)._elements
+
+        def elements(self, buffer, name, *, writable=False):
+            assert isinstance(buffer, torch.Tensor)
+            return taken(self, buffer, name, writable=writable)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "device", "cpu:0")
+            patch.setattr(type(comm), "_elements", elements)
+            found_together(comm)
+
+    nccl.run(task, size=2)

@@ -6,19 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.groups import process_group
 from support.rank_pool import RankPool
 
+from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.plan import Cluster, Link, measure, measure_link
 from tagi_ddp.plan.model import all_reduce
 
 
-class Clock:
+class Clock(SingleCommunicator):
     """A communicator of three ranks whose all_reduces take what ``seconds`` says of their bytes."""
 
-    size = 3
-    device = "cpu"
-
     def __init__(self, seconds: Any) -> None:
+        super().__init__()
+        self.size = 3
         self.seconds = seconds
         self.now = 0.0
         self.calls = 0
@@ -115,3 +116,12 @@ def test_a_link_of_shared_memory(shm: RankPool) -> None:
     assert found[0] == found[1]
     assert found[0].latency == pytest.approx(link.latency)
     assert found[0].bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_a_process_group_is_taken(shm: RankPool) -> None:
+    def task(comm: Any) -> Link:
+        with process_group(comm) as group:
+            return measure_link(group, (1 << 10, 1 << 22))
+
+    found = shm.run(task, size=2)
+    assert found[0] == found[1]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.groups import process_group
 from support.networks import NETWORKS
 from support.rank_pool import RankPool
+from support.reports import Report, report
 
-from tagi_ddp import MapError, accelerate, map_networks
+from tagi_ddp import MapError, accelerate, init, launch, map_networks
+from tagi_ddp.sequential import many
 from tagi_ddp.sequential.many import _shares
 
 
@@ -32,14 +36,16 @@ def over_ranks(comm: Any, items: list[int], weights: list[float] | None) -> Any:
         train,
         items,
         weights=weights,
-        seed=11,
+        seed=np.uint8(11),
         communicator=comm,
         progress=lambda *count: calls.append(count),
     )
     return results, calls
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 9.0, 1.0, 1.0, 2.0]])
+@pytest.mark.parametrize(
+    "weights", [None, np.array([1.0, 9.0, 1.0, 1.0, 2.0])], ids=["none", "array"]
+)
 def test_equal_to_one_alone(shm: RankPool, weights: Any) -> None:
     items = [3, 4, 6, 7, 8]
     alone = [map_networks(train, [item], seed=11 + i)[0] for i, item in enumerate(items)]
@@ -70,6 +76,49 @@ def test_what_cannot_travel() -> None:
         map_networks(lambda _: object(), [0])
     with pytest.raises(ValueError, match="weights has 1 numbers for 2 items"):
         map_networks(train, [0, 1], weights=[1])
+
+
+def different(comm: Any, own: dict[str, Any]) -> Report:
+    arguments = {"items": [1, 2, 3], "weights": None, "seed": 0} | (own if comm.rank else {})
+    return report(lambda: map_networks(str, communicator=comm, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"items": [1, 2]}, "the number of items of rank 1: 2; rank 0 has the number of items: 3"),
+        ({"weights": [1, 1, 2]}, "weights of rank 1: [1.0, 1.0, 2.0]; rank 0 has weights: [1.0,"),
+        ({"weights": [1]}, "weights has 1 numbers for 3 items"),
+        ({"seed": 1}, "seed of rank 1: 1; rank 0 has seed: 0"),
+        ({"items": 3}, "'int' object is not iterable"),
+    ],
+)
+def test_arguments_that_differ(shm: RankPool, own: dict[str, Any], text: str) -> None:
+    for _, message, _ in shm.run(different, own, size=2):
+        assert text in message
+
+
+def test_a_process_group_is_taken(shm: RankPool) -> None:
+    def task(comm: Any) -> Any:
+        with process_group(comm) as group:
+            return map_networks(lambda item: 2 * item, [1, 2, 3], communicator=group)
+
+    assert shm.run(task, size=2) == [[2, 4, 6]] * 2
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_is_ready_waits_for_the_others(backend: str) -> None:
+    def impatient() -> Any:
+        comm = init(backend, timeout=30)
+        comm.timeout = 0.5
+        return comm
+
+    def task() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(many, "init", impatient)
+            return map_networks(lambda seconds: time.sleep(seconds) or seconds, [2, 0])
+
+    assert launch(task, 2, timeout=60) == [[2, 0]] * 2
 
 
 @given(weights=st.lists(st.floats(0, 100), max_size=30), ranks=st.integers(1, 5))
