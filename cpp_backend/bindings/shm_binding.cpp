@@ -87,7 +87,6 @@ struct {
 
 PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicator, double timeout)
     : communicator_(std::move(communicator)), timeout_(timeout) {
-    queue_.emplace();
     std::lock_guard<std::mutex> lock(all.mutex);
     all.open.insert(this);
 }
@@ -100,30 +99,31 @@ double PyShmCommunicator::seconds(std::optional<double> timeout) const {
 
 void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
     ++collectives_;
-    run(operation);
+    run(operations_, operation);
 }
 
-void PyShmCommunicator::run(const std::function<void()>& operation) {
-    if (queue_ && queue_->busy()) {
-        const auto work = queue_->submit(operation);
+void PyShmCommunicator::run(Lane& lane, const std::function<void()>& operation) {
+    if (lane.busy()) {
+        const auto work = lane.queue->submit(operation);
         wait_for(*work, forever);  // the operation has its own timeout
         return;
     }
     nb::gil_scoped_release unlocked;
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(lane.mutex);
     operation();
 }
 
-nb::object PyShmCommunicator::start(const std::string& name, std::function<void()> operation,
-                                    bool async_op, std::initializer_list<nb::handle> arrays) {
-    if (!async_op || !queue_) {
-        run(operation);
+nb::object PyShmCommunicator::start(Lane& lane, const std::string& name,
+                                    std::function<void()> operation, bool async_op,
+                                    std::initializer_list<nb::handle> arrays) {
+    if (!async_op || !lane.queue) {
+        run(lane, operation);
         return nb::none();
     }
     auto kept = std::make_shared<Kept>();
     for (nb::handle array : arrays) kept->objects.push_back(nb::borrow(array));
-    auto work = queue_->submit([this, kept, operation = std::move(operation)] {
-        std::lock_guard<std::mutex> lock(mutex_);
+    auto work = lane.queue->submit([&lane, kept, operation = std::move(operation)] {
+        std::lock_guard<std::mutex> lock(lane.mutex);
         operation();
     });
     return nb::cast(PyWork{std::move(work), where_text(name, rank(), size())});
@@ -133,7 +133,8 @@ nb::object PyShmCommunicator::start_collective(const char* name, std::function<v
                                                bool async_op,
                                                std::initializer_list<nb::handle> arrays) {
     const std::string number = std::to_string(++collectives_);
-    return start(std::string(name) + " #" + number, std::move(operation), async_op, arrays);
+    const std::string title = std::string(name) + " #" + number;
+    return start(operations_, title, std::move(operation), async_op, arrays);
 }
 
 nb::object PyShmCommunicator::all_reduce(nb::handle buffer, const std::string& op, nb::handle out,
@@ -223,7 +224,7 @@ nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool asy
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
     return start(
-        "send to rank " + std::to_string(dst),
+        messages_out_, "send to rank " + std::to_string(dst),
         [this, a = array.buffer, dst, tag, limit] { communicator_->send(a, dst, tag, limit); },
         async_op, {buffer});
 }
@@ -236,7 +237,7 @@ nb::object PyShmCommunicator::recv(nb::handle buffer, int src, int tag, bool asy
     const Array array = as_array(buffer, "buffer", true);
     const double limit = seconds(timeout);
     return start(
-        "recv from rank " + std::to_string(src),
+        operations_, "recv from rank " + std::to_string(src),
         [this, a = array.buffer, src, tag, limit] { communicator_->recv(a, src, tag, limit); },
         async_op, {buffer});
 }
@@ -282,14 +283,29 @@ void PyShmCommunicator::abort(const std::string& reason, const std::vector<int>&
 void PyShmCommunicator::check() const { communicator_->check(); }
 
 void PyShmCommunicator::close() {
-    nb::gil_scoped_release unlocked;
     {
         std::lock_guard<std::mutex> lock(all.mutex);
         all.open.erase(this);
     }
-    if (queue_ && queue_->busy()) communicator_->abort("it closed with operations under way");
-    queue_.reset();
+    nb::gil_scoped_release unlocked;
+    if (operations_.busy() || messages_out_.busy())
+        communicator_->abort("it closed with operations under way");
+    messages_out_.queue.reset();
+    operations_.queue.reset();
     communicator_->close();
+}
+
+void PyShmCommunicator::end_with_process(const std::optional<std::string>& reason) {
+    if (reason) abort(*reason, {});
+    // A thread that wants the interpreter's lock when there is none any more ends the process.
+    try {
+        for (Lane* lane : {&messages_out_, &operations_}) {
+            if (lane->busy()) run(*lane, [] {});
+        }
+    } catch (...) {
+        close();
+        throw;
+    }
 }
 
 void bind_shm(nb::module_& module) {
@@ -301,12 +317,21 @@ void bind_shm(nb::module_& module) {
         .def("done", &PyWork::done, "Tell whether the operation is complete or has failed.");
 
     module.def(
-        "abort_shm",
-        [](const std::string& reason) {
-            std::lock_guard<std::mutex> lock(all.mutex);
-            for (PyShmCommunicator* communicator : all.open) communicator->abort(reason, {});
+        "end_shm",
+        [](const std::optional<std::string>& reason) {
+            std::vector<nb::object> open;  // which then stay
+            {
+                std::lock_guard<std::mutex> lock(all.mutex);
+                for (PyShmCommunicator* communicator : all.open) {
+                    if (nb::object found = nb::find(communicator)) open.push_back(found);
+                }
+            }
+            for (const nb::object& communicator : open) {
+                nb::cast<PyShmCommunicator&>(communicator).end_with_process(reason);
+            }
         },
-        "reason"_a, "Abort all communicators over shared memory that are open.");
+        "reason"_a.none(),
+        "Wait for what is under way over shared memory; with a reason abort all before.");
 
     nb::class_<PyShmCommunicator>(
         module, "ShmCommunicator",

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "bindings/arrays.h"
 #include "common/work_queue.h"
@@ -50,15 +51,25 @@ class PyShmCommunicator {
     void abort(const std::string& reason, const std::vector<int>& ranks);
     void check() const;
     void close();
+    // Tells the others the reason, if there is one, and waits for what is under way.
+    void end_with_process(const std::optional<std::string>& reason);
 
     // Runs a blocking collective behind the asynchronous operations, without the interpreter lock.
     void run_collective(const std::function<void()>& operation);
     double seconds(std::optional<double> timeout) const;
 
  private:
-    void run(const std::function<void()>& operation);
-    nanobind::object start(const std::string& name, std::function<void()> operation, bool async_op,
-                           std::initializer_list<nanobind::handle> arrays);
+    // Operations that keep the order of their calls, one at a time, whatever the thread.
+    struct Lane {
+        std::mutex mutex;
+        std::optional<WorkQueue> queue{std::in_place};  // none once closed
+
+        bool busy() const { return queue && queue->busy(); }
+    };
+
+    void run(Lane& lane, const std::function<void()>& operation);
+    nanobind::object start(Lane& lane, const std::string& name, std::function<void()> operation,
+                           bool async_op, std::initializer_list<nanobind::handle> arrays);
     nanobind::object start_collective(const char* name, std::function<void()> operation,
                                       bool async_op,
                                       std::initializer_list<nanobind::handle> arrays);
@@ -66,8 +77,8 @@ class PyShmCommunicator {
     std::shared_ptr<ShmCommunicator> communicator_;
     double timeout_;
     uint64_t collectives_ = 0;  // called so far, for errors of Work
-    std::mutex mutex_;          // one operation at a time, whatever the thread
-    std::optional<WorkQueue> queue_;
+    Lane operations_;
+    Lane messages_out_;  // of their own, so that ranks may send to each other, and then receive
 };
 
 // Adds ShmCommunicator and Work to the module.

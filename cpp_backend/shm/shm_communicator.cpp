@@ -59,12 +59,15 @@ ShmCommunicator::~ShmCommunicator() { close(); }
 // --- waiting ------------------------------------------------------------------------------------
 
 ShmCommunicator::Operation ShmCommunicator::begin_collective(const char* name, double timeout) {
-    return begin(std::string(name) + " #" + std::to_string(++number_), timeout);
+    Operation operation = begin(std::string(name) + " #" + std::to_string(++number_), timeout);
+    operation.of_all = true;
+    return operation;
 }
 
 ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, double timeout) {
     Operation operation{name, timeout, after(timeout)};
     require_open(operation);
+    std::unique_lock<std::mutex> lock(broken_mutex_);
     if (broken_) {
         throw CommunicatorError(broken_->kind(),
                                 where(operation) +
@@ -72,6 +75,7 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
                                     broken_->what() + "). Make a new one.",
                                 broken_->ranks());
     }
+    lock.unlock();
     // A late rank learns that the others have given up, even if all they wrote is still there.
     if (segment_->failure().state.load(std::memory_order_acquire) == 2) {
         guarded(operation, [&] { throw_failure(operation); });
@@ -93,18 +97,21 @@ void ShmCommunicator::guarded(const Operation& operation, const std::function<vo
     try {
         body();
     } catch (const CommunicatorError& error) {
-        record_failure(error, where(operation));
-        broken_ = error;
+        fail(error, where(operation));
         throw;
     } catch (...) {
         // Interrupted from outside: the others must not wait for the rest of this operation.
-        broken_ = CommunicatorError(
-            ErrorKind::peer_lost,
-            where(operation) + "rank " + std::to_string(rank_) + " gave up: it was interrupted.",
-            {rank_});
-        record_failure(*broken_, where(operation));
+        const std::string text = "rank " + std::to_string(rank_) + " gave up: it was interrupted.";
+        fail({ErrorKind::peer_lost, where(operation) + text, {rank_}}, where(operation));
         throw;
     }
+}
+
+void ShmCommunicator::fail(const CommunicatorError& error, const std::string& where) {
+    std::lock_guard<std::mutex> lock(broken_mutex_);
+    if (broken_) return;
+    broken_ = error;
+    record_failure(error, where);
 }
 
 void ShmCommunicator::record_failure(const CommunicatorError& error, const std::string& where) {
@@ -162,16 +169,18 @@ void ShmCommunicator::check_peers(const Operation& operation, int peer) const {
 void ShmCommunicator::time_out(const Operation& operation, int peer) const {
     // Missing are the ranks that have not begun, or else those that hold up the chunks of all: that
     // have consumed the fewest.
-    const uint32_t own = segment_->rank(rank_).consumed.value;
     std::vector<int> missing;
-    int32_t fewest = 0;
-    for (int r = 0; r < size_; ++r) {
-        if (!segment_->rank(r).entered.reached(entries_)) missing.push_back(r);
-        fewest = std::min(fewest, static_cast<int32_t>(segment_->rank(r).consumed.value - own));
-    }
-    for (int r = 0; missing.empty() && fewest < 0 && r < size_; ++r) {
-        const uint32_t consumed = segment_->rank(r).consumed.value;
-        if (static_cast<int32_t>(consumed - own) == fewest) missing.push_back(r);
+    if (operation.of_all) {
+        const uint32_t own = segment_->rank(rank_).consumed.value;
+        int32_t fewest = 0;
+        for (int r = 0; r < size_; ++r) {
+            if (!segment_->rank(r).entered.reached(entries_)) missing.push_back(r);
+            fewest = std::min(fewest, static_cast<int32_t>(segment_->rank(r).consumed.value - own));
+        }
+        for (int r = 0; missing.empty() && fewest < 0 && r < size_; ++r) {
+            const uint32_t consumed = segment_->rank(r).consumed.value;
+            if (static_cast<int32_t>(consumed - own) == fewest) missing.push_back(r);
+        }
     }
     if (missing.empty()) missing.push_back(peer);
     throw CommunicatorError(ErrorKind::timeout,
@@ -313,11 +322,10 @@ std::shared_ptr<std::byte> ShmCommunicator::allocate(size_t bytes, double timeou
 }
 
 void ShmCommunicator::abort(const std::string& reason, std::vector<int> ranks) {
-    if (!segment_ || broken_ || getpid() != process_) return;
+    if (!segment_ || getpid() != process_) return;
     if (ranks.empty()) ranks = {rank_};
-    broken_ = CommunicatorError(ErrorKind::peer_lost,
-                                "rank " + std::to_string(rank_) + " gave up: " + reason, ranks);
-    record_failure(*broken_, "");
+    const std::string text = "rank " + std::to_string(rank_) + " gave up: " + reason;
+    fail({ErrorKind::peer_lost, text, std::move(ranks)}, "");
 }
 
 void ShmCommunicator::check() const {

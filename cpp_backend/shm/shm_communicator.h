@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,7 +35,8 @@ struct InPlaceExchange {
 };
 
 // Every operation waits at most `timeout` seconds and then throws CommunicatorError; after an error
-// the communicator is broken and every later operation throws. Counts are in elements.
+// the communicator is broken and every later operation throws. Counts are in elements. There may be
+// one operation at a time, and beside it one `send`.
 class ShmCommunicator {
  public:
     // Without `spin` waits leave the cores to other threads of the ranks, as for a network's.
@@ -86,6 +88,7 @@ class ShmCommunicator {
         std::string name;  // "all_reduce #17"
         double timeout;
         Clock::time_point deadline;
+        bool of_all = false;  // ranks, and not of two
     };
 
     Operation begin_collective(const char* name, double timeout);
@@ -100,6 +103,8 @@ class ShmCommunicator {
     void check_peers(const Operation& operation, int peer) const;
     [[noreturn]] void time_out(const Operation& operation, int peer) const;
     [[noreturn]] void throw_failure(const Operation& operation) const;
+    // Lets no further operation run, and tells the others why; the first reason counts.
+    void fail(const CommunicatorError& error, const std::string& where);
     // Tells the others what happened; without `where`, with which the text may begin.
     void record_failure(const CommunicatorError& error, const std::string& where);
     // Whether to work in the buffer itself, which is this communicator's own memory. If it is, but
@@ -123,6 +128,7 @@ class ShmCommunicator {
     uint32_t round_ = 0;  // rounds of chunks so far, equal on all ranks between operations
     uint32_t splits_ = 0;
     std::vector<uint32_t> packets_sent_, packets_received_, messages_sent_, messages_received_;
+    mutable std::mutex broken_mutex_;
     std::optional<CommunicatorError> broken_;  // why no further operation can run
 };
 

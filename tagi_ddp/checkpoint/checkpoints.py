@@ -20,6 +20,7 @@ from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, PeerLost, Timeout, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import Closing, abort
+from tagi_ddp.communicators.init import as_communicator, is_made_for
 from tagi_ddp.data import DistributedSampler
 
 _FORMAT = 2
@@ -45,7 +46,7 @@ class Checkpoints(Closing):
         folder: where ``<number>-step-<step>`` folders go, and ``latest``, a link to the last one.
         parts: a DDPSequential; or a dict of such, and of what has ``state_dict`` and
             ``load_state_dict``, as torch's modules and optimizers, `SyncSchedule` and `DASO`.
-        communicator: of all ranks; None: that of the first part that has one.
+        communicator: of all ranks, or a ProcessGroup; None: that of the first part that has one.
         keep: how many whole checkpoints stay; the others go when a newer one is whole.
         sampler: its length, seed and shuffling are saved and must be the same when resuming.
         generators: of random numbers, by name, that the script draws from: numpy's, Python's,
@@ -60,14 +61,15 @@ class Checkpoints(Closing):
         folder: str | os.PathLike[str],
         parts: Any,
         *,
-        communicator: Communicator | None = None,
+        communicator: Communicator | Any | None = None,
         keep: int = 3,
         sampler: DistributedSampler | None = None,
         generators: Mapping[str, Any] | None = None,
     ) -> None:
         """Agree on the folder, and clear it of what was left half."""
         self._parts = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
-        self._given = communicator
+        self._given = None if communicator is None else as_communicator(communicator)
+        self._made = self._given is not None and is_made_for(self._given, communicator)
         self._keep = keep
         self._sampler = sampler
         own = dict(generators or {})
@@ -192,6 +194,8 @@ class Checkpoints(Closing):
         self._closed = True
         self._thread.shutdown()
         writing, self._writing = self._writing, None
+        if self._given is not None and self._made:
+            self._given.close()
         if writing is not None:
             writing.result()
 

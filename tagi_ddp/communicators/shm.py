@@ -6,7 +6,7 @@ import atexit
 import hashlib
 from collections.abc import Callable
 
-from tagi_ddp._backend import ShmCommunicator, abort_shm
+from tagi_ddp._backend import ShmCommunicator, end_shm
 from tagi_ddp.communicators.guard import last_words
 from tagi_ddp.environment import job_secret
 
@@ -40,6 +40,5 @@ def meeting_name(job: str) -> str:
 
 @atexit.register
 def _end_with_process() -> None:
-    """Let the others know why, if an error ends this process."""
-    if (reason := last_words()) is not None:
-        abort_shm(reason)
+    """Let the others know why, if an error ends this process; wait for what is under way."""
+    end_shm(last_words())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -88,10 +89,14 @@ class OperationWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Tell whether the results are there, or it has failed."""
-        return all(
+        done = all(
             work.is_completed() if isinstance(work, dist.Work) else work.done()
             for work in list(self._works)
         )
+        if done and not any(tensor.is_cuda for tensor in self._tensors):
+            with suppress(Exception):  # which `wait` raises again
+                self.wait()  # only for what has arrived elsewhere
+        return done
 
     def result(self) -> list[Tensor]:
         """Return the tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,18 @@ def unusual() -> list[Any]:
     work = dist.all_reduce(many := numbers(torch.float64, 10000), async_op=True)
     assert work is not None
     work.get_future().wait()
+    polled = [torch.zeros(2) for _ in range(size)]
+    work = dist.all_gather(polled, numbers(torch.float32, 2), async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.001)
+    polled = [tensor.clone() for tensor in polled]  # what is there now
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
-    got = torch.empty(3)
+    got = torch.empty(300_000)  # more than lies on the way
     to, of = (rank + 1) % size, (rank - 1) % size
-    pairs = [dist.P2POp(dist.isend, numbers(torch.float32, 3), to), dist.P2POp(dist.irecv, got, of)]
+    sent = numbers(torch.float32, len(got))
+    pairs = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, of)]
     for work in dist.batch_isend_irecv(pairs):
         work.wait()
     group = dist.new_group([0, size - 1])
@@ -136,7 +144,7 @@ def unusual() -> list[Any]:
     else:
         dist.all_reduce(whole_numbers, dist.ReduceOp.AVG)
     dist.barrier()
-    return [matrix, flags, complexes, whole, many, objects, got, some, whole_numbers]
+    return [matrix, flags, complexes, whole, many, *polled, objects, got, some, whole_numbers]
 
 
 @pytest.mark.parametrize("task", [collectives, unusual])

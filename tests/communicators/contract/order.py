@@ -64,15 +64,20 @@ def pending(comm: Any) -> None:
 
 
 def exchange(comm: Any) -> None:
-    """All send before any receives."""
+    """All send before any receives, or the other way round; more than what lies on the way."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    works = [comm.send(np.full(100, 10 * comm.rank + i), after, i, async_op=True) for i in (0, 1)]
-    for i in (0, 1):
-        buffer = np.zeros(100, int)
-        comm.recv(buffer, before, i, async_op=True).wait()
-        assert (buffer == 10 * before + i).all()
-    for work in works:
-        work.wait()
+    for count in (100, 1_000_000):
+        sent = [np.full(count, 10 * comm.rank + i) for i in (0, 1)]
+        works = [comm.send(array, after, i, async_op=True) for i, array in enumerate(sent)]
+        for i in (0, 1):
+            buffer = np.zeros(count, int)
+            comm.recv(buffer, before, i, async_op=True).wait()
+            assert (buffer == 10 * before + i).all()
+        comes = comm.recv(buffer, before, async_op=True)
+        works.append(comm.send(sent[0], after, async_op=True))
+        for work in (*works, comes):
+            work.wait()
+        assert (buffer == 10 * before).all()
 
 
 def two_at_once(comm: Any, settings: dict[str, Any]) -> None:
