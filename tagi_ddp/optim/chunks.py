@@ -53,26 +53,22 @@ def broadcast_in_place(
 
 
 class Reduction:
-    """What `start_reduction` has begun; a `Work` too, whose `wait` writes the results."""
+    """What `start_reduction` has begun."""
 
     def __init__(self, chunks: list[_Chunk], works: list[Work | None]) -> None:
         """Follow ``works``, one of each chunk."""
         self._chunks = chunks
         self._works = works
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until the tensors hold the results; raise the error of what failed.
+    def wait(self) -> None:
+        """Let the tensors hold the results; raise the error of what failed.
 
-        Without a ``timeout``, on a device, only the work behind it waits, not the host.
+        On a device only the work behind it waits, not the host.
         """
         while self._works:
-            _finish(self._works[0], timeout)
+            _finish(self._works[0])
             del self._works[0]
             self._chunks.pop(0).store()
-
-    def done(self) -> bool:
-        """Tell, without blocking, whether all reductions are complete or have failed."""
-        return all(work is None or work.done() for work in self._works)
 
 
 def start_reduction(
@@ -148,11 +144,11 @@ def _chunks(tensors: Iterable[Tensor], communicator: Communicator, limit: int) -
             yield chunk
 
 
-def _finish(work: Work | None, timeout: float | None = None) -> None:
+def _finish(work: Work | None) -> None:
     """Let what comes next have the result: on a device, work put there, else the caller."""
     if work is None:
         return
-    if timeout is None and hasattr(work, "order"):
+    if hasattr(work, "order"):
         work.order()
     else:
-        work.wait(timeout)
+        work.wait()

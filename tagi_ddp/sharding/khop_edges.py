@@ -158,6 +158,9 @@ def _edges(edge_index: Tensor, edge_attr: Tensor | None) -> Tensor:
         raise ValueError(f"edge_index must be [2, E], got {list(edges.shape)}")
     if edges.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"edge_index must be int32 or int64, got {edges.dtype}")
+    if edge_attr is not None and not isinstance(edge_attr, Tensor):
+        got = type(edge_attr).__name__
+        raise TypeError(f"edge_attr must be a torch.Tensor or None, got a {got}")
     if edge_attr is not None and list(edge_attr.shape[:1]) != [edges.shape[1]]:
         raise ValueError(
             f"edge_attr must have a row for each of {edges.shape[1]} edges, "

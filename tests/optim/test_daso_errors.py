@@ -168,8 +168,8 @@ def test_wrong_calls() -> None:
     state = daso.state_dict()
     with pytest.raises(ValueError, match=r"state lacks \['batch'\]"):
         daso.load_state_dict({k: v for k, v in state.items() if k != "batch"})
-    with pytest.raises(ValueError, match=r"state is of .* \[0, 2, 1\], this is \[0, 1, 1\]"):
-        daso.load_state_dict({**state, "layout": [0, 2, 1]})
+    with pytest.raises(ValueError, match=r"state has rank: none, this DASO 0; give the same"):
+        daso.load_state_dict({**state, "settings": {}})
     with pytest.raises(ValueError, match="state has one for scheduler"):
         daso.load_state_dict({**state, "scheduler": {}})
     daso.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import re
 import warnings
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -16,6 +18,7 @@ from torch import nn
 
 from optim.torch_cases import (
     Plain,
+    assert_replicas_equal,
     batch,
     descend,
     distance,
@@ -126,6 +129,66 @@ def test_wrapping_a_module_again_closes_what_has_its_optimizer(
     shm.run(task, size=2)
 
 
+@MODES
+def test_wrapping_a_module_again_closes_what_has_another_optimizer(
+    shm: RankPool, blocking: bool
+) -> None:
+    """As a notebook's cell that runs twice; collecting garbage on one rank changes nothing."""
+
+    def task(comm: Any) -> None:
+        net, alone = make(Plain), make(Plain)
+        models = []
+        for _ in range(2):
+            optimizer = descend(net.parameters())
+            models.append(DataParallel(net, comm, optimizer, blocking))
+            if comm.rank == 1:
+                gc.collect()
+            [learn(comm, models[-1], optimizer) for _ in range(3)]
+        assert [model._closed for model in models] == [True, False]
+        models[1].close()
+        with DataParallel(alone, comm, descend(alone.parameters()), blocking) as model:
+            [learn(comm, model, model._optimizers[0]) for _ in range(6)]
+        assert distance(values(net), values(alone)) == 0
+
+        def fail() -> None:
+            raise CommunicatorError("gone")
+
+        with DataParallel(net, comm, descend(net.parameters()), blocking) as model:
+            model.catch_up = fail
+            DataParallel(net, comm, descend(net.parameters()), blocking).close()
+        comm.barrier()
+
+    shm.run(task, size=2)
+
+
+@MODES
+def test_lives_as_long_as_it_is_referred_to(shm: RankPool, blocking: bool) -> None:
+    """As collectors of garbage do not run on all ranks alike."""
+
+    def task(comm: Any) -> None:
+        net = make(Plain)
+        optimizer = descend(net.parameters())
+        gc.disable()
+        try:
+            model = DataParallel(net, comm, optimizer, blocking)
+            learn(comm, model, optimizer)
+            known = weakref.ref(model)
+            del model
+            assert known() is None
+        finally:
+            gc.enable()
+        assert not optimizer.attached
+        assert not optimizer.update_next
+        optimizer.catch_up()
+        with pytest.raises(RuntimeError, match="step\\(\\) needs an open DataParallel"):
+            optimizer.step()
+        with DataParallel(net, comm, optimizer, blocking) as model:
+            learn(comm, model, optimizer)
+        assert_replicas_equal(comm, net)
+
+    shm.run(task, size=2)
+
+
 def test_a_communicator_made_of_another_group_is_closed(shm: RankPool) -> None:
     def task(comm: Any, blocking: bool) -> None:
         net, wrapped = make(Plain), comm.split(0)
@@ -148,6 +211,8 @@ def test_copies_have_no_owner(shm: RankPool) -> None:
         with warnings.catch_warnings(), DataParallel(net, comm, optimizer) as model:
             warnings.simplefilter("error")
             learn(comm, model, optimizer)
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled: give its \.module"):
+                copy.deepcopy(model)
             file = io.BytesIO()
             cloudpickle.dump(net, file)  # the class travelled by value
             file.seek(0)

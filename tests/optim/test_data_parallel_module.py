@@ -159,6 +159,35 @@ def test_what_catches_up(shm: RankPool) -> None:
     shm.run(task, size=2)
 
 
+@MODES
+def test_casting(shm: RankPool, blocking: bool) -> None:
+    """Also after a backward that has reduced more on one rank than on the other."""
+
+    def task(comm: Any) -> None:
+        net, one = make(Plain).float(), make(Plain).float()
+        optimizer, serial = descend(net.parameters()), torch.optim.SGD(one.parameters(), lr=0.1)
+        with small_buckets(), DataParallel(net, comm, optimizer, blocking) as model:
+            for step in range(4):
+                if step == 2:
+                    some = net if comm.rank == 0 else net.last
+                    x = batch(step).float()
+                    loss_of(model, x).backward(inputs=list(some.parameters()))
+                    assert model.double() is model
+                    one.double()
+                x = batch(step).to(one.last.weight.dtype)
+                optimizer.zero_grad()
+                loss_of(model, x[comm.rank :: comm.size]).backward()
+                optimizer.step()
+                serial.zero_grad()
+                loss_of(one, x).backward()
+                serial.step()
+        assert net.last.weight.dtype == torch.float64
+        assert distance(values(net), values(one)) < 1e-6
+        assert_replicas_equal(comm, net)
+
+    shm.run(task, size=2)
+
+
 def test_loading_wins_over_the_update_that_waits(shm: RankPool) -> None:
     def task(comm: Any) -> None:
         net = make(Plain)
@@ -247,6 +276,7 @@ def test_one_rank_may_evaluate_alone(shm: RankPool) -> None:
                 optimizer.step()
                 comm.barrier()
                 if comm.rank == step % 2:
+                    model.to(torch.float64)
                     model.eval()
                     model(batch(step))
                     model.train()

@@ -306,6 +306,7 @@ CHUNKS, HOPS = sort_edges_1hop_chunks, get_k_hop_edges
         (CHUNKS, (3, None, INDEX.t()[:1], 1), ValueError, r"\[2, E\], got \[1, 2\]"),
         (CHUNKS, (3, None, INDEX.float(), 1), TypeError, "int32 or int64, got torch.float32"),
         (CHUNKS, (3, None, INDEX.tolist(), 1), TypeError, "torch.Tensor, got a list"),
+        (CHUNKS, (3, np.ones(2), INDEX, 1), TypeError, "edge_attr must be .* got a ndarray"),
         (CHUNKS, (3, torch.ones(3), INDEX, 1), ValueError, r"each of 2 edges, got \[3\]"),
         (CHUNKS, (3, torch.ones(()), INDEX, 1), ValueError, r"each of 2 edges, got \[\]"),
         (HOPS, ([-1], None, INDEX), IndexError, "nodes must not be negative, got -1"),

@@ -20,6 +20,7 @@ class Tensors:
     parameters: what the optimizer trains; frozen ones are left alone.
     floats: the model's other trainable parameters, and its buffers of floats.
     integers: its other buffers.
+    shapes: of what the optimizer holds, and of floats, by name.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -36,6 +37,13 @@ class Tensors:
         self.integers = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
         if any(tensor.is_complex() for tensor in (*self.parameters, *self.floats)):
             raise TypeError("parameters must be real, got complex ones")
+        self.shapes = {
+            f"parameter {number} of group {group}": list(parameter.shape)
+            for group, settings in enumerate(optimizer.param_groups)
+            for number, parameter in enumerate(settings["params"])
+        }
+        for number, tensor in enumerate(self.floats):
+            self.shapes[f"buffer or other parameter {number}"] = list(tensor.shape)
 
     def begin(self, world: Communicator, limit: int) -> None:
         """Let all ranks have what rank 0 has, also where it is frozen; a collective call."""

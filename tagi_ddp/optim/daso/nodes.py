@@ -209,11 +209,8 @@ class Nodes:
             "in_flight": in_flight,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
-
-        Raises ValueError if ``state`` is of other tensors, or of another ``cast``.
-        """
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if ``state`` is of other tensors, another ``cast`` or ``limit``."""
         saved = _sizes(state["base"], state["residuals"])
         here = _sizes(
             [vector.base for vector in self._vectors],
@@ -224,6 +221,9 @@ class Nodes:
                 f"state has vectors of {saved} elements, this DASO of {here}: give the same model, "
                 "downcast_type, sending_chunk_size and ranks"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was called, by a state that has passed `check`."""
         self.drop()
         for vector, base, residual in zip(
             self._vectors, state["base"], state["residuals"], strict=True

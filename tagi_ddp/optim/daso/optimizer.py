@@ -18,7 +18,7 @@ from tagi_ddp.optim.daso.batches import Batches
 from tagi_ddp.optim.daso.loss import average_loss
 from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
-from tagi_ddp.optim.daso.settings import Settings, adopt
+from tagi_ddp.optim.daso.settings import Settings, adopt, check_same
 from tagi_ddp.optim.daso.update import Update
 from tagi_ddp.optim.models import describe_model
 from tagi_ddp.optim.schedule import Skips, Stability, Sync
@@ -118,17 +118,13 @@ class DASO(Settings, Closing):
         hierarchy, limit = self._hierarchy, self.sending_chunk_size
         tensors = Tensors(model, self.local_optimizer)
         tensors.begin(self.comm, limit)
+        self._shapes = tensors.shapes
         self._node = Node(hierarchy.node, tensors, limit)
         self._nodes: Nodes | None = None
         if hierarchy.nodes > 1:
-            self._nodes = Nodes(
-                hierarchy,
-                [*tensors.parameters, *tensors.floats],
-                tensors.integers,
-                self.downcast_type,
-                limit,
-                self.local_weight,
-            )
+            floats, cast = [*tensors.parameters, *tensors.floats], self.downcast_type
+            weight = self.local_weight
+            self._nodes = Nodes(hierarchy, floats, tensors.integers, cast, limit, weight)
 
     # --- settings, and where training is ------------------------------------------------------
 
@@ -340,7 +336,7 @@ class DASO(Settings, Closing):
         with self._or_abort():
             nodes = None if self._nodes is None else self._nodes.state_dict()
         return {
-            "layout": [self.comm.rank, self.comm.size, self.loc_gpus],
+            "settings": self._settings(),
             "schedule": self._schedule.state_dict(),
             "batch": self._batches.done,
             "last_batch": self._batches.all,
@@ -351,32 +347,36 @@ class DASO(Settings, Closing):
             **self._update.state_dict(),
         }
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what must be the same where training goes on, as numbers by name."""
+        ranks = {"rank": self.comm.rank, "ranks": self.comm.size, "ranks of a node": self.loc_gpus}
+        return {**ranks, **self.of_schedule, "local_weight": self.local_weight, **self._shapes}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was called, bit for bit, even in the middle of an epoch.
 
         For a DASO of the same arguments, whose model has loaded its state too.
 
         Raises:
-            ValueError: ``state`` is another rank's, or of another model or other arguments.
+            ValueError: ``state`` is another rank's, or of another model or other arguments; nothing
+                is loaded.
         """
         self._check(state)
+        self._update.load_state_dict(state)  # first, as torch has checks of its own
         if self._nodes is not None:
             self._nodes.load_state_dict(state["nodes"])
         self._node.load_state_dict(state["node"])
         self._schedule.load_state_dict(state["schedule"])
         self._batches.done, self._batches.all = state["batch"], state["last_batch"]
         self._sent, self._apart = state["sent"], state["apart"]
-        self._update.load_state_dict(state)
 
     def _check(self, state: dict[str, Any]) -> None:
         """Raise ValueError if ``state`` is not for this rank and these arguments."""
         if missing := self.state_dict().keys() - state.keys():
             raise ValueError(f"state lacks {sorted(missing)}; give what state_dict returned")
-        layout = [self.comm.rank, self.comm.size, self.loc_gpus]
-        if state["layout"] != layout:
-            raise ValueError(
-                f"state is of [rank, ranks, ranks of a node] {state['layout']}, this is {layout}"
-            )
+        check_same(state["settings"], self._settings())
+        if self._nodes is not None:
+            self._nodes.check(state["nodes"])
         self._update.check(state)
 
     # --- the end ------------------------------------------------------------------------------

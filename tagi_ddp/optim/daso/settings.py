@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -99,15 +100,23 @@ class Settings:
 
     def _new_schedule(self) -> SyncSchedule:
         """Return the schedule at its beginning."""
-        return SyncSchedule(
-            self.total_epochs,
-            self.warmup_epochs,
-            self.cooldown_epochs,
-            self.stability_level,
-            self.max_global_skips,
-            self.skip_reduction_factor,
-            self.local_skip_factor,
-        )
+        return SyncSchedule(**self.of_schedule)
+
+    @property
+    def of_schedule(self) -> dict[str, Any]:
+        """The arguments of `SyncSchedule`, by name."""
+        return {name: getattr(self, name) for name in signature(SyncSchedule).parameters}
+
+
+def check_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the first difference, unless a state is of the same settings."""
+    for name in {**saved, **own}:
+        before, now = saved.get(name, "none"), own.get(name, "none")
+        if before != now:
+            raise ValueError(
+                f"state has {name}: {before}, this DASO {now}; give the same arguments, and the "
+                "same model to DataParallelMultiGPU or set_model"
+            )
 
 
 def adopt(comm: Any, made: ExitStack) -> Communicator | None:

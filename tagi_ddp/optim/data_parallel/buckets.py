@@ -20,7 +20,8 @@ class Bucket:
     def __init__(self, params: list[Tensor], device: torch.device) -> None:
         """Begin without gradients."""
         self.params = params
-        self._flat = Flat(params, params[0].dtype, device)
+        self.dtype = params[0].dtype
+        self._flat = Flat(params, self.dtype, device)
         self._local = self._mean = torch.empty(0)
         self._reduction: Reduction | None = None
 
@@ -113,6 +114,10 @@ class Round:
             grad is not param.grad or version != _version(param.grad)
             for param, (grad, version) in self._seen.items()
         )
+
+    def cast(self) -> bool:
+        """Tell whether parameters have another dtype than at first."""
+        return any(p.dtype != bucket.dtype for bucket in self.buckets for p in bucket.params)
 
     def again(self) -> None:
         """Reduce once more, as some rank's gradients have changed."""

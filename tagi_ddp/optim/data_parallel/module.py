@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import Communicator, as_communicator
+from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.init import is_made_for
@@ -44,8 +45,7 @@ class DataParallel(Closing, Wrapper):
 
     An error on one rank is raised on the others too, at their next collective operation.
 
-    To wrap a module again with its optimizer, as when a notebook's cell runs twice, closes the
-    former `DataParallel`.
+    To wrap a module again, as when a notebook's cell runs twice, closes the former `DataParallel`.
 
     Args:
         module: the network; trained in place.
@@ -98,13 +98,13 @@ class DataParallel(Closing, Wrapper):
         def described() -> Iterator[Entry]:
             check_blocking(blocking)
             self._optimizers, twice = _checked(optimizer)
-            self._former = _owner_of(module, self._optimizers)
             self.blocking = blocking or twice
             yield "blocking", str(self.blocking)
-            yield "wrapped before", str(self._former is not None)
             titles = (f"optimizer {number}" for number in range(len(self._optimizers)))
             inner = (optimizer.torch_optimizer for optimizer in self._optimizers)
             yield from describe_model("module", module, dict(zip(titles, inner, strict=False)))
+            self._former = _owner_of(module, self._optimizers)
+            yield "wrapped before", str(self._former is not None)
             check_not_wrapped("module", module)
             _check_owner(module, self._optimizers)
 
@@ -120,7 +120,8 @@ class DataParallel(Closing, Wrapper):
     def _attach(self) -> None:
         module = self._inner
         if self._former is not None:
-            self._former.close()
+            with suppress(CommunicatorError):  # of its group; rank 0's weights count in any case
+                self._former.close()
             self._former = None
         if not self.blocking and not self._own and self._given.size > 1:
             # Ranks differ in when reductions begin: these must not meet the caller's operations.
@@ -135,7 +136,7 @@ class DataParallel(Closing, Wrapper):
         buffers = buffers_of(module, self._comm)
         for optimizer in self._optimizers:
             updates = self._make_updates(optimizer.torch_optimizer, buffers)
-            optimizer.attach(updates, self._or_abort)
+            optimizer.attach(updates, partial(or_abort, self._groups))  # does not hold self
             self._updates.append(updates)
         if not self.blocking:
             self._hook(module)
@@ -263,6 +264,19 @@ class DataParallel(Closing, Wrapper):
         """Reset this rank's gradients; an update that waits has its own."""
         self._inner.zero_grad(set_to_none)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
+        """Move or cast the module, as `to` and `double` ask for, after catching up."""
+        super()._apply(fn, recurse)
+        with self._or_abort():
+            for updates in self._updates:
+                if isinstance(updates, LaggingUpdates):
+                    updates.begin_again()
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled, as communicators cannot be."""
+        raise TypeError("a DataParallel cannot be copied or pickled: give its .module")
+
     # --- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -342,11 +356,13 @@ def _checked(optimizer: Any) -> tuple[list[DataParallelOptimizer], bool]:
 def _owner_of(
     module: nn.Module, optimizers: Sequence[DataParallelOptimizer]
 ) -> DataParallel | None:
-    """Return the open DataParallel that has the optimizers; ValueError if it has another module."""
-    attached = [one for one in optimizers if one.attached]
-    known = _owners.get(module) if attached else None
+    """Return the module's open DataParallel; ValueError if an optimizer belongs to another one."""
+    known = _owners.get(module)
     owner = None if known is None else known()
-    if attached and (owner is None or not set(attached) <= set(owner._optimizers)):
+    if owner is not None and owner._closed:
+        owner = None
+    own = [] if owner is None else owner._optimizers
+    if any(one.attached and one not in own for one in optimizers):
         raise ValueError("optimizer belongs to another module's DataParallel; close that before")
     return owner
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ Guard = Callable[[], AbstractContextManager[None]]
 class DataParallelOptimizer:
     """A torch optimizer whose steps are those of all ranks; give it to `DataParallel`.
 
-    Schedulers are made for ``torch_optimizer``.
+    Schedulers are made for ``torch_optimizer``. A torch.amp.GradScaler steps this; where it finds
+    infinite or NaN gradients on one rank, all skip the step.
 
     Args:
         torch_optimizer: the optimizer, of a single evaluation a step.
@@ -29,6 +30,9 @@ class DataParallelOptimizer:
     Raises:
         TypeError: an argument is of a wrong type, or the optimizer needs a closure.
     """
+
+    # So a GradScaler calls `step` on every rank; it leaves a scale to divide by, and what it found.
+    _step_supports_amp_scaling = True
 
     def __init__(self, torch_optimizer: torch.optim.Optimizer, blocking: bool = False) -> None:
         """Check the arguments."""
@@ -44,13 +48,14 @@ class DataParallelOptimizer:
             )
         self.torch_optimizer = torch_optimizer
         self.blocking_parameter_updates = blocking
-        self._updates: BlockingUpdates | LaggingUpdates | None = None
-        self._guard: Guard = contextlib.nullcontext
+        self._updates: weakref.ref[BlockingUpdates | LaggingUpdates] | None = None
+        self._guard: Guard = nullcontext
 
     @property
     def update_next(self) -> bool:
         """Whether an update waits for the next forward."""
-        return self._updates is not None and self._updates.pending
+        updates = self._attached
+        return updates is not None and updates.pending
 
     @property
     def params_ref(self) -> list[Tensor]:
@@ -68,10 +73,25 @@ class DataParallelOptimizer:
         A collective call. Until it a gradient is this rank's own. Where no rank has one for a
         parameter, that is left alone; where only some have, others count as zero.
         """
-        if self._updates is None:
+        updates = self._attached
+        if updates is None:
             raise RuntimeError("step() needs an open DataParallel that was given this optimizer")
         with self._guard():
-            self._updates.step()
+            updates.step(self._overflow())
+
+    def _overflow(self) -> bool:
+        """Unscale the gradients for a GradScaler, if one steps; return whether it refuses them."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        scale = getattr(self, "grad_scale", None)
+        gradients = [param.grad for param in self.params_ref if param.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("a GradScaler needs parameters of float32, got some of float16")
+        for gradient in gradients:
+            # If the caller has unscaled, by 1: torch's `unscale_` leaves no trace of the change.
+            gradient.detach().div_(1.0 if scale is None else float(scale))
+        return bool(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset this rank's gradients; an update that is not applied yet has its own."""
@@ -89,23 +109,31 @@ class DataParallelOptimizer:
 
     def catch_up(self) -> None:
         """Make the update that waits for the next forward."""
-        if self._updates is not None:
+        updates = self._attached
+        if updates is not None:
             with self._guard():
-                self._updates.apply()
+                updates.apply()
 
     @property
     def attached(self) -> bool:
         """Whether an open `DataParallel` has it."""
-        return self._updates is not None
+        return self._attached is not None
+
+    @property
+    def _attached(self) -> BlockingUpdates | LaggingUpdates | None:
+        return None if self._updates is None else self._updates()
 
     def attach(self, updates: BlockingUpdates | LaggingUpdates, guard: Guard) -> None:
-        """Let ``updates`` do what steps ask for, inside of ``guard``; for `DataParallel`."""
+        """Let ``updates`` do what steps ask for, inside of ``guard``; for `DataParallel`.
+
+        This does not keep them alive.
+        """
         self.blocking_parameter_updates = isinstance(updates, BlockingUpdates)
-        self._updates, self._guard = updates, guard
+        self._updates, self._guard = weakref.ref(updates), guard
 
     def detach(self) -> None:
         """Undo `attach`."""
-        self._updates, self._guard = None, contextlib.nullcontext
+        self._updates, self._guard = None, nullcontext
 
 
 def check_blocking(blocking: object) -> None:

@@ -40,21 +40,23 @@ class BlockingUpdates:
         self._communicator = communicator
         self._buffers = buffers
 
-    def step(self) -> None:
-        """Average gradients and buffers over the ranks, and update the parameters."""
+    def step(self, overflow: bool) -> None:
+        """Average gradients and buffers; update the parameters unless a rank has ``overflow``."""
         if self._communicator.size > 1:
-            self._average()
-        self._optimizer.step()
+            overflow = self._average(overflow)
+        if not overflow:
+            self._optimizer.step()
 
-    def _average(self) -> None:
+    def _average(self, overflow: bool) -> bool:
         params = all_params(self._optimizer)
-        own = [param.grad is not None for param in params]
-        flags = Vote(own, self._buffers.flags(), self._communicator).result()
+        own = [overflow, *(param.grad is not None for param in params)]
+        any_overflow, *flags = Vote(own, self._buffers.flags(), self._communicator).result()
         has_gradient, has_changed = flags[: len(params)], flags[len(params) :]
         gradients = [_gradient(param) for param in compress(params, has_gradient)]
         buffers = compress(self._buffers.tensors(), has_changed)
         mean_in_place([*gradients, *buffers], self._communicator)
         self._buffers.note(has_changed)
+        return bool(any_overflow)
 
     def apply(self, params: Iterable[Tensor] | None = None) -> None:
         """Do nothing: nothing is ever left to apply."""
@@ -103,12 +105,12 @@ class LaggingUpdates:
         with self._lock:
             self._round.ready(param)
 
-    def step(self) -> None:
-        """Remember gradients, buffers and the optimizer's settings of now."""
+    def step(self, overflow: bool) -> None:
+        """Remember gradients, buffers and settings, for no update if a rank has ``overflow``."""
         self.apply()  # no forward has followed the step before
         changed = self._round.finish(self._trainable())
         self._update = _Update(
-            self._optimizer, self._communicator, self._buffers, self._round, changed
+            self._optimizer, self._communicator, self._buffers, self._round, changed, overflow
         )
         # A scheduler looks for this; its step may come before the update.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -125,6 +127,14 @@ class LaggingUpdates:
         update.apply(params)
         if not update.left:
             self._update = None
+
+    def begin_again(self) -> None:
+        """Begin anew if parameters have been cast, as on all ranks; nothing is pending."""
+        if not self._round.cast():
+            return
+        if self._round.early:
+            self._round.finish(())  # what only some ranks have begun; a step reduces anew
+        self._begin(self._round.early)
 
     def close(self) -> None:
         """Forget what is remembered, and the parameters."""
@@ -153,6 +163,7 @@ class _Update:
         buffers: Changes,
         gradients: Round,
         changed: bool,
+        overflow: bool,
     ) -> None:
         self.settled = False
         self.left: dict[Tensor, Tensor] = {}  # mean gradients by parameter, once settled
@@ -164,16 +175,16 @@ class _Update:
         self._buffer_means = [buffer.clone() for buffer in self._averaged]
         self._buffer_reduction = start_reduction(self._buffer_means, communicator)
         has = [p.grad is not None for bucket in gradients.buckets for p in bucket.params]
-        self._vote = Vote([changed, *has], buffers.flags(), communicator)
+        self._vote = Vote([changed, overflow, *has], buffers.flags(), communicator)
 
     def settle(self) -> bool:
         """Wait for the reductions; return whether any rank's gradients had changed."""
-        changed, *flags = self._vote.result()
+        changed, overflow, *flags = self._vote.result()
         if changed and self._gradients.early:
             self._gradients.again()
         means = [pair for bucket in self._gradients.buckets for pair in bucket.means()]
         has_gradient, has_changed = flags[: len(means)], flags[len(means) :]
-        self.left = dict(compress(means, has_gradient))
+        self.left = {} if overflow else dict(compress(means, has_gradient))
         self._settle_buffers(has_changed)
         self.settled = True
         return bool(changed)
