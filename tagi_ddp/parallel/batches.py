@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,51 +15,71 @@ from torch.utils.data import Dataset, default_collate
 Data = Sequence[Any] | Dataset[Any]
 
 
-def length_of(data: Data) -> int:
-    """Return the number of samples; raise TypeError or ValueError if there is no one number."""
+def check_data(name: str, data: Data, batch_size: int, ranks: int) -> int:
+    """Return the number of samples of the argument called ``name``.
+
+    Raises TypeError or ValueError unless it is data, and each of ``ranks``, those that need one,
+    has a sample of every batch.
+    """
+    length = _length_of(name, data)
+    if length == 0:
+        raise ValueError(f"{name} must have samples, got none")
+    last = min(length % batch_size or batch_size, length)
+    if last < ranks:
+        raise ValueError(
+            f"batch_size {batch_size} leaves a batch of {last} of {length} samples of {name} for "
+            f"{ranks} ranks, some of which would have none: choose another, or leave samples out"
+        )
+    return length
+
+
+def _length_of(name: str, data: Data) -> int:
+    takes = f"{name} must be arrays of one length, like (x, y), or a dataset that has a length, got"
     try:
         if not isinstance(data, tuple | list):
             return len(data)  # type: ignore[arg-type]
         lengths = [len(array) for array in data]
     except TypeError as error:
+        raise TypeError(f"{takes} a {type(data).__name__}: {error}") from error
+    kinds = {f"{type(array).__name__}s" for array in data if isinstance(array, tuple | list)}
+    if kinds:
         raise TypeError(
-            "data must be arrays of one length, like (x, y), or a dataset that has a length, got "
-            f"a {type(data).__name__}: {error}"
-        ) from error
+            f"{takes} a {type(data).__name__} of {' and '.join(sorted(kinds))}: make arrays of "
+            "what they hold, or, if each is a sample, a torch Dataset"
+        )
     if len(set(lengths)) != 1:
-        raise ValueError(f"data must hold arrays of one length, got lengths {lengths}")
+        raise ValueError(f"{name} must hold arrays of one length, got lengths {lengths}")
     return lengths[0]
 
 
-def check_shares(length: int, batch_size: int, size: int) -> None:
-    """Raise ValueError if a rank has no sample of some batch: torch needs one on every rank."""
-    last = length % batch_size or batch_size
-    if length and min(last, batch_size) < size:
-        raise ValueError(
-            f"batch_size {batch_size} leaves a batch of {min(last, batch_size)} of {length} "
-            f"samples for {size} ranks, some of which would have none: choose another, or leave "
-            "samples out"
-        )
-
-
 def take(data: Data, indices: NDArray[np.int64], model: torch.nn.Module) -> Any:
-    """Return a batch; of a module with parameters as tensors, on its device and of its dtype."""
+    """Return a batch; of a module with parameters as tensors, on its device and of its dtype.
+
+    One without samples looks like the others.
+    """
     parameter = next(model.parameters(), None)
     if isinstance(data, tuple | list):
         batch: Any = tuple(array[indices] for array in data)
         if parameter is not None:
             batch = tuple(map(torch.as_tensor, batch))
+    elif len(indices):
+        batch = default_collate([data[int(i)] for i in indices])
     else:
-        batch = default_collate([data[int(i)] for i in indices]) if len(indices) else ()
-    return batch if parameter is None else _to(batch, parameter)
+        batch = _each(default_collate([data[0]]), lambda tensor: tensor[:0])
+    return batch if parameter is None else _each(batch, lambda tensor: _to(tensor, parameter))
 
 
-def _to(batch: Any, like: Tensor) -> Any:
+def _to(tensor: Tensor, like: Tensor) -> Tensor:
+    dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(like.device, dtype, non_blocking=True)
+
+
+def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch with all its tensors changed."""
     if isinstance(batch, Tensor):
-        dtype = like.dtype if batch.is_floating_point() else batch.dtype
-        return batch.to(like.device, dtype, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {name: _to(value, like) for name, value in batch.items()}
+        return {name: _each(value, change) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(_to(value, like) for value in batch)
+        return type(batch)(_each(value, change) for value in batch)
     return batch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,17 @@ class Callback:
         """Go on from what `state_dict` has returned."""
 
 
+def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by class and number among those of a class, whatever is beside them."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        found[f"{kind} {counts[kind]}"] = callback
+        counts[kind] += 1
+    return found
+
+
 class _Best:
     """The least value so far; one that is NaN is never the best."""
 
@@ -76,8 +88,7 @@ class _Best:
         """Tell whether the value is less, by more than ``min_delta``; then it is the best."""
         if self.metric not in metrics:
             known = ", ".join(metrics)
-            hint = ": give train() held_out=" if self.metric == HELD_OUT else ""
-            raise ValueError(f"there is no {self.metric!r} among the metrics {known}{hint}")
+            raise ValueError(f"there is no {self.metric!r} among the metrics {known}")
         better = metrics[self.metric] < self.value - self.min_delta
         if better:
             self.value = metrics[self.metric]
@@ -95,6 +106,7 @@ class EarlyStopping(Callback):
 
     def __init__(self, patience: int = 5, min_delta: float = 0.0, metric: str = HELD_OUT) -> None:
         self.patience = integer("patience", patience, 1)
+        self.metric = metric
         self._best = _Best(metric, real("min_delta", min_delta))
         self._waited = 0
 
@@ -114,14 +126,19 @@ class BestCheckpoint(Callback):
     """Keeps the checkpoint of the epoch with the least metric: ``exp_dir/best/latest``.
 
     ``trainer.load_checkpoint(task, model, trainer.exp_dir / "best" / "latest")`` loads it.
+
+    Args:
+        metric: by default the loss of the held-out data; the folder of another one is
+            ``best-<metric>``.
     """
 
     def __init__(self, metric: str = HELD_OUT) -> None:
+        self.metric = metric
         self._best = _Best(metric, 0.0)
 
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
         if self._best.improves(metrics):
-            trainer.save_checkpoint("best")
+            trainer.save_checkpoint("best" if self.metric == HELD_OUT else f"best-{self.metric}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best.value}
@@ -146,7 +163,7 @@ class CSVLogger(Callback):
             return
         default = trainer.log_dir / f"{trainer.exp_name}.csv"
         path = default if self._path is None else Path(self._path)
-        row = {**vars(trainer.state), **metrics}
+        row = {**trainer.state.counts(), **metrics}
         kept: list[dict[str, Any]] = []
         if path.exists():
             with path.open(newline="") as file:

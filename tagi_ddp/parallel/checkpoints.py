@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from tagi_ddp.checkpoint.folder import LATEST, Checkpoint, Folder
 from tagi_ddp.checkpoint.tree import Snapshot, read_tree
@@ -19,7 +18,11 @@ from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.callbacks import Callback
-from tagi_ddp.parallel.state_dicts import FULL, full_optimizer_state_dict, full_state_dict
+from tagi_ddp.parallel.state_dicts import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_optimizer_state_dict,
+)
 from tagi_ddp.replica.host import attach
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 from tagi_ddp.sequential.run_state import load_parameters, named_parameters
@@ -27,11 +30,30 @@ from tagi_ddp.sequential.run_state import load_parameters, named_parameters
 
 @dataclass
 class State:
-    """Where training is: finished epochs, and steps and samples of all ranks since the start."""
+    """Where training is: finished epochs, and steps and samples of all ranks since the start.
+
+    In the midst of an epoch, ``position`` is how many of its samples are done, and ``order`` what
+    decides on which they are: the length of the data, the batch size and the seed.
+    """
 
     epoch: int = 0
     num_steps: int = 0
     num_samples: int = 0
+    position: int = 0
+    order: dict[str, int] = field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        """Return what tables of epochs tell of it."""
+        return {name: getattr(self, name) for name in ("epoch", "num_steps", "num_samples")}
+
+    def check_order(self, order: Mapping[str, int]) -> None:
+        """Raise ValueError if samples of the epoch that has begun would be missed or come twice."""
+        for name, before in self.order.items() if self.position else ():
+            if order[name] != before:
+                raise ValueError(
+                    f"{name} must be {before} until the epoch that has begun is done, got "
+                    f"{order[name]}: change it at an epoch's end"
+                )
 
 
 class Checkpoints:
@@ -111,7 +133,7 @@ class Checkpoints:
             writing.result()
 
     def finish(self) -> None:
-        """Return when the last one is whole; a collective call."""
+        """Return when the last one is whole; a collective call of the ranks that write it."""
         self._wait()
         self._comm.barrier()
         self._prune(self._comm.rank)
@@ -136,6 +158,12 @@ class Checkpoints:
         """Read the last one, or this one, into a task and a model that are not wrapped."""
         checkpoint = self._folder.at(self._folder.path / LATEST if path is None else Path(path))
         file = checkpoint.file_of(0)
+        state = read_tree(file, "state")
+        if "position" not in state:
+            raise ValueError(
+                f"{file} is of an earlier version, which did not tell where in an epoch it was: "
+                "read_tree() reads it"
+            )
         if _is_module(model):
             model.load_state_dict(read_tree(file, "model"))
         elif isinstance(model, DDPSequential):
@@ -145,7 +173,8 @@ class Checkpoints:
         if _is_module(task):
             task.load_state_dict(read_tree(file, "task"))
         self._resumed = checkpoint
-        return State(**read_tree(file, "state"))
+        self._saved = -1  # as many steps may come again
+        return State(**state)
 
     def resume(self, task_model: Any, optimizer: Any, callbacks: Mapping[str, Callback]) -> None:
         """Load what needs the wrapped model, if `load` was called before; a collective call."""
@@ -157,7 +186,7 @@ class Checkpoints:
                 callbacks[name].load_state_dict(state)
         if optimizer is not None:
             saved = read_tree(checkpoint.file_of(0), "optimizer")
-            set_optimizer_state_dict(task_model, optimizer, saved, options=FULL)
+            load_optimizer_state_dict(task_model, optimizer, saved)
         elif isinstance(network := task_model.model, DDPSequential) and (
             "exchange" in read_tree(checkpoint.file_of(0), "run")
         ):

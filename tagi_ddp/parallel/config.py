@@ -164,11 +164,13 @@ def _converted(kind: type[Config], name: str, value: Any) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     plain = value.item() if isinstance(value, np.generic) else value
+    takes = _takes(kind._hints()[name])
+    if takes == _TAKES[bool] and type(plain) is int and plain not in (0, 1):  # OmegaConf's True
+        raise TypeError(f"{name} must be {takes}, got {value!r}")
     try:
         omegaconf.update(config, name, plain, merge=False)
         found = config[name]
     except OmegaConfBaseException as error:
-        takes = _takes(kind._hints()[name])
         wrong = ValueError if takes.startswith("one of") and value is not None else TypeError
         raise wrong(f"{name} must be {takes}, got {value!r}") from error
     if isinstance(value, Config):

@@ -49,12 +49,13 @@ class GaussianLoss:
         self._noise = np.array(np.broadcast_to(noise, count))
 
     def item(self) -> float:
-        """Return the mean over this rank's samples; 0 without any."""
+        """Return the mean over this rank's samples; 0 without any, NaN if an output is NaN."""
         targets = _flat(self._targets)
         spread = _flat(self._variance).astype(np.float64) + self._noise
         squares = (targets - _flat(self._mean)) ** 2 / spread
         terms = (squares + np.log(2 * math.pi * spread)) / 2
-        return float(np.nansum(terms)) / max(len(self._targets), 1)
+        terms[np.isnan(targets)] = 0
+        return float(terms.sum()) / max(len(self._targets), 1)
 
     __float__ = item
 

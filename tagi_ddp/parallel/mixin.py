@@ -55,7 +55,9 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
     def _rank_and_size(self) -> tuple[int, int]:
         return groups.rank_and_size()
 
-    def _all_raise(self) -> AbstractContextManager[None]:
+    def _all_raise(self, is_module: bool) -> AbstractContextManager[None]:
+        if is_module and self.world_size > 1:
+            groups.initialise()  # without it ranks could not tell of their errors
         return groups.all_raise()
 
 

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.task_model import TaskModel
@@ -58,3 +59,16 @@ def full_optimizer_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> d
     """Return an optimizer's state on rank 0, by the parameters' names; a collective call."""
     state = get_optimizer_state_dict(model, optimizer, options=FULL)
     return dict(state) if groups.rank_and_size()[0] == 0 else {}
+
+
+def load_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Load what `full_optimizer_state_dict` returned, on every rank; gradients go."""
+    optimizer.zero_grad(set_to_none=True)  # or torch believes that there is a state already
+    kinds = (FullyShardedDataParallel, FSDPModule)
+    # Where nothing is sharded there is nothing to cut, which torch cannot do to plain SGD's state.
+    sharded = any(isinstance(part, kinds) for part in model.modules())
+    # Parameters that never had a gradient have no state.
+    options = StateDictOptions(full_state_dict=sharded, strict=False)
+    set_optimizer_state_dict(model, optimizer, state, options=options)

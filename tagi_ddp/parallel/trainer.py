@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -18,8 +18,9 @@ from tagi_ddp.checks import integer
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.parallel import groups
-from tagi_ddp.parallel.batches import Data, check_shares, length_of, take
-from tagi_ddp.parallel.callbacks import HELD_OUT, Callback
+from tagi_ddp.parallel.arguments import check_callbacks, check_factory, check_optimizer
+from tagi_ddp.parallel.batches import Data, check_data, take
+from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, named
 from tagi_ddp.parallel.checkpoints import Checkpoints, State
 from tagi_ddp.parallel.config import EXP_NAME, MISSING, Config
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
@@ -147,30 +148,33 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """
         rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
-        with self._all_raise():
-            _check_factory(optimizer, is_module)
+        with self._all_raise(is_module):
+            check_factory(optimizer, is_module)
             integer("epochs", epochs, 0)
-            length = length_of(data)
-            if length == 0:
-                raise ValueError("data must have samples to train on, got none")
-            integer("batch_size", batch_size, 1)
-            if is_module:
-                check_shares(length, batch_size, size)
+            batch_size, seed = integer("batch_size", batch_size, 1), integer("seed", seed, 0)
+            needy = size if is_module else 1  # torch needs a sample on every rank
+            length = check_data("data", data, batch_size, needy)
+            if held_out is not None:
+                check_data("held_out", held_out, batch_size, needy)
+            check_callbacks(callbacks, held_out)
+            order = {"length of data": length, "batch_size": batch_size, "seed": seed}
+            if self.state.epoch < epochs:
+                self.state.check_order(order)
         try:
             task_model = self._prepare(task, model)
             step = self._step_of(task_model, optimizer)
-            self._callbacks = {f"{i} {type(c).__name__}": c for i, c in enumerate(callbacks)}
+            self._callbacks = named(callbacks)
             self._checkpoints.resume(task_model, self._optimizer, self._callbacks)
             sampler = DistributedSampler(length, size, rank, seed=seed)
             losses: list[float] = []
             self.should_stop = False
             while self.state.epoch < epochs and not self.should_stop:
+                self.state.order = order
                 loss = self._train_epoch(task_model, step, data, sampler, batch_size)
                 losses.append(loss)
                 self._end_epoch(task_model, loss, held_out, batch_size)
             self._save(task_model)
-            for checkpoints in (self._checkpoints, *self._others.values()):
-                checkpoints.finish()
+            self._finish()
         except BaseException as error:
             self._give_up(error)  # first, as the others wait
             for checkpoints in (self._checkpoints, *self._others.values()):
@@ -188,11 +192,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             raise RuntimeError("evaluate() needs a train() before it")
         rank, size = self.rank, self.world_size
         integer("batch_size", batch_size, 1)
-        length = length_of(data)
-        if length == 0:
-            raise ValueError("data must have samples to evaluate, got none")
-        if self._network is None:
-            check_shares(length, batch_size, size)
+        length = check_data("data", data, batch_size, size if self._network is None else 1)
         sampler = DistributedSampler(length, size, rank, shuffle=False)
         total = 0.0
         self.task_model.eval()
@@ -208,9 +208,11 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         `train` then goes on after its last batch, with the optimizer's state, as if it had not been
         interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. Returns `state`.
 
-        Raises FileNotFoundError where there is none that is whole.
+        Raises FileNotFoundError where there is none that is whole, ValueError for one of an earlier
+        version.
         """
         self.state = self._checkpoints.load(task, model, path)
+        self._others = {}  # what these saved after as many steps is of another run
         return self.state
 
     def close(self) -> None:
@@ -244,8 +246,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """Return this process's rank and the number of ranks."""
         return 0, 1
 
-    def _all_raise(self) -> AbstractContextManager[None]:
-        """Return a block whose errors all ranks raise."""
+    def _all_raise(self, is_module: bool) -> AbstractContextManager[None]:
+        """Return a block whose errors all ranks raise, before they train a module or a network."""
         return nullcontext()
 
     # --- training -----------------------------------------------------------------------------
@@ -273,7 +275,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
             return step
         self._optimizer = optimizer = factory(task_model.parameters())
-        _check_optimizer(optimizer, set(task_model.parameters()))
+        check_optimizer(optimizer, set(task_model.parameters()))
 
         def descend(loss: Any) -> None:
             optimizer.zero_grad()
@@ -291,27 +293,27 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         batch_size: int,
     ) -> float:
         """Train on what is left of an epoch; return the mean loss."""
-        state, length = self.state, length_of(data)
+        state, is_module = self.state, self._network is None
         sampler.set_epoch(state.epoch)
-        begin = state.num_samples % length
-        total, is_module = 0.0, self._network is None
+        begin, length = state.position, state.order["length of data"]
+        total: Any = 0.0
         task_model.train()
         shares = sampler.batches(batch_size)
-        for start in range(0, length, batch_size):
-            if start < begin:
-                continue
+        for start in range(begin, length, batch_size):
             share, samples = shares[start // batch_size], min(batch_size, length - start)
             loss = task_model(take(data, share, task_model), state)
             weight = len(share) * sampler.num_replicas / samples
             for callback in self._callbacks.values():
                 callback.on_before_step(self, samples, start + batch_size >= length)
             step(loss * weight if is_module and weight != 1 else loss)
-            total = total + (loss.detach() if is_module else float(loss)) * len(share)
+            exact = loss.detach().to(_exact(loss.device)) if is_module else float(loss)
+            total = total + exact * len(share)
             state.num_steps += 1
             state.num_samples += samples
+            state.position += samples
             if start + batch_size < length:
                 self._after_step(task_model)
-        state.epoch += 1
+        state.epoch, state.position, state.order = state.epoch + 1, 0, {}
         return self._sum(float(total)) / (length - begin)
 
     def _end_epoch(
@@ -341,6 +343,23 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         checkpoints = self._others.setdefault(folder, Checkpoints(self.exp_dir / folder))
         checkpoints.save(self.task_model, self._optimizer, self.state, self._callbacks, True)
 
+    def _finish(self) -> None:
+        """Return when all checkpoints are whole, on all ranks, which raise if one is not."""
+        problem: Exception | None = None
+        try:
+            for checkpoints in (self._checkpoints, *self._others.values()):
+                checkpoints.finish()
+        except Exception as error:
+            if self._network is not None:  # its group tells the others
+                raise
+            problem = error
+        # A module's are written by rank 0 alone, for which the others wait here.
+        failed = self._network is None and self._sum(float(problem is not None)) > 0
+        if problem is not None:
+            raise problem
+        if failed:
+            raise OSError("rank 0 could not write a checkpoint; its own error tells why")
+
     def _sum(self, value: float) -> float:
         """Return the sum of all ranks' values."""
         if self.world_size == 1:
@@ -350,7 +369,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self._network.communicator.all_reduce(total)
             return float(total[0])
         device = next(self.task_model.parameters()).device
-        tensor = torch.tensor([value], dtype=torch.float64, device=device)
+        tensor = torch.tensor([value], dtype=_exact(device), device=device)
         dist.all_reduce(tensor)
         return tensor.item()
 
@@ -358,30 +377,9 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         if self.rank == 0:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             with open(self.log_dir / f"{self.exp_name}.jsonl", "a") as file:
-                file.write(json.dumps({**asdict(self.state), **metrics}) + "\n")
+                file.write(json.dumps({**self.state.counts(), **metrics}) + "\n")
 
 
-def _check_factory(optimizer: Any, is_module: bool) -> None:
-    """Raise TypeError unless it makes an optimizer, or is None for a Sequential."""
-    made = isinstance(optimizer, torch.optim.Optimizer)
-    if callable(optimizer) and not made if is_module else optimizer is None:
-        return
-    takes = "a function of the parameters" if is_module else "None"
-    got = f"an optimizer, {type(optimizer).__name__}" if made else repr(optimizer)
-    like = ""
-    if is_module and made:
-        like = f": give one that makes it, like partial({type(optimizer).__name__}, lr=0.01)"
-    raise TypeError(f"optimizer must be {takes} for this model, got {got}{like}")
-
-
-def _check_optimizer(optimizer: Any, own: set[Any]) -> None:
-    """Raise TypeError or ValueError unless it is an optimizer of these parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise TypeError(f"optimizer must return a torch.optim.Optimizer, got a {kind}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if others := sum(param not in own for param in params):
-        raise ValueError(
-            f"optimizer must hold only the parameters that it is given, but {others} of its "
-            f"{len(params)} are another model's"
-        )
+def _exact(device: torch.device) -> torch.dtype:
+    """Return the dtype that losses are added up in: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -268,11 +268,9 @@ def test_what_callbacks_refuse(tmp_path: Path) -> None:
     arguments: Any = {"epochs": 1, "batch_size": BATCH}
     with (
         trainer(tmp_path) as made,
-        pytest.raises(
-            ValueError, match=r"no 'held_out_loss' among .* loss: give train\(\) held_out="
-        ),
+        pytest.raises(ValueError, match=r"no 'lost' among the metrics loss"),
     ):
-        made.train(Fit(), network(), data(), callbacks=[EarlyStopping()], **arguments)
+        made.train(Fit(), network(), data(), callbacks=[EarlyStopping(metric="lost")], **arguments)
     with (
         trainer(tmp_path) as made,
         pytest.raises(TypeError, match="needs a TAGI network, got a Linear"),

@@ -53,6 +53,8 @@ def test_a_strategy_is_an_enum_a_name_or_a_number(strategy: ShardingStrategy) ->
 
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ParallelConfig(use_fsdp=1.0), TypeError, r"use_fsdp must be true or false, got 1\.0"),
+    (lambda: ParallelConfig(use_fsdp=2), TypeError, "use_fsdp must be true or false, got 2"),
+    (lambda: ParallelConfig.from_args(["use_fsdp=2"]), TypeError, "use_fsdp must be true or false"),
     (lambda: ParallelConfig(cpu_offload="maybe"), TypeError, "cpu_offload must be true or false"),
     (lambda: ParallelConfig(sync_module_states=None), TypeError, "sync_module_states must be"),
     (

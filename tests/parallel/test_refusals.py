@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.rank_pool import RankPool
 
-from parallel.support import torch_group
+from parallel.support import launched, torch_group
 from parallel.test_mixin import BATCH, SAMPLES, SGD, Fit, data, fit, settings, tagi_net, torch_net
 from tagi_ddp.parallel import (
     BaseTrainer,
     BaseTrainerConfig,
+    BestCheckpoint,
+    EarlyStopping,
     ParallelConfig,
     ParallelMixin,
     TaskModel,
 )
+from tagi_ddp.parallel.batches import take
 
 
 def short(comm: Any, path: str, folder: str) -> None:
     with torch_group(comm, path), ParallelMixin(settings(folder)) as trainer:
         arguments: Any = {"epochs": 1, "optimizer": SGD}
         for batch_size, left in ((10, 1), (20, 1), (1, 1)):
-            text = f"batch_size {batch_size} leaves a batch of {left} of {SAMPLES} samples for 2"
+            text = f"batch_size {batch_size} leaves a batch of {left} of {SAMPLES} samples of data"
             with pytest.raises(ValueError, match=text):
                 trainer.train(Fit(), torch_net(), data(), batch_size=batch_size, **arguments)
 
@@ -55,7 +60,7 @@ def test_ranks_learn_why_one_has_failed(shm: RankPool, use_fsdp: bool, tmp_path:
 def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
     with BaseTrainer[Any, Any, Any](settings(str(tmp_path))) as trainer:
         trainer.train(Fit(), torch_net(), data(), epochs=1, batch_size=8, optimizer=SGD)
-        with pytest.raises(ValueError, match="data must have samples to evaluate, got none"):
+        with pytest.raises(ValueError, match="data must have samples, got none"):
             trainer.evaluate(tuple(array[:0] for array in data()), batch_size=8)
         with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
             trainer.evaluate(data(), batch_size=0)
@@ -92,7 +97,7 @@ def wrong_optimizers(comm: Any, path: str, folder: str) -> None:
             trainer.train(Fit(), model, data(), optimizer=SGD(model.parameters()), **arguments)
         with pytest.raises(TypeError, match=r"optimizer must be a function .*, got 0.1"):
             trainer.train(Fit(), model, data(), optimizer=0.1, **arguments)
-        with pytest.raises(ValueError, match="data must have samples to train on, got none"):
+        with pytest.raises(ValueError, match="data must have samples, got none"):
             trainer.train(Fit(), model, none, optimizer=SGD, **arguments)
         with pytest.raises(TypeError, match=r"data must be arrays .* got a NoneType"):
             trainer.train(Fit(), model, None, optimizer=SGD, **arguments)
@@ -118,7 +123,7 @@ def test_what_an_optimizer_must_be(tmp_path: Path) -> None:
             trainer.train(Fit(), torch_net(), data(), optimizer=list, **arguments)
         with pytest.raises(TypeError, match=r"optimizer must be None .*, got an optimizer, SGD$"):
             trainer.train(Fit(), tagi_net(), data(), optimizer=made, **arguments)
-        with pytest.raises(ValueError, match="data must have samples to train on, got none"):
+        with pytest.raises(ValueError, match="data must have samples, got none"):
             trainer.train(Fit(), tagi_net(), tuple(a[:0] for a in data()), **arguments)
 
 
@@ -135,3 +140,67 @@ def test_what_is_refused(tmp_path: Path) -> None:
             trainer.train(Fit(), tagi_net(), (data()[0], data()[1][1:]), **arguments)
         assert trainer.task_model is None
         assert isinstance(BaseTrainer._get_task_model(trainer, Fit(), torch_net()), TaskModel)
+
+
+def test_what_would_fail_after_an_epoch(tmp_path: Path) -> None:
+    """Held-out data that are none, or are missing, are named before anything is done."""
+    x, y = data()
+    wrong: dict[str, dict[str, Any]] = {
+        "held_out must hold arrays of one length, got lengths": {"held_out": (x, y[:3])},
+        "held_out must have samples, got none": {"held_out": (x[:0], y[:0])},
+        "held_out must be given, as EarlyStopping needs": {"callbacks": [EarlyStopping()]},
+        "held_out must be given, as BestCheckpoint needs": {"callbacks": [BestCheckpoint()]},
+    }
+    task = Fit()
+    with BaseTrainer[Any, Any, Any](settings(str(tmp_path))) as trainer:
+        for text, more in wrong.items():
+            with pytest.raises(ValueError, match=text):
+                trainer.train(task, tagi_net(), (x, y), epochs=1, batch_size=BATCH, **more)
+    assert task.seen == []
+
+
+def test_lists_are_no_arrays(tmp_path: Path) -> None:
+    x, y = data()
+    wrong: dict[str, Any] = {
+        "data must be arrays .* got a tuple of lists: make arrays": (x.tolist(), y.tolist()),
+        "data must be arrays .* got a list of tuples: .* a torch Dataset": list(
+            zip(x, y, strict=True)
+        ),
+    }
+    with BaseTrainer[Any, Any, Any](settings(str(tmp_path))) as trainer:
+        for text, given in wrong.items():
+            with pytest.raises(TypeError, match=text):
+                trainer.train(Fit(), tagi_net(), given, epochs=1, batch_size=BATCH)
+
+
+def test_a_share_without_samples() -> None:
+    """It looks like the others, whatever a dataset's samples are made of."""
+
+    class Named(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            return {"x": np.ones(2, np.float32), "pair": (1.5, index)}
+
+    batch = take(Named(), np.zeros(0, np.int64), torch.nn.Module())
+    assert batch["x"].shape == (0, 2)
+    assert [part.shape for part in batch["pair"]] == [(0,), (0,)]
+
+
+def wrong_on_one(comm: Any, job: str, folder: str) -> str:
+    """Return the error of a rank when one is wrong, before torch has a group."""
+    with launched(comm.rank, comm.size, job), ParallelMixin(settings(folder)) as trainer:
+        arguments: Any = {"epochs": 1, "optimizer": SGD, "batch_size": -comm.rank or BATCH}
+        try:
+            with pytest.raises(ValueError, match="batch_size must be at least 1, got -1") as caught:
+                trainer.train(Fit(), torch_net(), data(), **arguments)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_ranks_do_not_wait_for_one_that_is_wrong(shm: RankPool, tmp_path: Path) -> None:
+    first, second = shm.run(wrong_on_one, secrets.token_hex(4), str(tmp_path), size=2, limit=20)
+    assert first == f"rank 1: {second}"

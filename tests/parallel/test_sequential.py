@@ -203,6 +203,8 @@ def test_gaussian_loss() -> None:
     expected -= -normal.log_prob(torch.tensor(y))[0].sum().item() / len(y)
     loss = GaussianLoss(net, (mean.ravel(), variance.ravel()), hidden, NOISE)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
+    mean[1, 0] = np.nan  # an output, which is no reason to leave the observation out
+    assert np.isnan(GaussianLoss(net, (mean.ravel(), variance.ravel()), hidden, NOISE).item())
 
 
 def test_gaussian_loss_goes_backward_as_the_engines_updater() -> None:
