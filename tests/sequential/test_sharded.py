@@ -170,17 +170,19 @@ def test_a_rank_that_dies_is_named() -> None:
         assert (kind, ranks) == (PeerLost.__name__, (1,))
 
 
-def differ(comm: Communicator) -> tuple[Report, Report]:
-    merged = report(lambda: wrap(comm, reduction="precision", sharded=True))
-    return merged, report(lambda: wrap(comm, sharded=comm.rank == 0))
+def refused(comm: Communicator, differ: bool) -> Report:
+    options = {"sharded": comm.rank == 0} if differ else {"reduction": "precision", "sharded": True}
+    return report(lambda: wrap(comm, **options))
 
 
-def test_errors(shm: RankPool) -> None:
-    for merged, different in shm.run(differ, size=2):
-        assert merged[0] == "ValueError"
-        assert "sharded" in merged[1]
-        assert different[0] == "ReplicaMismatch"
-        assert "option sharded" in different[1]
+@pytest.mark.parametrize(
+    ("differ", "kind", "text"),
+    [(False, "ValueError", "sharded"), (True, "ReplicaMismatch", "option sharded")],
+)
+def test_errors(shm: RankPool, differ: bool, kind: str, text: str) -> None:
+    for error in shm.run(refused, differ, size=2, fresh=True):
+        assert error[0] == kind
+        assert text in error[1]
 
 
 @given(size=st.integers(0, 10_000), ranks=st.integers(1, 40))
