@@ -145,7 +145,9 @@ class LSTM(Layer):
         if states.batch != self._batch:
             self._batch, self._carried = states.batch, None
         carried = self._carried
-        mean, variance = states.viewed(self._inputs)
+        mean, variance = states.viewed(self._steps, self._inputs)
+        mean = mean.flatten(0, 1)
+        variance = None if variance is None else variance.flatten(0, 1)
         if carried is not None:
             if variance is None:
                 variance = torch.zeros_like(mean)

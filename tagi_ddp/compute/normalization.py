@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tagi_ddp.compute.layer import Gaussians, Layer
-from tagi_ddp.compute.states import Deltas, Jacobian, States, scale
+from tagi_ddp.compute.states import Deltas, Jacobian, States, require_inputs, scale
 from tagi_ddp.engine.normalization import batch_norm_options, layer_norm_epsilon
 
 
@@ -53,7 +53,10 @@ class Normalization(Layer):
         """
         weights, biases = self._weights, self._biases
         mean, variance = states.mean, states.variance
-        shape = (states.batch, weights.mu.numel(), -1)
+        features = weights.mu.numel()
+        if mean.shape[1] != features:
+            require_inputs(features, mean)
+        shape = (states.batch, features, -1)
         mean = mean.reshape(shape)
         variance = None if variance is None else variance.reshape(shape)
         centered, factor = self._center(mean, variance, training)

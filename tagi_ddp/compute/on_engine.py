@@ -10,6 +10,7 @@ import numpy as np
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, Shown
+from tagi_ddp.engine.layers import input_size_of
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -20,7 +21,14 @@ class EngineCompute:
     takes_tensors = False
 
     def __init__(self, model: Any, replica: Replica) -> None:
-        """Compute ``model``, whose state is ``replica``."""
+        """Compute ``model``, whose state is ``replica``; ValueError if the engine would crash."""
+        first = model._cpp_backend.layers[0]
+        self._width = input_size_of(first)
+        if not self._width:
+            raise ValueError(
+                f"the engine cannot compute a network that begins with a {type(first).__name__}, "
+                'which tells no size of its inputs: use compute="torch"'
+            )
         self.replica = replica
         self._model = model
         self._updater: Any = None  # pytagi's OutputUpdater
@@ -42,8 +50,7 @@ class EngineCompute:
         """Call the model's forward."""
         first = self._model._cpp_backend.layers[0]
         # A recurrent layer's input is a sequence whose length the engine checks itself.
-        width = int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
-        require_whole_samples(mean.size, width)
+        require_whole_samples(mean.size, self._width)
         self._make_room(mean.size)
         try:
             outputs: tuple[FloatArray, FloatArray] = self._model.forward(mean, variance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,14 +44,22 @@ class States:
         return torch.ones_like(self.mean) if self.jacobian is None else self.jacobian.tensor()
 
     def viewed(self, *shape: int) -> tuple[Tensor, Tensor | None]:
-        """Return mean and variance as [batch, *shape]."""
+        """Return mean and variance as [batch, *shape]; ValueError if they have another size."""
         mean, variance = self.mean, self.variance
         if mean.shape[1:] == shape:
             return mean, variance
+        require_inputs(math.prod(shape), mean)
         return (
             mean.reshape(-1, *shape),
             None if variance is None else variance.reshape(-1, *shape),
         )
+
+
+def require_inputs(count: int, mean: Tensor) -> None:
+    """Raise ValueError unless samples have as many elements as the layer that takes them."""
+    got = mean.shape[1:].numel()
+    if got != count:
+        raise ValueError(f"a layer takes {count} inputs, but the one before has {got} outputs")
 
 
 @dataclass(slots=True)

@@ -47,13 +47,25 @@ def _walk(path: str, handle: Any) -> Iterator[Layer]:
         yield Layer(f"{path} ({handle.get_layer_info()})", kind, handle)
 
 
+def input_size_of(first: Any) -> int:
+    """Return the elements of a sample, or of a step of a series, that a first layer tells; or 0."""
+    return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
+
+
 def initialise(model: Any) -> None:
     """Give every layer its parameters and deltas now, which the engine does as late as in forward.
 
     Parameters that are there already keep their values: the engine's own initialisation would draw
-    new ones for some layers.
+    new ones for some layers. Raises ValueError where the first layer tells no size of its inputs,
+    by which the engine would divide.
     """
     layers = list(walk(model))
+    if layers and not input_size_of(layers[0].handle):
+        raise ValueError(
+            f"layer {layers[0].name} does not tell the size of the network's inputs: begin with "
+            "one that does, like Linear, or give Conv2d in_width and in_height, Embedding "
+            "input_size"
+        )
     late = [layer for layer in layers if layer.kind in _INITIALISED_LATE]
     if any(layer.handle.num_weights == 0 for layer in late):
         saved = [

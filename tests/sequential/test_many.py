@@ -106,7 +106,7 @@ def test_a_process_group_is_taken(shm: RankPool) -> None:
     assert shm.run(task, size=2) == [[2, 4, 6]] * 2
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_is_ready_waits_for_the_others(backend: str) -> None:
     def impatient() -> Any:
         comm = init(backend, timeout=30)
