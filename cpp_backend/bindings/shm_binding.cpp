@@ -103,6 +103,7 @@ void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
 }
 
 void PyShmCommunicator::run(Lane& lane, const std::function<void()>& operation) {
+    communicator_->require_own_process();
     if (lane.busy()) {
         const auto work = lane.queue->submit(operation);
         wait_for(*work, forever);  // the operation has its own timeout
@@ -120,6 +121,7 @@ nb::object PyShmCommunicator::start(Lane& lane, const std::string& name,
         run(lane, operation);
         return nb::none();
     }
+    communicator_->require_own_process();
     auto kept = std::make_shared<Kept>();
     for (nb::handle array : arrays) kept->objects.push_back(nb::borrow(array));
     auto work = lane.queue->submit([&lane, kept, operation = std::move(operation)] {
@@ -296,6 +298,7 @@ void PyShmCommunicator::close() {
 }
 
 void PyShmCommunicator::end_with_process(const std::optional<std::string>& reason) {
+    if (!communicator_->in_own_process()) return;
     if (reason) abort(*reason, {});
     // A thread that wants the interpreter's lock when there is none any more ends the process.
     try {

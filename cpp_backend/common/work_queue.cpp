@@ -1,5 +1,7 @@
 #include "common/work_queue.h"
 
+#include <unistd.h>
+
 #include <utility>
 
 namespace tagi_ddp {
@@ -32,7 +34,12 @@ WorkQueue::~WorkQueue() {
         stopping_ = true;
     }
     changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    if (!thread_.joinable()) return;
+    if (getpid() == process_) {
+        thread_.join();
+    } else {
+        thread_.detach();  // a fork has no such thread
+    }
 }
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> operation) {
@@ -40,7 +47,10 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> operation) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         pending_.emplace_back(std::move(operation), work);
-        if (!thread_.joinable()) thread_ = std::thread(&WorkQueue::run, this);
+        if (!thread_.joinable()) {
+            process_ = getpid();
+            thread_ = std::thread(&WorkQueue::run, this);
+        }
     }
     changed_.notify_all();
     return work;

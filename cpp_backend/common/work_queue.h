@@ -50,6 +50,7 @@ class WorkQueue {
     bool running_ = false;
     bool stopping_ = false;
     std::thread thread_;  // started by the first submit
+    int process_ = 0;     // which has the thread
 };
 
 }  // namespace tagi_ddp

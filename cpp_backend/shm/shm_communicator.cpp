@@ -89,6 +89,17 @@ void ShmCommunicator::require_open(const Operation& operation) const {
                             where(operation) + "this communicator is closed. Make a new one.");
 }
 
+bool ShmCommunicator::in_own_process() const { return getpid() == process_; }
+
+void ShmCommunicator::require_own_process() const {
+    if (in_own_process()) return;
+    throw CommunicatorError(ErrorKind::general,
+                            "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+                                " (shm): this communicator is that of process " +
+                                std::to_string(process_) +
+                                ", of which this is a fork. Make a new one.");
+}
+
 std::string ShmCommunicator::where(const Operation& operation) const {
     return where_text(operation.name, rank_, size_);
 }
@@ -322,7 +333,7 @@ std::shared_ptr<std::byte> ShmCommunicator::allocate(size_t bytes, double timeou
 }
 
 void ShmCommunicator::abort(const std::string& reason, std::vector<int> ranks) {
-    if (!segment_ || getpid() != process_) return;
+    if (!segment_ || !in_own_process()) return;
     if (ranks.empty()) ranks = {rank_};
     const std::string text = "rank " + std::to_string(rank_) + " gave up: " + reason;
     fail({ErrorKind::peer_lost, text, std::move(ranks)}, "");
@@ -336,7 +347,7 @@ void ShmCommunicator::check() const {
 
 void ShmCommunicator::close() {
     if (!segment_) return;
-    if (getpid() == process_) {
+    if (in_own_process()) {
         segment_->rank(rank_).status.store(RankStatus::closed, std::memory_order_release);
     }
     segment_.reset();

@@ -71,6 +71,10 @@ class ShmCommunicator {
     void abort(const std::string& reason, std::vector<int> ranks = {});
     // Throws what is known already that would end the next operation; any thread may call it.
     void check() const;
+    // False in a fork of the process that made this, which must not speak for its parent.
+    bool in_own_process() const;
+    // Throws in such a fork.
+    void require_own_process() const;
     void close();
 
     // A collective operation: `bytes` of this communicator's own memory for each rank, zero at
@@ -119,12 +123,12 @@ class ShmCommunicator {
     double timeout_;
     std::function<void()> on_wait_;
     std::shared_ptr<Segment> segment_;  // null once closed
-    int process_;                       // a forked child must not speak for its parent
-    bool has_cores_;                    // one for each rank
-    int spins_;                         // looks at a counter before sleeping on it
-    std::atomic<int64_t> waited_{0};    // for other ranks, in nanoseconds
-    uint32_t number_ = 0;               // of the last collective, for errors
-    uint32_t entries_ = 0;              // how often `enter` was called
+    int process_;
+    bool has_cores_;                  // one for each rank
+    int spins_;                       // looks at a counter before sleeping on it
+    std::atomic<int64_t> waited_{0};  // for other ranks, in nanoseconds
+    uint32_t number_ = 0;             // of the last collective, for errors
+    uint32_t entries_ = 0;            // how often `enter` was called
     uint32_t round_ = 0;  // rounds of chunks so far, equal on all ranks between operations
     uint32_t splits_ = 0;
     std::vector<uint32_t> packets_sent_, packets_received_, messages_sent_, messages_received_;

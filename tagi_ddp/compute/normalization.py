@@ -35,6 +35,7 @@ class Normalization(Layer):
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
+        self._inputs: int | None = None  # elements of a sample; None: any images, or vectors
         self._saved: _Saved | None = None
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
@@ -53,10 +54,9 @@ class Normalization(Layer):
         """
         weights, biases = self._weights, self._biases
         mean, variance = states.mean, states.variance
-        features = weights.mu.numel()
-        if mean.shape[1] != features:
-            require_inputs(features, mean)
-        shape = (states.batch, features, -1)
+        if self._inputs is not None:
+            require_inputs(self._inputs, mean)
+        shape = (states.batch, weights.mu.numel(), -1)
         mean = mean.reshape(shape)
         variance = None if variance is None else variance.reshape(shape)
         centered, factor = self._center(mean, variance, training)
@@ -130,6 +130,7 @@ class LayerNorm(Normalization):
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
         self._epsilon = layer_norm_epsilon(handle)
+        self._inputs = int(handle.input_size)
 
     def _center(
         self, mean: Tensor, variance: Tensor | None, training: bool
