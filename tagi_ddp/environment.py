@@ -204,7 +204,8 @@ def _integer(
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
     if end is not None and value >= end:
-        raise ValueError(f"{name} is {value}, too much for {limit}={environ.get(limit)}")
+        what = f"too much for {limit}={environ.get(limit)}" if limit else f"not below {end}"
+        raise ValueError(f"{name} is {value}, {what}")
     return value
 
 

@@ -284,7 +284,7 @@ def test_rendezvous_endpoint_of_a_slurm_step(nodes: str, host: str) -> None:
         (SBATCH_BODY, "MASTER_ADDR"),
         (SRUN, "MASTER_ADDR"),
         ({"MASTER_ADDR": "host"}, "MASTER_PORT"),
-        ({"MASTER_ADDR": "host", "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"MASTER_ADDR": "host", "MASTER_PORT": "70000"}, "MASTER_PORT is 70000, not below 65536"),
         ({"MASTER_ADDR": "host", "MASTER_PORT": "x"}, "MASTER_PORT"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import abstractmethod
@@ -15,20 +16,20 @@ import numpy.typing as npt
 
 from tagi_ddp import checks
 from tagi_ddp.communicators import buffers, guard
-from tagi_ddp.communicators.buffers import Elements
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.errors import (
     CommunicatorError,
     PeerLost,
     Timeout,
+    not_started,
     timeout_text,
     what_happened,
 )
 from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
 C = TypeVar("C", bound="BaseCommunicator[Any, Any]")
-E = TypeVar("E", bound=Elements)
+E = TypeVar("E", bound=buffers.Elements)
 R = TypeVar("R")
 T = TypeVar("T")
 
@@ -50,8 +51,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         """Make rank ``rank`` of ``size``; ``timeout`` in seconds limits every wait."""
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.timeout = timeout
         self._lock = threading.RLock()
         self._numbers: Counter[str] = Counter()
@@ -59,6 +59,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._messages_out = OperationQueue(f"tagi_ddp {self.backend} messages")
         self._failure: CommunicatorError | None = None
         self._closed = False
+        self._process = os.getpid()
 
     @property
     def timeout(self) -> float:
@@ -219,11 +220,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     def split(self: C, color: int | None, key: int = 0) -> C | None:
         """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none."""
-        if color is not None and checks.integer("color", color) < 0:
-            raise ValueError(
-                f"color is {color}, but colors are not negative; None leaves this rank out"
-            )
-        key = checks.integer("key", key)
+        color, key = buffers.check_color(color), buffers.check_key(key)
         call = self._call("split", "", None)
         return self._submit(call, lambda: self._split(call, color, key), False).result()
 
@@ -244,6 +241,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     def close(self) -> None:
         """Leave the group, once what was called is complete; may be called again."""
+        if self._is_forked():
+            return  # the connections are its parent's, and threads may have held the locks
         with self._lock:
             if self._closed:
                 return
@@ -303,6 +302,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     # Order, numbers and errors.
 
     def _call(self, name: str, arguments: str, timeout: float | None, peer: str = "") -> Call:
+        self._check_open(name)  # before a fork waits for a lock, which nobody may free there
         limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
         return Call(name, arguments, limit, peer)
 
@@ -377,20 +377,20 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         what = timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
         return Timeout(f"{self._where(call.title)}: {what}", missing)
 
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
     def _check_open(self, name: str) -> None:
-        if self._closed:
+        if self._closed or self._is_forked():
+            forked = f"that of process {self._process}, of which this is a fork"
+            what = "closed" if self._closed else forked
             raise CommunicatorError(
-                f"{self._where(name)}: this communicator is closed. Make a new one."
+                f"{self._where(name)}: this communicator is {what}. Make a new one."
             )
 
     def _check_failure(self, call: Call) -> None:
-        first = self._failure
-        if first is not None:
-            raise type(first)(
-                f"{self._where(call.title)}: not started, this communicator failed before "
-                f"({first}). Make a new one.",
-                first.ranks,
-            )
+        if self._failure is not None:
+            raise not_started(self._where(call.title), self._failure)
 
     def _fail(self, error: CommunicatorError, reason: str) -> None:
         with self._lock:

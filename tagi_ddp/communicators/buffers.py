@@ -15,6 +15,7 @@ from tagi_ddp.communicators.communicator import Buffer, ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_END = 1 << 31  # of C's int
 _OPS = get_args(ReduceOp)
 _NAMES = {np.dtype(name): name for name in FLOATS + INTEGERS if name != "bfloat16"}
 
@@ -66,7 +67,8 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
 
     Raises:
         TypeError: it is neither a numpy array nor a torch tensor, or its dtype is not supported.
-        ValueError: it is not C-contiguous, not on the CPU, or read-only though ``writable``.
+        ValueError: it is not C-contiguous or aligned, not on the CPU, or read-only though
+            ``writable``.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
@@ -84,6 +86,8 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
         dtype = kind.name
     if not buffer.flags.c_contiguous:
         raise ValueError(not_contiguous(name))
+    if not buffer.flags.aligned:
+        raise ValueError(not_aligned(name))
     if writable and not buffer.flags.writeable:
         raise ValueError(not_writable(name))
     flat = buffer.reshape(-1)
@@ -101,6 +105,8 @@ def _tensor_elements(tensor: Any, name: str, torch: Any) -> HostElements:
         )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(not_contiguous(name))
+    if tensor.data_ptr() % tensor.element_size():
+        raise ValueError(not_aligned(name))
     flat = tensor.detach().reshape(-1)
     if dtype == "bfloat16":
         return HostElements.of(dtype, flat.view(torch.int16).numpy().view(np.uint16))
@@ -121,6 +127,11 @@ def unsupported(name: str, dtype: str) -> str:
 def not_contiguous(name: str) -> str:
     """Return what is wrong with a buffer that is strided."""
     return f"{name} is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes"
+
+
+def not_aligned(name: str) -> str:
+    """Return what is wrong with a buffer that begins between two elements."""
+    return f"{name} is not aligned to its dtype; pass a copy"
 
 
 def not_writable(name: str) -> str:
@@ -153,6 +164,28 @@ def check_op(op: ReduceOp, dtype: str) -> None:
         raise TypeError(
             f'op is "mean", which is not defined for {dtype}; use "sum" or a float dtype'
         )
+
+
+def check_color(color: int | None) -> int | None:
+    """Return a color of `split` as MPI takes it; None leaves a rank out."""
+    if color is None:
+        return None
+    color = integer("color", color)
+    if color < 0:
+        raise ValueError(
+            f"color is {color}, but colors are not negative; None leaves this rank out"
+        )
+    if color >= _END:
+        raise ValueError(f"color is {color}, but colors are below {_END}")
+    return color
+
+
+def check_key(key: int) -> int:
+    """Return a key of `split` as MPI takes it."""
+    key = integer("key", key)
+    if not -_END <= key < _END:
+        raise ValueError(f"key is {key}, but keys go from {-_END} to {_END - 1}")
+    return key
 
 
 def check_counts(

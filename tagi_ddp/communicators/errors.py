@@ -15,6 +15,8 @@ Each text reads ``<operation> on rank <r> of <size> (<backend>): <what happened>
 - Once broken, an operation raises the same type and ranks again: ``not started, this communicator
   failed before (<text of the first error>). Make a new one.``
 - Closed: a plain `CommunicatorError`: ``this communicator is closed. Make a new one.``
+- In a process that the rank has forked: a plain `CommunicatorError`: ``this communicator is that of
+  process 42, of which this is a fork. Make a new one.``
 
 A rank that fails tells the others, so that each raises the same type with the same ranks, except
 that a rank which others waited for in vain gets `PeerLost` naming those that gave up on it. Who
@@ -78,6 +80,12 @@ def as_told(
     passed_on = issubclass(kind, (PeerLost, Timeout)) and not {rank, to} & set(ranks)
     own = f"rank {rank} gave up: "
     return text if passed_on or text.startswith(own) else own + text
+
+
+def not_started(where: str, first: CommunicatorError) -> CommunicatorError:
+    """Return the error of an operation of a communicator that ``first`` has broken."""
+    text = f"{where}: not started, this communicator failed before ({first}). Make a new one."
+    return type(first)(text, first.ranks)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -65,6 +65,9 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     def _split(self, call: Call, color: int | None, key: int) -> SingleCommunicator | None:
         return None if color is None else SingleCommunicator(self.timeout)
 
+    def _is_forked(self) -> bool:
+        return False  # a fork is a world of one, too
+
     def _fail(self, error: CommunicatorError, reason: str) -> None:
         pass  # no other rank could be out of step: operations go on
 

@@ -23,6 +23,8 @@ from tagi_ddp.launcher.pickling import dumps
 
 _PR_SET_PDEATHSIG = 1
 
+_process = 0  # the rank's; what it forks has its report pipe too, but must not speak for it
+
 
 class Report(TypedDict, total=False):
     """What a rank tells the supervisor, pickled: its result, its error, or that it exits."""
@@ -41,6 +43,8 @@ class Report(TypedDict, total=False):
 
 def main() -> None:
     """Run ``parent-pid gate-fd report-fd meeting-fd kind target arguments...``, by sys.argv."""
+    global _process
+    _process = os.getpid()
     parent, gate, report_fd, meeting_fd = (int(text) for text in sys.argv[1:5])
     kind, target, *arguments = sys.argv[5:]
     die_with_parent(parent)
@@ -81,6 +85,8 @@ def _call(report_fd: int, payload_fd: int) -> None:
     except SystemExit as leaving:
         _exit(report_fd, leaving)
     except BaseException as error:
+        if _is_forked():
+            raise  # nobody else would show it
         caught = time.monotonic()
         lines = traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__))
         _send_error(report_fd, error, caught, "".join(lines))
@@ -154,6 +160,12 @@ def _is_consequence(error: BaseException) -> bool:
     return isinstance(root, PeerLost)
 
 
+def _is_forked() -> bool:
+    return os.getpid() != _process
+
+
 def _send(report_fd: int, report: Report) -> None:
+    if _is_forked():
+        return
     with os.fdopen(report_fd, "wb") as pipe:
         pickle.dump(report, pipe)

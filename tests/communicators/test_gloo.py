@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.ipv6 import has_ipv6_loopback
 from support.rank_pool import RankPool
 
 from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_communicator, init
+from tagi_ddp.launcher.launch import launch
 
 
 class TestGloo(WholeContract):
@@ -134,6 +136,25 @@ def without_address(comm: Any, name: str, value: str | None) -> str:
     finally:
         os.environ[name] = saved
     raise AssertionError("no error")
+
+
+def test_a_fork_may_end_as_any_process_does() -> None:
+    def fork() -> None:
+        with init("gloo", timeout=20) as comm:
+            comm.all_reduce(np.ones(3))
+            pid = os.fork()
+            if pid == 0:
+                sys.exit(4)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+            comm.all_reduce(np.ones(3))
+
+    launch(fork, 2, timeout=60)
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    with pytest.raises(BackendUnavailable, match=r"GLOO_SOCKET_IFNAME is lo,nope0, .* are lo"):
+        init("gloo", 0, 2, job="no interface", timeout=5)
 
 
 def in_a_slurm_step(comm: Any) -> str:

@@ -12,6 +12,7 @@ import pytest
 from contract.arguments import ArgumentsContract
 from contract.deaths import StopContract
 from contract.failures import ClosedContract, FailuresContract
+from contract.forks import ForksContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
@@ -23,6 +24,7 @@ class TestMpi(
     ArgumentsContract,
     OrderContract,
     GroupContract,
+    ForksContract,
     ProgramsContract,
     ClosedContract,
     FailuresContract,
@@ -126,6 +128,24 @@ def test_a_job_without_close_ends_well(tmp_path: Path) -> None:
         assert buffer[0] == 2
     """
     assert run_script(tmp_path / "train.py", source, 2)[0] == 0
+
+
+def test_an_error_of_a_fork_does_not_end_the_job(tmp_path: Path) -> None:
+    source = """
+        import os
+        import numpy as np
+        from tagi_ddp.communicators import init
+        comm = init("mpi", timeout=60)
+        comm.all_reduce(np.ones(3))
+        pid = os.fork()
+        if pid == 0:
+            raise ValueError("out of cheese")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+        comm.all_reduce(np.ones(3))
+    """
+    status, output = run_script(tmp_path / "train.py", source, 2)
+    assert status == 0, output
+    assert output.count("ValueError: out of cheese") == 2
 
 
 @pytest.mark.parametrize("ending", ["", "comm.close()"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from contract.arguments import CASES
+from contract.arguments import CASES, MISALIGNED
 from contract.data import caught
 
 from tagi_ddp.communicators.shm import ShmCommunicator
@@ -20,9 +20,12 @@ OTHER_WORDS = {
     "bool",
     "swapped bytes",
     "root no integer",
+    "color too high",
+    "key too low",
     "color no integer",
     "key no integer",
 }
+ALL = CASES | MISALIGNED
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def both() -> Iterator[tuple[Any, Any]]:
         yield shm, single
 
 
-@pytest.mark.parametrize("case", sorted(set(CASES) - OTHER_WORDS))
+@pytest.mark.parametrize("case", sorted(set(ALL) - OTHER_WORDS))
 def test_words(both: tuple[Any, Any], case: str) -> None:
-    shm, single = (str(caught(lambda comm=comm: CASES[case][1](comm))) for comm in both)
+    shm, single = (str(caught(lambda comm=comm: ALL[case][1](comm))) for comm in both)
     assert single == shm

@@ -7,7 +7,6 @@ each other over the channel what they call, how it ends, and that they are still
 from __future__ import annotations
 
 import atexit
-import os
 import time
 import weakref
 from abc import abstractmethod
@@ -38,7 +37,6 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         self._others = [r for r in range(size) if r != rank]
         self._copied = 0  # the last collective that used the engine
         self._sent: defaultdict[int, int] = defaultdict(int)
-        self._process = os.getpid()
         _open.add(self)
 
     @abstractmethod
@@ -159,8 +157,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     def end_with_process(self) -> None:
         """Close; abort first, so that the others learn the reason, if an error ends the process."""
-        if self._process != os.getpid():
-            return  # a fork: the connections are its parent's
+        if self._is_forked():
+            return
         if (reason := last_words()) is not None:
             self.abort(reason)
         self.close()

@@ -259,12 +259,17 @@ def host_id() -> str:
         return socket.gethostname()
 
 
+def chosen_interfaces() -> list[str]:
+    """Return the interfaces that GLOO_SOCKET_IFNAME lists; none: all of this host."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def _addresses() -> list[str]:
     """Return this host's addresses that other hosts may reach, those of IPv4 first.
 
-    GLOO_SOCKET_IFNAME, a list of interfaces, restricts them.
+    GLOO_SOCKET_IFNAME restricts them.
     """
-    chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    chosen = chosen_interfaces()
     names = [name for _, name in socket.if_nameindex() if not chosen or name in chosen]
     return [*_ipv4_addresses(names), *_ipv6_addresses(names)]
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.checked import open_channel, opened
+from tagi_ddp.communicators.control.mesh import chosen_interfaces
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout, timeout_text
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
 from tagi_ddp.communicators.host.gloo_engine import GlooEngine
@@ -51,6 +52,7 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     torchrun's agent listens there, or else rank 0 does, beside a default process group if there is
     one. Raises BackendUnavailable when the variables are not set.
     """
+    _check_interfaces()
     deadline = time.monotonic() + timeout
     store = _environment_store(rank, deadline)
     named = (os.environ[name] for name in _JOB_NAMES if name in os.environ)
@@ -72,6 +74,7 @@ def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
 
 def connect(store: Store, rank: int, size: int, timeout: float) -> GlooCommunicator:
     """Return a communicator of the ranks that have ``store`` in common."""
+    _check_interfaces()
     deadline = time.monotonic() + timeout
     comm = _connect(rank, size, store, timeout, deadline)
     return opened(comm, comm.open_engines, timeout, deadline)
@@ -152,6 +155,17 @@ def _warn_of_strangers() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _check_interfaces() -> None:
+    """Raise BackendUnavailable when GLOO_SOCKET_IFNAME lists what this host does not have."""
+    here = [name for _, name in socket.if_nameindex()]
+    chosen = chosen_interfaces()
+    if not set(chosen) <= set(here):
+        raise BackendUnavailable(
+            f"GLOO_SOCKET_IFNAME is {','.join(chosen)}, but this host's network interfaces are "
+            f"{', '.join(here)}: name some of these, or unset it"
+        )
 
 
 def _environment_store(rank: int, deadline: float) -> Store:

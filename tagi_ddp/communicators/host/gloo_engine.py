@@ -10,6 +10,7 @@ import ctypes
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.control.mesh import chosen_interfaces
 from tagi_ddp.communicators.host import messages
 from tagi_ddp.communicators.operation_queue import OperationQueue
 
@@ -201,6 +203,7 @@ class _Context:
         self.group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
         self.connected_to: int | None = None  # one of those, if any
         self.is_cut = False
+        _contexts.add(self)
 
     def cut(self) -> None:
         """Let all that waits fail."""
@@ -215,6 +218,18 @@ class _Context:
         """Let go of the connections and of gloo's threads."""
         self.is_cut = True
         self.group = self._store = None
+
+
+_contexts: weakref.WeakSet[_Context] = weakref.WeakSet()
+
+
+def _keep_in_fork() -> None:
+    """Let a fork never free what would wait for threads of gloo, which it does not have."""
+    for context in _contexts:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(context.group))
+
+
+os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 class _ChannelStore(Store):
@@ -252,7 +267,7 @@ class _Early(Exception):
 
 
 def _devices(address: str) -> list[Any]:
-    chosen = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    chosen = chosen_interfaces()
     create_device = dist.ProcessGroupGloo.create_device
     if chosen:
         return [create_device(interface=name, lazy_init=True) for name in chosen]

@@ -32,6 +32,7 @@ _TAGS = 1 << 24  # that tell calls apart well enough
 _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 _FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
 
+_process = os.getpid()
 _broken = False
 _outlives = False  # whether this process goes on in other groups when one is broken
 
@@ -202,7 +203,14 @@ def outlive_ranks() -> None:
 def _end_job() -> None:
     """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
     close_all()
-    failed = _broken or getattr(sys, "last_value", None) is not None
+    error = getattr(sys, "last_value", None)
+    if os.getpid() != _process:  # a fork, which does not speak for its rank
+        if error is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # MPI_Finalize would wait for threads that a fork does not have
+        return
+    failed = _broken or error is not None
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
     if failed:

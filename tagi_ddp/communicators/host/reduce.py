@@ -59,7 +59,8 @@ def widen(row: np.ndarray, dtype: str) -> np.ndarray:
 
 def _narrow(total: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
-        return total.astype(np.float16)
+        with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+            return total.astype(np.float16)
     bits = total.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
     quiet = (bits >> 16) | 0x40  # rounding could turn a NaN into an infinity

@@ -16,6 +16,7 @@ from tagi_ddp.communicators.buffers import (
     Elements,
     elements,
     item_size,
+    not_aligned,
     not_contiguous,
     not_writable,
     unsupported,
@@ -59,7 +60,8 @@ def device_elements(
 
     Raises:
         TypeError: it is no array, or its dtype is not supported.
-        ValueError: it is not C-contiguous, not on ``device``, or read-only though ``writable``.
+        ValueError: it is not C-contiguous or aligned, not on ``device``, or read-only though
+            ``writable``.
     """
     torch = sys.modules.get("torch")
     if isinstance(buffer, np.ndarray):
@@ -103,6 +105,8 @@ def _of_tensor(tensor: Any, name: str, torch: Any) -> DeviceElements:
         raise TypeError(unsupported(name, dtype))
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(not_contiguous(name))
+    if tensor.data_ptr() % tensor.element_size():
+        raise ValueError(not_aligned(name))
     stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
     return DeviceElements(dtype, tensor.numel(), tensor.data_ptr(), tensor, stream)
 
@@ -114,6 +118,8 @@ def _of_interface(buffer: Any, name: str, writable: bool) -> DeviceElements:
     if dtype.name not in FLOATS + INTEGERS or not dtype.isnative:
         raise TypeError(unsupported(name, str(dtype)))
     address, read_only = interface["data"]
+    if address % dtype.itemsize:
+        raise ValueError(not_aligned(name))
     if writable and read_only:
         raise ValueError(not_writable(name))
     shape = interface["shape"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.data import caught, tensor
+from contract.data import caught, tensor, tensor_of
 from support.rank_pool import RankPool
 
 
@@ -19,6 +19,10 @@ def read_only() -> np.ndarray:
     array = zeros(4)
     array.flags.writeable = False
     return array
+
+
+def misaligned() -> np.ndarray:
+    return np.zeros(18, np.uint8)[2:].view(np.float32)
 
 
 def overlapping(comm: Any) -> Any:
@@ -105,8 +109,18 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "timeout without end": (("timeout", "inf"), lambda c: c.barrier(timeout=float("inf"))),
     "timeout set to nothing": (("timeout", "0"), lambda c: setattr(c, "timeout", 0)),
     "color negative": (("color", "-1"), lambda c: c.split(-1)),
+    "color too high": (("color",), lambda c: c.split(1 << 31)),
+    "key too low": (("key",), lambda c: c.split(0, -(1 << 31) - 1)),
     "color no integer": (("color",), lambda c: c.split("red")),
     "key no integer": (("key",), lambda c: c.split(0, "first")),
+}
+
+
+# On a device the copies of these are aligned.
+MISALIGNED: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "array": (("buffer", "aligned"), lambda c: c.all_reduce(misaligned())),
+    "out": (("out", "aligned"), lambda c: c.all_reduce(zeros(4), out=misaligned())),
+    "tensor": (("buffer", "aligned"), lambda c: c.all_reduce(tensor_of(misaligned()))),
 }
 
 
@@ -123,7 +137,15 @@ class ArgumentsContract:
 
     @pytest.mark.parametrize("case", CASES)
     def test_wrong_argument(self, pool: RankPool, size: int, case: str) -> None:
-        words, call = CASES[case]
+        self.check(pool, size, *CASES[case])
+
+    @pytest.mark.parametrize("case", MISALIGNED)
+    def test_misaligned(self, pool: RankPool, size: int, case: str) -> None:
+        self.check(pool, size, *MISALIGNED[case])
+
+    def check(
+        self, pool: RankPool, size: int, words: tuple[str, ...], call: Callable[[Any], Any]
+    ) -> None:
         for right_type, text in pool.run(raise_and_go_on, call, size=size):
             assert right_type, text
             assert all(word in text for word in words), text

@@ -35,6 +35,13 @@ def tensor(values: Any, dtype: str) -> Any:
     return torch.tensor(values, dtype=getattr(torch, dtype))
 
 
+def tensor_of(array: np.ndarray) -> Any:
+    """Return a torch tensor that shares the memory of ``array``."""
+    import torch
+
+    return torch.from_numpy(array)
+
+
 def empty(dtype: str, count: int) -> Any:
     """Return ``count`` elements that no operation would leave."""
     if dtype == "bfloat16":

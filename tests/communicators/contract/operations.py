@@ -56,11 +56,12 @@ def accumulate(comm: Any, dtype: str, big: float) -> None:
 
 def non_finite(comm: Any, dtype: str) -> bytes:
     results = b""
-    for op, count in itertools.product(ops(dtype), (6, 6000)):
+    for op, count in itertools.product(ops(dtype), (7, 6000)):
         buffer = np.ones(count, dtype)
         buffer[comm.rank] = np.nan
         buffer[4] = np.inf if comm.rank == 0 else -np.inf
         buffer[5] = np.inf if comm.rank == 0 else 1
+        buffer[6] = np.finfo(dtype).max
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             comm.all_reduce(buffer, op)
@@ -68,6 +69,7 @@ def non_finite(comm: Any, dtype: str) -> bytes:
             assert np.isnan(buffer[: comm.size]).all()
             assert np.isnan(buffer[4]) == (comm.size > 1)
             assert buffer[5] == np.inf
+            assert np.isinf(buffer[6]) == (comm.size > 1)
         results += buffer.tobytes()
     return results
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contract.arguments import ArgumentsContract
 from contract.deaths import DeathsContract, StopContract
 from contract.failures import ClosedContract, FailuresContract, InitContract
+from contract.forks import ForksContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
@@ -17,6 +18,12 @@ class SoloContract(
 
 
 class WholeContract(
-    SoloContract, GroupContract, FailuresContract, DeathsContract, StopContract, InitContract
+    SoloContract,
+    GroupContract,
+    ForksContract,
+    FailuresContract,
+    DeathsContract,
+    StopContract,
+    InitContract,
 ):
     """At every number of ranks from 2 on."""
