@@ -296,17 +296,17 @@ def test_nonsense_ends_a_connection(channels: Channels) -> None:
 def test_a_partial_message_blocks_no_reader_for_ever(channels: Channels) -> None:
     """A rank that is stopped within a message counts as lost when its limit is over."""
     one, two = channels
-    mesh.set_limit(two._connections[0], 0.5)
+    mesh.set_limit(two._connections[0], 2.0)
     os.write(one._connections[1].fileno(), struct.pack("!i", 1000) + b"\x01")
     started = time.monotonic()
     reader = threading.Thread(target=two.until, args=(lambda: bool(two.notes.died), started + 20))
     reader.start()
     time.sleep(0.1)
     assert not two.until(lambda: False, time.monotonic() + 0.1), "another thread goes on"
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2
     reader.join(20)
     assert two.notes.died == {0}
-    assert 0.4 < time.monotonic() - started < 5
+    assert 1.9 < time.monotonic() - started < 10
 
 
 def test_a_rank_that_takes_nothing_blocks_no_sender_for_ever(channels: Channels) -> None:

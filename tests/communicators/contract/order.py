@@ -66,7 +66,7 @@ def pending(comm: Any) -> None:
 def exchange(comm: Any) -> None:
     """All send before any receives, or the other way round; more than what lies on the way."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for count in (100, 1_000_000):
+    for count in (100, 200_000):
         sent = [np.full(count, 10 * comm.rank + i) for i in (0, 1)]
         works = [comm.send(array, after, i, async_op=True) for i, array in enumerate(sent)]
         for i in (0, 1):
