@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.groups import process_group
+from parallel.support import torch_group
 from support.reports import report
 
 from tagi_ddp.communicators import init
@@ -151,9 +151,9 @@ def found_together(comm):
     assert gather(comm, rows, np.arange(rank + 1) + rank).tolist() == [[0, 0], [1, 1], [1, 1]]
 
 
-def test_a_process_group_is_taken(shm):
+def test_a_process_group_is_taken(shm, tmp_path):
     def task(comm):
-        with process_group(comm) as group:
+        with torch_group(comm, str(tmp_path / "f"), "gloo") as group:
             found_together(group)
 
     shm.run(task, size=2)

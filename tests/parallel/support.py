@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 @contextlib.contextmanager
-def torch_group(comm: Any, path: str, backend: str = "tagi_ddp") -> Iterator[None]:
-    """Initialise the default group of a pool's ranks; destroy it at the end."""
+def torch_group(comm: Any, path: str, backend: str = "tagi_ddp") -> Iterator[Any]:
+    """Initialise the default group of a pool's ranks, and give it; destroy it at the end."""
     import tagi_ddp.parallel  # noqa: F401  (registers)
 
     dist.init_process_group(backend, f"file://{path}", rank=comm.rank, world_size=comm.size)
     try:
-        yield
+        yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.groups import process_group
+from parallel.support import torch_group
 from support.rank_pool import RankPool
 
 from tagi_ddp.communicators.single import SingleCommunicator
@@ -118,9 +119,9 @@ def test_a_link_of_shared_memory(shm: RankPool) -> None:
     assert found[0].bandwidth == pytest.approx(link.bandwidth)
 
 
-def test_a_process_group_is_taken(shm: RankPool) -> None:
+def test_a_process_group_is_taken(shm: RankPool, tmp_path: Path) -> None:
     def task(comm: Any) -> Link:
-        with process_group(comm) as group:
+        with torch_group(comm, str(tmp_path / "f"), "gloo") as group:
             return measure_link(group, (1 << 10, 1 << 22))
 
     found = shm.run(task, size=2)

@@ -221,7 +221,10 @@ with DDPSequential(Sequential(Linear(1, 1)), DDPConfig.from_env(), elastic=True)
 def test_join_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(JOINS)
     command = [str(LAUNCHER), "run", "-n", "1", "--timeout", "60", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 1
     assert "RuntimeError: join() is not for an elastic job: loop over steps()" in done.stderr
 
 

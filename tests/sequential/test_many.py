@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.groups import process_group
+from parallel.support import torch_group
 from support.networks import NETWORKS
 from support.rank_pool import RankPool
 from support.reports import Report, report
@@ -98,9 +99,9 @@ def test_arguments_that_differ(shm: RankPool, own: dict[str, Any], text: str) ->
         assert text in message
 
 
-def test_a_process_group_is_taken(shm: RankPool) -> None:
+def test_a_process_group_is_taken(shm: RankPool, tmp_path: Path) -> None:
     def task(comm: Any) -> Any:
-        with process_group(comm) as group:
+        with torch_group(comm, str(tmp_path / "f"), "gloo") as group:
             return map_networks(lambda item: 2 * item, [1, 2, 3], communicator=group)
 
     assert shm.run(task, size=2) == [[2, 4, 6]] * 2

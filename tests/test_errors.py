@@ -1,4 +1,4 @@
-"""Errors that travel to another process, as a pool's do."""
+"""All errors of the package travel to another process, as a pool's do."""
 
 from __future__ import annotations
 
