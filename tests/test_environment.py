@@ -254,7 +254,12 @@ def test_a_real_launcher(launcher, tmp_path):
     assert {rank["world_size"] for rank in ranks} == {rank["local_world_size"] for rank in ranks}
     (job,) = {rank["job"] for rank in ranks}
     assert job.startswith(launcher.__name__)
-    assert job != ranks_started_by(launcher(), tmp_path)[0]["job"]
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(torchrun, marks=pytest.mark.slow), openmpi])
+def test_two_starts_are_two_jobs(launcher, tmp_path):
+    first, second = (ranks_started_by(launcher(), tmp_path)[0]["job"] for _ in range(2))
+    assert first != second
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     two_level._SMALL, two_level._LARGE = 64, 4096
     comm._engine.chunks = 5
     two_level._FEW_HOSTS = 16 * (seed % 2)
+    two_level.ALONE = 1000
     comm._engine.sums_meet = seed > 1
     if comm.backend == "mpi":
         from tagi_ddp.communicators.host import mpi_requests
@@ -89,16 +90,54 @@ def test_all_collectives(pool: RankPool) -> None:
         assert all(other == first for other in others)
 
 
-def in_own_memory(comm: Any, chunk: int) -> None:
+def in_own_memory(comm: Any, chunk: int, alone: int) -> None:
     from tagi_ddp.communicators.host import two_level
 
     two_level._SMALL = two_level._LARGE = chunk
+    two_level.ALONE = alone
     own_memory(comm, "float32")
 
 
-@pytest.mark.parametrize("chunk", [1 << 12, 1 << 16, 1 << 23])
-def test_own_memory(pool: RankPool, chunk: int) -> None:
-    pool.run(in_own_memory, chunk)
+@pytest.mark.parametrize(("chunk", "alone"), [(1 << 12, 0), (1 << 16, 1 << 20), (1 << 23, 0)])
+def test_own_memory(pool: RankPool, chunk: int, alone: int) -> None:
+    pool.run(in_own_memory, chunk, alone)
+
+
+def sums_of_the_engine(comm: Any) -> list[bool]:
+    """Return of which sums this rank sends a part: of nothing, of few bytes, more, and many."""
+    from tagi_ddp.communicators.host import two_level
+
+    two_level.ALONE = 1 << 16
+    engine, found = comm._lane or comm._engine, []
+    begin = engine.all_reduce
+
+    def counted(*arguments: Any) -> Any:
+        found[-1] = True
+        return begin(*arguments)
+
+    engine.all_reduce = counted
+    for count in (0, 1, 4000, 40_000):
+        found.append(False)
+        total = np.full(count, comm.rank + 1.0)
+        comm.all_reduce(total)
+        assert (total == comm.size * (comm.size + 1) / 2).all()
+    engine.all_reduce = begin
+    return found
+
+
+def test_who_sends_few_bytes(pool: RankPool) -> None:
+    """The first rank of a host; where ranks are apart, gloo's send them with their handshake."""
+    found = pool.run(sums_of_the_engine, fresh=True)
+    place = pool._environment["RANK_POOL_HOSTS"]
+    lanes = min(map(place.count, place))
+    for rank, sums in enumerate(found):
+        local = place[:rank].count(place[rank])
+        if len(set(place)) == 1:  # all in memory
+            assert sums == [False] * 4
+        elif len(set(place)) == len(place):
+            assert sums == [pool.backend == "mpi"] * 2 + [True] * 2
+        else:
+            assert sums == [False, local == 0, local == 0, local < lanes]
 
 
 def differ(comm: Any, way: str) -> tuple[str, str]:

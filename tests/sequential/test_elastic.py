@@ -84,7 +84,7 @@ ENGINE = {**SUMS, "compute": "engine"}
         ("auto", SUMS, "mlp"),
         pytest.param("shm", ENGINE, "mlp", marks=pytest.mark.slow),
         pytest.param("shm", SUMS, "cnn", marks=pytest.mark.slow),
-        ("gloo", SUMS, "mlp"),
+        pytest.param("gloo", SUMS, "mlp", marks=pytest.mark.slow),
         ("mpi", SUMS, "mlp"),
     ],
 )

@@ -144,6 +144,10 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
     ) -> None:
         self._tell_place(call, source)
         handshake = self._handshake(call)
+        if not source.count:
+            self._way.meet(handshake)
+            handshake.leave()
+            return
         if self._few(source.array.nbytes):
             rows = self._gather_few(handshake, source.array)
             reduce_rows(rows, source.dtype, op, target.array, self.size)

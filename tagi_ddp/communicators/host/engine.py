@@ -25,6 +25,9 @@ class Engine(Protocol):
     Nothing is written to before all have come. `prepare_sums` comes before.
     """
 
+    quick: bool
+    """Whether a sum that brings ranks together takes less time than messages of the handshake."""
+
     def prepare_sums(self, handshake: Handshake) -> None:
         """Let all ranks connect for sums; a call of all."""
         ...

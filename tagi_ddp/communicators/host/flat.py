@@ -13,6 +13,9 @@ from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.host.engine import Engine
 from tagi_ddp.communicators.host.reduce import finish, reduce_rows, widen
 
+FEW = 1024
+"""Bytes of a rank that travel with the messages of a handshake."""
+
 _PART = 1 << 26  # bytes all-reduced at a time, which limits the temporary memory
 _PIECE = 1 << 23  # bytes that arrive at a time: memory that malloc can use again and again
 
@@ -23,14 +26,16 @@ class Flat:
     All ranks receive the same bits: numbers are added in the order of the ranks, or the engine's.
     """
 
-    few = 1024
-    """Bytes of a rank that messages of the handshake gather no slower than an engine."""
-
     def __init__(self, engine: Engine, rank: int, size: int) -> None:
         self.engine = engine
         self.rank = rank
         self.size = size
         self._apart = False
+
+    @property
+    def few(self) -> int:
+        """Bytes of a rank that messages of the handshake gather no slower than the engine."""
+        return 0 if self._apart and self.engine.quick else FEW
 
     def set_apart(self, handshake: Handshake) -> None:
         """Let the engine sum, which is faster where each rank is on a host of its own."""
@@ -39,7 +44,12 @@ class Flat:
 
     def meet(self, handshake: Handshake) -> None:
         """Bring all ranks together, as all collectives but `all_to_all` do first."""
-        handshake.meet()
+        if not (self._apart and self.engine.quick):
+            handshake.meet()
+            return
+        handshake.begin()
+        handshake.carry(self.engine.all_reduce(np.zeros(1, np.uint8), "sum", handshake))
+        handshake.met()
 
     def empty(self, handshake: Handshake, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
         """Return zeros: here ranks share no memory, but make their calls alike."""
@@ -88,7 +98,7 @@ class Flat:
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        handshake.meet()
+        self.meet(handshake)
         self._scatter(handshake, source.dtype, source.array, target.array, counts, op)
 
     def _scatter(
@@ -125,13 +135,13 @@ class Flat:
         return ready, [*rows[: self.rank], own, *rows[self.rank :]]
 
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
-        handshake.meet()
+        self.meet(handshake)
         handshake.carry(self.engine.broadcast(data.array, root, handshake))
 
     def all_gather(
         self, handshake: Handshake, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
-        handshake.meet()
+        self.meet(handshake)
         handshake.carry(self.engine.all_gather(source.array, target.array, counts, handshake))
 
     def gather_rows(self, handshake: Handshake, row: np.ndarray) -> np.ndarray:

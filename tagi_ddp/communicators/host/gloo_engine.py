@@ -53,6 +53,7 @@ class GlooEngine:
 
     chunks = 2
     sums_meet = True
+    quick = False
 
     def __init__(self, channel: ControlChannel, name: str, ranks: list[int], call: Call) -> None:
         self.rank = ranks.index(channel.rank)

@@ -65,7 +65,7 @@ def all_reduce(peers: Messages[T], array: np.ndarray, op: ReduceOp) -> Iterator[
 
     Nothing is written to before all ranks have come.
     """
-    if _is_large(peers, array):
+    if is_large(peers.size, array):
         parts = cut(array, equal_counts(array.size, peers.size))
         yield from _reduce_around(peers, parts, op)
         yield from _gather_around(peers, parts, (peers.rank + 1) % peers.size)
@@ -87,7 +87,7 @@ def all_gather(
     """Concatenate the arrays of all, of so many elements, in ``out``."""
     parts = cut(out, counts)
     parts[peers.rank][...] = array
-    if _is_large(peers, out):
+    if is_large(peers.size, out):
         yield from _gather_around(peers, parts, peers.rank)
         return
     ends = list(accumulate(counts, initial=0))
@@ -124,8 +124,9 @@ def broadcast(peers: Messages[T], array: np.ndarray, root: int) -> Iterator[T]:
     yield from sent
 
 
-def _is_large(peers: Messages[T], array: np.ndarray) -> bool:
-    return peers.size > 1 and array.nbytes > SMALL * peers.size
+def is_large(size: int, array: np.ndarray) -> bool:
+    """Return whether an array of so many ranks travels in a ring."""
+    return size > 1 and array.nbytes > SMALL * size
 
 
 def factors(size: int) -> list[int]:

@@ -24,8 +24,9 @@ from tagi_ddp.communicators.control.checked import close_all, open_channel, open
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
+from tagi_ddp.communicators.host.messages import is_large
 from tagi_ddp.communicators.host.mpi_library import MPI, start
-from tagi_ddp.communicators.host.mpi_requests import Exchange, Request, Sum, mpi_type
+from tagi_ddp.communicators.host.mpi_requests import Exchange, Request, SmallSum, Sum, mpi_type
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
 _TAGS = 1 << 24  # that tell calls apart well enough
@@ -46,7 +47,7 @@ class MpiEngine:
         mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._mpi = mpi
         self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) // 2 - 1  # each of two numbers
-        self.sums_meet = self._tags >= _TAGS
+        self.sums_meet = self.quick = self._tags >= _TAGS
         self._sums = 0  # begun so far
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
@@ -71,7 +72,9 @@ class MpiEngine:
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         self._sums += 1
         tag = 2 * handshake.tag(self._sums, self._tags)
-        kind = Exchange if self._mpi.size == 2 else Sum
+        if self._mpi.size == 2:
+            return Exchange(self._mpi, array, op, tag).ready
+        kind = Sum if is_large(self._mpi.size, array) else SmallSum
         return kind(self._mpi, array, op, tag).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tagi_ddp.communicators.buffers import cut, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.host import messages
 from tagi_ddp.communicators.host.mpi_library import MPI
 from tagi_ddp.communicators.host.reduce import combine
 
@@ -64,6 +66,39 @@ class Request(Operation):
 
     def poll(self) -> bool:
         return self._request.Test()
+
+
+class SmallSum(Operation):
+    """An all_reduce of few bytes, by few messages, which have the number ``tag``."""
+
+    def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
+        super().__init__()
+        self._awaited = messages.all_reduce(_Messages(mpi, tag), array, op)
+        self._next = next(self._awaited, None)
+
+    def poll(self) -> bool:
+        while self._next is not None:
+            if not self._next.Test():
+                return False
+            self._next = next(self._awaited, None)
+        return True
+
+
+class _Messages:
+    """MPI's messages under one ``tag``."""
+
+    def __init__(self, mpi: MPI.Intracomm, tag: int) -> None:
+        self.rank, self.size = mpi.rank, mpi.size
+        self._mpi, self._tag = mpi, tag
+
+    def connect(self, dst: int, src: int) -> Iterator[MPI.Request]:
+        return iter(())  # MPI does when ranks first send
+
+    def send(self, array: np.ndarray, dst: int) -> MPI.Request:
+        return self._mpi.Isend([array, mpi_type(array)], dst, self._tag)
+
+    def recv(self, array: np.ndarray, src: int) -> MPI.Request:
+        return self._mpi.Irecv([array, mpi_type(array)], src, self._tag)
 
 
 class Sum(Operation):

@@ -26,6 +26,9 @@ from tagi_ddp.communicators.host.flat import Flat
 from tagi_ddp.communicators.host.memory import HostMemory, MemoryOperation
 from tagi_ddp.communicators.host.reduce import finish, partial_op, reduce_rows, widen
 
+ALONE = 1 << 16
+"""Bytes that the first rank of a host sends in less time than all its lanes do."""
+
 _SMALL, _LARGE = 1 << 22, 1 << 23  # bytes of chunks
 _FEW_HOSTS = 16  # that ask each other faster than messages tell all
 _WORTH = 0.014  # seconds on the network that make smaller chunks worth what they cost
@@ -45,7 +48,7 @@ class TwoLevel:
     ranks that are in no lane. ``flat`` joins all.
     """
 
-    few = Flat.few
+    few = 0
 
     def __init__(
         self, hosts: list[list[int]], memory: HostMemory, lane: Flat | None, flat: Flat
@@ -105,12 +108,13 @@ class TwoLevel:
         if op == "mean":  # which memory and lanes take for a sum
             self._memory.agree(handshake)
         chunks = self._chunks(source)
+        slices = partial(self._slices, size=source.array.nbytes)
         start = partial(self._start, handshake, len(chunks))
         sums: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
 
         def within(chunk: int) -> Ready | None:
             array = widen(source.array[chunks[chunk]], source.dtype)
-            counts = self._slices(array.size)
+            counts = slices(array.size)
             sums[chunk] = np.empty(counts[self._memory.rank], array.dtype)
             operation = self._reduce_within(array, sums[chunk], counts, op)
             if chunk:
@@ -120,14 +124,14 @@ class TwoLevel:
             return None
 
         def between(chunk: int) -> Ready | None:
-            if self._lane is None:
+            if self._lane is None or not sums[chunk].size:
                 return None
             return self._lane.engine.all_reduce(sums[chunk], op, handshake)
 
         def share(chunk: int) -> Ready | None:
             out = target.array[chunks[chunk]]
             mine = finish(sums[chunk], target.dtype, op, self._flat.size)
-            return start(self._gather_within(mine, out, self._slices(out.size)))
+            return start(self._gather_within(mine, out, slices(out.size)))
 
         _pipeline(handshake, len(chunks), [within, between, share])
         if self._flat.engine.sums_meet:  # in each lane, and all lanes in each host's memory
@@ -136,6 +140,7 @@ class TwoLevel:
     def broadcast(self, handshake: Handshake, data: HostElements, root: int) -> None:
         self.meet(handshake)
         chunks = self._chunks(data)
+        slices = partial(self._slices, size=data.array.nbytes)
         host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         start = partial(self._start, handshake, len(chunks))
         mine: list[Any] = [None] * len(chunks)  # of a chunk: this rank's slice
@@ -148,10 +153,9 @@ class TwoLevel:
 
         def between(chunk: int) -> Ready | None:
             part = data.array[chunks[chunk]]
-            counts = self._slices(part.size)
-            own = cut(part, counts)[self._memory.rank]
+            own = cut(part, slices(part.size))[self._memory.rank]
             mine[chunk] = own if host == self._host else np.empty_like(own)
-            if self._lane is None:
+            if self._lane is None or not own.size:
                 return None
             return self._lane.engine.broadcast(mine[chunk], host, handshake)
 
@@ -159,7 +163,7 @@ class TwoLevel:
             if host == self._host:
                 return None
             part = data.array[chunks[chunk]]
-            return start(self._gather_within(mine[chunk], part, self._slices(part.size)))
+            return start(self._gather_within(mine[chunk], part, slices(part.size)))
 
         _pipeline(handshake, len(chunks), [within, between, share])
 
@@ -169,13 +173,13 @@ class TwoLevel:
         self.meet(handshake)
         kind = source.array.dtype
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
+        slices = [self._shares(sum(size), target.array.nbytes) for size in sizes]  # by host, lane
         block = np.empty(sum(sizes[self._host]), kind)  # of this host's ranks
         run = partial(self._memory.run, handshake)
         run(self._gather_within(source.array, block, sizes[self._host]))
         mine = np.empty(0, kind)
-        if self._lane is not None:
-            lane = self._memory.rank
+        lane = self._memory.rank
+        if self._lane is not None and any(lengths[lane] for lengths in slices):
             own = cut(block, slices[self._host])[lane]
             lengths = [lengths[lane] for lengths in slices]
             mine = np.empty(sum(lengths), kind)
@@ -203,7 +207,7 @@ class TwoLevel:
     ) -> None:
         self.meet(handshake)
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [equal_counts(sum(size), self._lanes) for size in sizes]  # by host, lane
+        slices = [self._shares(sum(size), source.array.nbytes) for size in sizes]  # by host, lane
         given = cut(source.array, counts)
         blocks = [np.concatenate([given[rank] for rank in ranks]) for ranks in self._hosts]
         by_host = [cut(block, lengths) for block, lengths in zip(blocks, slices, strict=True)]
@@ -216,7 +220,7 @@ class TwoLevel:
         run(self._reduce_within(array, mine, totals, op))
         own = slices[self._host]
         reduced = np.empty(0, target.array.dtype)
-        if self._lane is not None:
+        if self._lane is not None and mine.size:
             pieces = cut(mine, [lengths[self._memory.rank] for lengths in slices])
             ready, rows = self._lane.exchange(pieces, handshake)
             handshake.carry(ready)
@@ -308,9 +312,15 @@ class TwoLevel:
         ends = accumulate(equal_counts(elements.count, number), initial=0)
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
-    def _slices(self, count: int) -> list[int]:
-        """Return how many of ``count`` elements each rank of this host carries."""
-        return [*equal_counts(count, self._lanes), *self._idle]
+    def _shares(self, count: int, size: int) -> list[int]:
+        """Return how many of ``count`` elements each lane carries of ``size`` bytes in all."""
+        if size <= ALONE:
+            return [count] + [0] * (self._lanes - 1)
+        return equal_counts(count, self._lanes)
+
+    def _slices(self, count: int, size: int) -> list[int]:
+        """Return how many of them each rank of this host carries."""
+        return [*self._shares(count, size), *self._idle]
 
     def _start(self, handshake: Handshake, chunks: int, operation: MemoryOperation) -> Ready | None:
         """Begin an operation on one of ``chunks``; a single one is done at once, in this thread."""
