@@ -17,8 +17,10 @@ from benchmarks.harness.over_mpi import sums_over_mpi
 from tagi_ddp import Communicator, init
 
 COUNT = 540_000  # floats of a delta of 2.16 MB
+FEW = 1000  # floats of a delta of 4 KB
 LINKS = (20.0, 200.0, 1000.0, None)  # Mbit/s; None: no limit
 HOSTS = ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2))  # hosts, and ranks on each
+Found = dict[str, tuple[Figure, float]]  # seconds of a sum, and bytes out of a host, by way
 SLOWER = 1.1  # than the best other at most
 FLOOR, DELTAS = 1.35, 1.05  # at most so many times the floor, and so many deltas out of a host
 
@@ -26,7 +28,8 @@ FLOOR, DELTAS = 1.35, 1.05  # at most so many times the floor, and so many delta
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     """(q) all_reduce of 2.16 MB over emulated hosts: ours over gloo and MPI, and their own.
 
-    Ours in memory that the communicator gives, as it does for the deltas of a training.
+    And of 4 KB where no link limits it. Ours in memory that the communicator gives, as it does for
+    the deltas of a training.
 
     The floor is what a host has to send at least, at the rate of its link.
     """
@@ -45,39 +48,50 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
 def _measure(
     group: Communicator, hosts: int, mbit: float | None, quick: bool, scratch: Path
 ) -> list[Row]:
-    on_each = group.size // hosts
     link = "no limit" if mbit is None else f"{mbit:g} Mbit/s"
-    name = f"all_reduce, {hosts} emulated hosts x {on_each} ranks, {link}"
-    size = COUNT // 10 if quick else COUNT
-    slow = mbit is not None and mbit < 100
-    rounds, calls = 2 if quick else 5 if slow else 11, 1 if slow else 3
+    place = f"{hosts} emulated hosts x {group.size // hosts} ranks, {link}"
+    sizes = [COUNT // 10 if quick else COUNT, *([FEW] if mbit is None else [])]
     try:
         with emulated_hosts(group, hosts, mbit) as processes:
-            with _ours(group, size) as ours, _torch(group, size) as gloo:
-                ways = {"ours": ours, "its own": gloo}
-                sent = {way: bytes_out(group, run) for way, run in ways.items()}
-                contenders = [Contender(way, run, calls=calls) for way, run in ways.items()]
-                times = measure(group, contenders, rounds)
-            found = {"gloo": {way: (times[way], sent[way]) for way in ways}}
-            if group.rank == 0:
-                with suppress(NotPossible):
-                    found["MPI"] = sums_over_mpi(processes, on_each, size, rounds, calls, scratch)
-            group.barrier(timeout=1200)
+            return [
+                row
+                for size in sizes
+                for network, found in _found(group, processes, mbit, quick, size, scratch).items()
+                for row in _rows(f"{place}, over {network}", hosts, mbit, group.size, size, found)
+            ]
     except NotPossible as error:
-        return [Row(name, Missing(str(error)), Missing(str(error)), "ms", None)]
-    return [
-        row
-        for network, ways in found.items()
-        for row in _rows(f"{name}, over {network}", hosts, mbit, group.size, size, ways)
-    ]
+        return [Row(f"all_reduce, {place}", Missing(str(error)), Missing(str(error)), "ms", None)]
 
 
-Found = dict[str, tuple[Figure, float]]  # seconds of a sum, and bytes out of a host, by way
+def _found(
+    group: Communicator,
+    processes: list[int],
+    mbit: float | None,
+    quick: bool,
+    size: int,
+    scratch: Path,
+) -> dict[str, Found]:
+    """Return what was measured, by network."""
+    slow = mbit is not None and mbit < 100
+    rounds, calls = 2 if quick else 5 if slow else 11, 1 if slow else 20 if size == FEW else 3
+    with _ours(group, size) as ours, _torch(group, size) as gloo:
+        ways = {"ours": ours, "its own": gloo}
+        sent = {way: bytes_out(group, run) for way, run in ways.items()}
+        contenders = [Contender(way, run, calls=calls) for way, run in ways.items()]
+        times = measure(group, contenders, rounds)
+    found = {"gloo": {way: (times[way], sent[way]) for way in ways}}
+    if group.rank == 0:
+        on_each = group.size // len(processes)
+        with suppress(NotPossible):
+            found["MPI"] = sums_over_mpi(processes, on_each, size, rounds, calls, scratch)
+    group.barrier(timeout=1200)
+    return found
 
 
 def _rows(
-    name: str, hosts: int, mbit: float | None, ranks: int, size: int, found: Found
+    place: str, hosts: int, mbit: float | None, ranks: int, size: int, found: Found
 ) -> Iterator[Row]:
+    name = f"all_reduce{' of 4 KB' if size == FEW else ''}, {place}"
     whole = 2 * (hosts - 1) / hosts  # deltas that a host has to send
     ours, other = (found[way][0].in_unit(1e3) for way in ("ours", "its own"))
     yield Row(f"{name}, against its own", ours, other, "ms", 1 / SLOWER)
