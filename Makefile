@@ -23,8 +23,8 @@ check: lint
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) $(SLOW:%=--ignore=%)
 
 # Style, types, then all tests but those that take longest (marker slow).
-# Four files at a time there, as ranks often wait.
-PARALLEL = --dist loadfile --no-loadscope-reorder --numprocesses 4
+# Five files at a time there, as ranks often wait.
+PARALLEL = --dist loadfile --no-loadscope-reorder --numprocesses 5
 test: lint
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \

@@ -53,7 +53,7 @@ from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators.control.overlay import rounds
 from tagi_ddp.communicators.host.flat import FEW
 from tagi_ddp.communicators.host.messages import SMALL, factors
-from tagi_ddp.communicators.host.two_level import ALONE, number_of_chunks
+from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
 _CHUNKS = 2  # of a large sum over several hosts, as gloo's
@@ -230,10 +230,11 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
     if nodes == 1:
         return _handshake(cluster, ranks) + 2 * _phase(cluster.node, ranks, size)
+    if size <= FEW:
+        return _handshake(cluster, ranks)
     if inside == 1:
-        few = size <= FEW
-        return _handshake(cluster, ranks) if few else _sum_between(cluster.across, nodes, size)
-    lanes = 1 if size <= ALONE else inside
+        return _sum_between(cluster.across, nodes, size)
+    lanes = 1 if size <= SMALL else inside
     chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth, _CHUNKS)
     within = 2 * _phase(cluster.node, inside, size / chunks)
     # Several chunks are on their way at once: they wait for the network's latency together.

@@ -38,7 +38,7 @@ class TestMpi(
 
 
 @pytest.mark.slow  # that of gloo is not
-class TestApart(OperationsContract):
+class TestApart(OperationsContract, FailuresContract):
     """Each rank on an emulated host of its own."""
 
     backend = "mpi"

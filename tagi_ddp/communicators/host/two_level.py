@@ -22,12 +22,10 @@ import numpy.typing as npt
 from tagi_ddp.communicators.buffers import HostElements, cut, equal_counts
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
-from tagi_ddp.communicators.host.flat import Flat
+from tagi_ddp.communicators.host.flat import FEW, Flat
 from tagi_ddp.communicators.host.memory import HostMemory, MemoryOperation
+from tagi_ddp.communicators.host.messages import SMALL
 from tagi_ddp.communicators.host.reduce import finish, partial_op, reduce_rows, widen
-
-ALONE = 1 << 16
-"""Bytes that the first rank of a host sends in less time than all its lanes do."""
 
 _SMALL, _LARGE = 1 << 22, 1 << 23  # bytes of chunks
 _FEW_HOSTS = 16  # that ask each other faster than messages tell all
@@ -48,8 +46,6 @@ class TwoLevel:
     ranks that are in no lane. ``flat`` joins all.
     """
 
-    few = 0
-
     def __init__(
         self, hosts: list[list[int]], memory: HostMemory, lane: Flat | None, flat: Flat
     ) -> None:
@@ -61,6 +57,7 @@ class TwoLevel:
         self._lanes = number_of_lanes(hosts)
         self._idle = [0] * (memory.size - self._lanes)  # what ranks in no lane carry
         self._latency, self._rate = 0.0, math.inf  # of the network between hosts
+        self.few = 0 if flat.engine.quick else FEW
 
     def measure(self, handshake: Handshake) -> None:
         """Measure the network: seconds of a small sum, and bytes a second out of a host."""
@@ -313,8 +310,11 @@ class TwoLevel:
         return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def _shares(self, count: int, size: int) -> list[int]:
-        """Return how many of ``count`` elements each lane carries of ``size`` bytes in all."""
-        if size <= ALONE:
+        """Return how many of ``count`` elements each lane carries of ``size`` bytes in all.
+
+        Few take the first lane less time than all of them.
+        """
+        if size <= SMALL:
             return [count] + [0] * (self._lanes - 1)
         return equal_counts(count, self._lanes)
 
