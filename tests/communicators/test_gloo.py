@@ -138,6 +138,7 @@ def without_address(comm: Any, name: str, value: str | None) -> str:
     raise AssertionError("no error")
 
 
+@pytest.mark.slow  # torch is imported in each rank
 def test_a_fork_may_end_as_any_process_does() -> None:
     def fork() -> None:
         with init("gloo", timeout=20) as comm:

@@ -79,8 +79,23 @@ def outputs(*processes: subprocess.Popen[str]) -> list[str]:
     return [process.communicate(timeout=60)[0] for process in processes]
 
 
-def test_ranks_of_all_nodes_are_one_job(start: Start) -> None:
-    first, second = start(0, 1), start(1, 2)
+PLACE = """
+import os
+
+place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TAGI_DDP_JOB")
+print("at no_backend", *(os.environ[name] for name in place))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "backend"),
+    [("place.py", "no_backend"), pytest.param("script.py", "gloo", marks=pytest.mark.slow)],
+)
+def test_ranks_of_all_nodes_are_one_job(
+    start: Start, tmp_path: Path, script: str, backend: str
+) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    first, second = start(0, 1, script=script), start(1, 2, script=script)
     texts = outputs(first, second)
     assert (first.returncode, second.returncode) == (0, 0), texts
     lines = [
@@ -88,10 +103,10 @@ def test_ranks_of_all_nodes_are_one_job(start: Start) -> None:
     ]
     (job,) = {line[-1] for node in lines for line in node}
     assert lines == [
-        [["[0]", "at", "gloo", "0", "3", "0", "1", job]],
+        [["[0]", "at", backend, "0", "3", "0", "1", job]],
         [
-            ["[1]", "at", "gloo", "1", "3", "0", "2", job],
-            ["[2]", "at", "gloo", "2", "3", "1", "2", job],
+            ["[1]", "at", backend, "1", "3", "0", "2", job],
+            ["[2]", "at", backend, "2", "3", "1", "2", job],
         ],
     ]
 

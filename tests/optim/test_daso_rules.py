@@ -265,7 +265,9 @@ def special(comm: Any, dtype: torch.dtype, chunk: int) -> list[dict[str, np.ndar
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 def test_what_is_synchronized(shm: RankPool, dtype: torch.dtype) -> None:
     runs = [shm.run(special, dtype, chunk) for chunk in (1_000_000, 5)]
     for ranks in runs:

@@ -111,7 +111,7 @@ def ranks(script: Path, hosts: list[str], on_each: int, port: int) -> Iterator[P
         yield processes
 
 
-@pytest.mark.parametrize("on_each", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("on_each", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with ranks(tmp_path / "script.py", hosts, on_each, 29511) as processes:

@@ -106,7 +106,7 @@ def check_all(comm: Any, device: str = "cpu") -> int:
     return done
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_shm(shm: RankPool, size: int) -> None:
     assert min(shm.run(check_all, size=size)) > 50
 

@@ -118,7 +118,7 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     ids=["one level", "device", "two levels", "schedule"],
 )
 @pytest.mark.parametrize(
-    "backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.slow), "nccl"]
+    "backend", ["shm", "gloo", *(pytest.param(b, marks=pytest.mark.slow) for b in ("mpi", "nccl"))]
 )
 def test_training_ends_where_it_does_without(
     request: Any, backend: str, options: dict[str, Any], compress: str

@@ -96,7 +96,7 @@ WAYS: list[Options] = [
 @pytest.mark.parametrize(
     "options", WAYS, ids=["steps", "steps on nodes", "nodes of 2", "nodes of 1"]
 )
-@pytest.mark.parametrize("name", ["mlp", "batch_norm"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("batch_norm", marks=pytest.mark.slow)])
 def test_devices_and_engine_agree(shm: RankPool, name: str, options: Options) -> None:
     answers = {}
     for key in ("cpu", "cpu:0", "engine"):
