@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from contract.data import caught
+from contract.failures import come_late, ones
 from contract.operations import own_memory
 from support.rank_pool import RankPool
+
+from tagi_ddp.communicators import PeerLost, Timeout
 
 # Of each rank a letter, its host's.
 PLACES_OF_GLOO = [("gloo", "ab"), ("gloo", "aabb"), ("gloo", "aabab"), ("gloo", "abcc")]
@@ -42,7 +45,7 @@ def all_of_them(comm: Any, seed: int) -> list[tuple[str, bytes]]:
     """Check every collective against numpy; return the bytes that must be equal on all ranks."""
     from tagi_ddp.communicators.host import two_level
 
-    two_level._SMALL, two_level._LARGE = 64, 4096
+    two_level._SMALL_CHUNK, two_level._LARGE_CHUNK = 64, 4096
     comm._engine.chunks = 5
     two_level._FEW_HOSTS = 16 * (seed % 2)
     two_level.SMALL = 1000
@@ -93,7 +96,7 @@ def test_all_collectives(pool: RankPool) -> None:
 def in_own_memory(comm: Any, chunk: int, alone: int) -> None:
     from tagi_ddp.communicators.host import two_level
 
-    two_level._SMALL = two_level._LARGE = chunk
+    two_level._SMALL_CHUNK = two_level._LARGE_CHUNK = chunk
     two_level.SMALL = alone
     own_memory(comm, "float32")
 
@@ -137,6 +140,13 @@ def test_who_sends_few_bytes(pool: RankPool) -> None:
             continue
         by_mpi, first, alone = pool.backend == "mpi", local == 0, len(set(place)) == len(place)
         assert sums == [by_mpi and alone, by_mpi and first, first, local < lanes]
+
+
+def test_a_late_rank_is_told(pool: RankPool) -> None:
+    """Though what the others sent before they gave up still reaches it."""
+    *others, late = pool.run(come_late, lambda comm: comm.all_reduce(ones()), fresh=True, timeout=1)
+    assert all(kind is Timeout for reports in others for kind, *_ in reports)
+    assert all(kind is PeerLost for kind, *_ in late)
 
 
 def differ(comm: Any, way: str) -> tuple[str, str]:

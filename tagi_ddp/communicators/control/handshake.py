@@ -78,7 +78,7 @@ class Handshake:
         If it takes long, or fails, the ranks tell each other as in `meet`.
         """
         self._call.waits_for = self._missing
-        if self._notes.failures:  # what those ranks have sent may still be on its way
+        if self._notes.failures:  # what those ranks sent before could carry this one through
             self.check()
         self._talk = self._talking({})
         self._talks_at = time.monotonic() + min(_PATIENCE, self._call.limit / 4)

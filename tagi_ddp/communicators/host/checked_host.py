@@ -143,11 +143,10 @@ class CheckedHostCommunicator(CheckedCommunicator[HostElements, None]):
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
         self._tell_place(call, source)
-        handshake = self._handshake(call)
-        if not source.count:
-            self._way.meet(handshake)
-            handshake.leave()
+        if not source.count:  # of which engines send nothing, and so bring nobody together
+            self._enter(call).leave()
             return
+        handshake = self._handshake(call)
         if self._few(source.array.nbytes):
             rows = self._gather_few(handshake, source.array)
             reduce_rows(rows, source.dtype, op, target.array, self.size)

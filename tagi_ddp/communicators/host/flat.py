@@ -30,21 +30,21 @@ class Flat:
         self.engine = engine
         self.rank = rank
         self.size = size
-        self._apart = False
+        self._apart = self._quick = False
 
     @property
     def few(self) -> int:
         """Bytes of a rank that messages of the handshake gather no slower than the engine."""
-        return 0 if self._apart and self.engine.quick else FEW
+        return 0 if self._quick else FEW
 
     def set_apart(self, handshake: Handshake) -> None:
         """Let the engine sum, which is faster where each rank is on a host of its own."""
-        self._apart = True
+        self._apart, self._quick = True, self.engine.quick
         self.engine.prepare_sums(handshake)
 
     def meet(self, handshake: Handshake) -> None:
         """Bring all ranks together, as all collectives but `all_to_all` do first."""
-        if not (self._apart and self.engine.quick):
+        if not self._quick:
             handshake.meet()
             return
         handshake.begin()

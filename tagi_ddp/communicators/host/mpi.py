@@ -72,9 +72,8 @@ class MpiEngine:
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         self._sums += 1
         tag = 2 * handshake.tag(self._sums, self._tags)
-        if self._mpi.size == 2:
-            return Exchange(self._mpi, array, op, tag).ready
-        kind = Sum if is_large(self._mpi.size, array) else SmallSum
+        size = self._mpi.size
+        kind = Exchange if size == 2 else Sum if is_large(size, array) else SmallSum
         return kind(self._mpi, array, op, tag).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:

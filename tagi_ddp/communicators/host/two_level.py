@@ -27,7 +27,7 @@ from tagi_ddp.communicators.host.memory import HostMemory, MemoryOperation
 from tagi_ddp.communicators.host.messages import SMALL
 from tagi_ddp.communicators.host.reduce import finish, partial_op, reduce_rows, widen
 
-_SMALL, _LARGE = 1 << 22, 1 << 23  # bytes of chunks
+_SMALL_CHUNK, _LARGE_CHUNK = 1 << 22, 1 << 23  # bytes
 _FEW_HOSTS = 16  # that ask each other faster than messages tell all
 _WORTH = 0.014  # seconds on the network that make smaller chunks worth what they cost
 _TICKS = (0, 2, 5, 8)  # when each stage of a chunk begins, and ends: so many are at one
@@ -174,16 +174,14 @@ class TwoLevel:
         block = np.empty(sum(sizes[self._host]), kind)  # of this host's ranks
         run = partial(self._memory.run, handshake)
         run(self._gather_within(source.array, block, sizes[self._host]))
-        mine = np.empty(0, kind)
-        lane = self._memory.rank
-        if self._lane is not None and any(lengths[lane] for lengths in slices):
-            own = cut(block, slices[self._host])[lane]
-            lengths = [lengths[lane] for lengths in slices]
-            mine = np.empty(sum(lengths), kind)
-            handshake.carry(self._lane.engine.all_gather(own, mine, lengths, handshake))
         by_lane = [[lengths[lane] for lengths in slices] for lane in range(self._lanes)]
-        everything = np.empty(sum(map(sum, by_lane)), kind)
         totals = [*map(sum, by_lane), *self._idle]
+        mine = np.empty(totals[self._memory.rank], kind)
+        if self._lane is not None and mine.size:
+            lane = self._memory.rank
+            own = cut(block, slices[self._host])[lane]
+            handshake.carry(self._lane.engine.all_gather(own, mine, by_lane[lane], handshake))
+        everything = np.empty(sum(totals), kind)
         run(self._gather_within(mine, everything, totals))
         parts = [
             cut(part, by_lane[i]) for i, part in enumerate(cut(everything, totals)[: self._lanes])
@@ -312,7 +310,7 @@ class TwoLevel:
     def _shares(self, count: int, size: int) -> list[int]:
         """Return how many of ``count`` elements each lane carries of ``size`` bytes in all.
 
-        Few take the first lane less time than all of them.
+        A few bytes take one lane less time than all of them.
         """
         if size <= SMALL:
             return [count] + [0] * (self._lanes - 1)
@@ -368,8 +366,8 @@ def number_of_chunks(size: float, latency: float, rate: float, some: int) -> int
     ``latency`` of the network between hosts is in seconds, ``rate`` in bytes a second out of one.
     """
     if size < max(_WORTH, 16 * latency) * rate:
-        some = int(min(some, size // _SMALL))
-    return int(max(1, some, size // _LARGE))
+        some = int(min(some, size // _SMALL_CHUNK))
+    return int(max(1, some, size // _LARGE_CHUNK))
 
 
 def _pipeline(handshake: Handshake, chunks: int, stages: list[Stage]) -> None:
