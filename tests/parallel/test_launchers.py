@@ -40,6 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_one_process(alone: dict[str, Any]) -> None:
     assert alone["kinds"] == ["Sequential", "Linear", False]
     assert alone["same"]

@@ -112,6 +112,7 @@ def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     assert text.count("no result of") == 2
 
 
+@pytest.mark.slow
 def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:
     process = start(("tests", str(tmp_path), 6), ("tests", "tests/compute/test_gpu.py", 60))
     status = process.wait()

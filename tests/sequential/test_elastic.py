@@ -163,7 +163,7 @@ def test_a_rank_that_starts_late_is_waited_for(tmp_path: Path) -> None:
     assert [answer["changes"] for answer in answers] == [[], [], []]
 
 
-@pytest.mark.parametrize("breaks", ["0", "2"])
+@pytest.mark.parametrize("breaks", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_first_group_that_is_made_again_is_no_change(tmp_path: Path, breaks: str) -> None:
     answers = run(tmp_path, case("shm", SUMS, breaks=breaks), ranks=3)
     assert [answer["changes"] for answer in answers] == [[], [], []]
