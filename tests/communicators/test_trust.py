@@ -61,6 +61,7 @@ def test_another_user_does_not_become_a_rank():
     assert [output for output, _ in outputs] == ["0 [3.0, 3.0, 3.0]\n", "1 [3.0, 3.0, 3.0]\n"]
 
 
+@pytest.mark.slow
 def test_ranks_with_other_secrets_are_told_so():
     port = free_port()
     with (
