@@ -28,8 +28,8 @@ class Engine(Protocol):
     quick: bool
     """Whether a sum that brings ranks together takes less time than messages of the handshake."""
 
-    def prepare_sums(self, handshake: Handshake) -> None:
-        """Let all ranks connect for sums; a call of all."""
+    def prepare_sums(self, handshake: Handshake, lanes: int) -> None:
+        """Let all ranks connect for sums; a call of all; ``lanes`` engines of a host do."""
         ...
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:

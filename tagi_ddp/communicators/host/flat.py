@@ -40,7 +40,7 @@ class Flat:
     def set_apart(self, handshake: Handshake) -> None:
         """Let the engine sum, which is faster where each rank is on a host of its own."""
         self._apart, self._quick = True, self.engine.quick
-        self.engine.prepare_sums(handshake)
+        self.engine.prepare_sums(handshake, 1)
 
     def meet(self, handshake: Handshake) -> None:
         """Bring all ranks together, as all collectives but `all_to_all` do first."""

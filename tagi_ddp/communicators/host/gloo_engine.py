@@ -68,7 +68,7 @@ class GlooEngine:
         # Threads wait for the messages: no wait of gloo's ends early without cutting connections.
         self._queues = {name: OperationQueue(f"tagi_ddp.gloo.{name}") for name in _QUEUES}
 
-    def prepare_sums(self, handshake: Handshake) -> None:
+    def prepare_sums(self, handshake: Handshake, lanes: int) -> None:
         handshake.carry(self._collective(handshake, messages.connect))
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:

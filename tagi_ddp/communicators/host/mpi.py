@@ -49,6 +49,7 @@ class MpiEngine:
         self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) // 2 - 1  # each of two numbers
         self.sums_meet = self.quick = self._tags >= _TAGS
         self._sums = 0  # begun so far
+        self._lanes = 1  # engines of a host that sum at once
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
         """Return one of the ranks of a color, ordered by key; a call of all ranks."""
@@ -66,14 +67,16 @@ class MpiEngine:
         finally:
             group.Free()
 
-    def prepare_sums(self, handshake: Handshake) -> None:
-        pass  # MPI connects ranks when they first send
+    def prepare_sums(self, handshake: Handshake, lanes: int) -> None:
+        self._lanes = lanes  # MPI connects ranks when they first send
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         self._sums += 1
         tag = 2 * handshake.tag(self._sums, self._tags)
         size = self._mpi.size
-        kind = Exchange if size == 2 else Sum if is_large(size, array) else SmallSum
+        if size == 2:
+            return Exchange(self._mpi, array, op, tag, self._lanes).ready
+        kind = Sum if is_large(size, array) else SmallSum
         return kind(self._mpi, array, op, tag).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:

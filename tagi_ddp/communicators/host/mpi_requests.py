@@ -22,6 +22,7 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 # Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
 # sends itself; and how many such pieces each rank is sent at a time.
 _PIECE, _FLYING = 60_000, 64
+_EXCHANGED = 4  # and how many two hosts exchange at a time
 
 _PART = 1 << 20  # bytes of a message in which leave costs less than pieces would
 
@@ -161,11 +162,13 @@ class Sum(Operation):
 class Exchange(Operation):
     """An all_reduce of two ranks, each of which reduces all: in one step, and as few bytes.
 
-    Large parts travel at once, and pieces one after the other: a network may lose what several
-    ranks of a host send at once. Messages have the number ``tag``.
+    Large parts travel at once, and few pieces: a network may lose what a host's ``lanes`` send at
+    once. Messages have the number ``tag``.
     """
 
-    def __init__(self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int) -> None:
+    def __init__(
+        self, mpi: MPI.Intracomm, array: np.ndarray, op: ReduceOp, tag: int, lanes: int
+    ) -> None:
         super().__init__()
         self._mpi, self._op, self._tag, self._type = mpi, op, tag, mpi_type(array)
         large = array.nbytes // _PART
@@ -174,7 +177,8 @@ class Exchange(Operation):
         self._sent: list[MPI.Request] = []
         self._came: list[MPI.Request] = []
         self._reduced = 0  # parts
-        for _ in range(large or min(1, len(self._own))):
+        pieces = min(max(1, _EXCHANGED // lanes), len(self._own))
+        for _ in range(large or pieces):
             self._begin()
 
     def _begin(self) -> None:

@@ -62,7 +62,7 @@ class TwoLevel:
     def measure(self, handshake: Handshake) -> None:
         """Measure the network: seconds of a small sum, and bytes a second out of a host."""
         if self._lane is not None:
-            self._lane.engine.prepare_sums(handshake)
+            self._lane.engine.prepare_sums(handshake, self._lanes)
         smaller, before = 0, self._seconds(handshake, 0)
         self._latency = before
         for size in _PROBES:
