@@ -23,6 +23,9 @@ _backend.ShmCommunicator.send:
 _backend.ShmCommunicator.recv:
     def recv(self, buffer: Buffer, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Work | None: ...
 
+_backend.ShmCommunicator.barrier:
+    def barrier(self, *, timeout: float | None = None) -> None: ...
+
 _backend.ShmCommunicator.split:
     def split(self, color: int | None, key: int = 0) -> ShmCommunicator | None: ...
 

@@ -41,6 +41,15 @@ std::string class_name(nb::handle object) {
     return nb::cast<std::string>(object.type().attr("__name__"));
 }
 
+// Calls what checks arguments for the communicators written in Python, too.
+template <typename... Arguments>
+nb::object checked(const char* module, const char* function, Arguments&&... arguments) {
+    return nb::module_::import_(module).attr(function)(arguments...);
+}
+
+constexpr const char* of_all = "tagi_ddp.checks";
+constexpr const char* of_communicators = "tagi_ddp.communicators.buffers";
+
 bool is_contiguous(const nb::ndarray<nb::ro>& array) {
     int64_t expected = 1;
     if (array.size() == 0) return true;
@@ -123,15 +132,13 @@ std::vector<size_t> as_counts(nb::handle object, const char* argument, int size,
     }
     std::vector<size_t> counts;
     for (nb::handle item : object) {
-        const nb::object index = nb::steal(PyNumber_Index(item.ptr()));
-        if (!index.is_valid()) throw nb::python_error();
-        const Py_ssize_t value = PyLong_AsSsize_t(index.ptr());
-        if (value == -1 && PyErr_Occurred()) throw nb::python_error();
-        if (value < 0) {
-            throw std::invalid_argument(name + " holds " + std::to_string(value) +
-                                        "; counts of elements are not negative");
+        const nb::object number = checked(of_all, "integer", argument, item);
+        if (!nb::try_cast(number, counts.emplace_back())) {
+            const bool negative = number < nb::int_(0);
+            throw std::invalid_argument(name + " holds " + nb::str(number).c_str() +
+                                        (negative ? "; counts of elements are not negative"
+                                                  : ", more elements than memory has"));
         }
-        counts.push_back(static_cast<size_t>(value));
     }
     if (counts.size() != n) {
         throw std::invalid_argument(name + " has " + std::to_string(counts.size()) +
@@ -154,11 +161,25 @@ ReduceOp as_reduce_op(const std::string& name, DType dtype) {
                                 "\"; use \"sum\", \"mean\", \"min\" or \"max\"");
 }
 
-void require_rank(int rank, const char* argument, int size) {
-    if (rank < 0 || rank >= size) {
-        throw std::invalid_argument(std::string(argument) + " is " + std::to_string(rank) +
-                                    ", but ranks go from 0 to " + std::to_string(size - 1));
-    }
+int as_rank(nb::handle object, const char* argument, int size) {
+    return nb::cast<int>(checked(of_all, "rank", argument, object, size));
+}
+
+int as_tag(nb::handle object) {
+    return nb::cast<int>(checked(of_communicators, "check_integer", "tag", object));
+}
+
+int as_color(nb::handle object) {
+    if (object.is_none()) return -1;
+    return nb::cast<int>(checked(of_communicators, "check_color", object));
+}
+
+int as_key(nb::handle object) {
+    return nb::cast<int>(checked(of_communicators, "check_integer", "key", object));
+}
+
+double as_seconds(nb::handle object, const char* argument) {
+    return nb::cast<double>(checked(of_all, "seconds", argument, object));
 }
 
 }  // namespace tagi_ddp

@@ -1,4 +1,4 @@
-// Arrays of the caller, numpy's or torch's, as flat buffers.
+// Arguments of the caller: arrays, numpy's or torch's, as flat buffers, and numbers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,6 +39,11 @@ std::vector<size_t> as_counts(nanobind::handle object, const char* argument, int
 
 ReduceOp as_reduce_op(const std::string& name, DType dtype);
 
-void require_rank(int rank, const char* argument, int size);
+// These are checked in Python, as for the other communicators: TypeError or ValueError.
+int as_rank(nanobind::handle object, const char* argument, int size);
+int as_tag(nanobind::handle object);
+int as_color(nanobind::handle object);  // of a split; -1 for None
+int as_key(nanobind::handle object);
+double as_seconds(nanobind::handle object, const char* argument);
 
 }  // namespace tagi_ddp

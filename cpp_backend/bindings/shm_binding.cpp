@@ -6,7 +6,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cmath>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -27,14 +26,6 @@ struct Kept {
         objects.clear();
     }
 };
-
-double checked_timeout(double seconds) {
-    if (!(seconds > 0) || !std::isfinite(seconds)) {
-        throw std::invalid_argument("timeout must be a positive, finite number of seconds, got " +
-                                    name_number(seconds));
-    }
-    return seconds;
-}
 
 void check_signals() {
     nb::gil_scoped_acquire lock;
@@ -93,8 +84,8 @@ PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicat
 
 PyShmCommunicator::~PyShmCommunicator() { close(); }
 
-double PyShmCommunicator::seconds(std::optional<double> timeout) const {
-    return checked_timeout(timeout.value_or(timeout_));
+double PyShmCommunicator::seconds(nb::handle timeout) const {
+    return timeout.is_none() ? timeout_ : as_seconds(timeout, "timeout");
 }
 
 void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
@@ -102,30 +93,30 @@ void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
     run(operations_, operation);
 }
 
-void PyShmCommunicator::run(Lane& lane, const std::function<void()>& operation) {
+void PyShmCommunicator::run(OperationQueue& queue, const std::function<void()>& operation) {
     communicator_->require_own_process();
-    if (lane.busy()) {
-        const auto work = lane.queue->submit(operation);
+    if (queue.busy()) {
+        const auto work = queue.thread->submit(operation);
         wait_for(*work, forever);  // the operation has its own timeout
         return;
     }
     nb::gil_scoped_release unlocked;
-    std::lock_guard<std::mutex> lock(lane.mutex);
+    std::lock_guard<std::mutex> lock(queue.mutex);
     operation();
 }
 
-nb::object PyShmCommunicator::start(Lane& lane, const std::string& name,
+nb::object PyShmCommunicator::start(OperationQueue& queue, const std::string& name,
                                     std::function<void()> operation, bool async_op,
                                     std::initializer_list<nb::handle> arrays) {
-    if (!async_op || !lane.queue) {
-        run(lane, operation);
+    if (!async_op || !queue.thread) {
+        run(queue, operation);
         return nb::none();
     }
     communicator_->require_own_process();
     auto kept = std::make_shared<Kept>();
     for (nb::handle array : arrays) kept->objects.push_back(nb::borrow(array));
-    auto work = lane.queue->submit([&lane, kept, operation = std::move(operation)] {
-        std::lock_guard<std::mutex> lock(lane.mutex);
+    auto work = queue.thread->submit([&queue, kept, operation = std::move(operation)] {
+        std::lock_guard<std::mutex> lock(queue.mutex);
         operation();
     });
     return nb::cast(PyWork{std::move(work), where_text(name, rank(), size())});
@@ -139,14 +130,14 @@ nb::object PyShmCommunicator::start_collective(const char* name, std::function<v
     return start(operations_, title, std::move(operation), async_op, arrays);
 }
 
-nb::object PyShmCommunicator::all_reduce(nb::handle buffer, const std::string& op, nb::handle out,
-                                         bool async_op, std::optional<double> timeout) {
+nb::object PyShmCommunicator::all_reduce(nb::handle buffer, nb::handle op, nb::handle out,
+                                         bool async_op, nb::handle timeout) {
     const bool in_place = out.is_none();
     const Array in = as_array(buffer, "buffer", in_place);
     const Array result = in_place ? in : as_array(out, "out", true);
     require(result, "out", in.buffer.count, in.buffer.dtype);
     require_apart(in, result);
-    const ReduceOp reduce_op = as_reduce_op(op, in.buffer.dtype);
+    const ReduceOp reduce_op = as_reduce_op(nb::cast<std::string>(nb::str(op)), in.buffer.dtype);
     const double limit = seconds(timeout);
     return start_collective("all_reduce",
                             [this, a = in.buffer, b = result.buffer, reduce_op, limit] {
@@ -155,19 +146,19 @@ nb::object PyShmCommunicator::all_reduce(nb::handle buffer, const std::string& o
                             async_op, {buffer, out});
 }
 
-nb::object PyShmCommunicator::broadcast(nb::handle buffer, int root, bool async_op,
-                                        std::optional<double> timeout) {
-    require_rank(root, "root", size());
-    const Array array = as_array(buffer, "buffer", rank() != root);
+nb::object PyShmCommunicator::broadcast(nb::handle buffer, nb::handle root, bool async_op,
+                                        nb::handle timeout) {
+    const int source = as_rank(root, "root", size());
+    const Array array = as_array(buffer, "buffer", rank() != source);
     const double limit = seconds(timeout);
     return start_collective(
         "broadcast",
-        [this, a = array.buffer, root, limit] { communicator_->broadcast(a, root, limit); },
+        [this, a = array.buffer, source, limit] { communicator_->broadcast(a, source, limit); },
         async_op, {buffer});
 }
 
 nb::object PyShmCommunicator::all_gather(nb::handle buffer, nb::handle out, nb::handle counts,
-                                         bool async_op, std::optional<double> timeout) {
+                                         bool async_op, nb::handle timeout) {
     const Array in = as_array(buffer, "buffer", false);
     const Array result = as_array(out, "out", true);
     const size_t n = static_cast<size_t>(size());
@@ -184,15 +175,14 @@ nb::object PyShmCommunicator::all_gather(nb::handle buffer, nb::handle out, nb::
 }
 
 nb::object PyShmCommunicator::reduce_scatter(nb::handle buffer, nb::handle out, nb::handle counts,
-                                             const std::string& op, bool async_op,
-                                             std::optional<double> timeout) {
+                                             nb::handle op, bool async_op, nb::handle timeout) {
     const Array in = as_array(buffer, "buffer", false);
     const Array result = as_array(out, "out", true);
     const auto each = as_counts(counts, "counts", size(), in.buffer.count);
     require(in, "buffer", total(each), in.buffer.dtype);
     require(result, "out", each[static_cast<size_t>(rank())], in.buffer.dtype);
     require_apart(in, result);
-    const ReduceOp reduce_op = as_reduce_op(op, in.buffer.dtype);
+    const ReduceOp reduce_op = as_reduce_op(nb::cast<std::string>(nb::str(op)), in.buffer.dtype);
     const double limit = seconds(timeout);
     return start_collective("reduce_scatter",
                             [this, a = in.buffer, b = result.buffer, each, reduce_op, limit] {
@@ -203,7 +193,7 @@ nb::object PyShmCommunicator::reduce_scatter(nb::handle buffer, nb::handle out, 
 
 nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::handle send_counts,
                                          nb::handle recv_counts, bool async_op,
-                                         std::optional<double> timeout) {
+                                         nb::handle timeout) {
     const Array in = as_array(buffer, "buffer", false);
     const Array result = as_array(out, "out", true);
     const auto sent = as_counts(send_counts, "send_counts", size(), in.buffer.count);
@@ -219,43 +209,41 @@ nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::
                             async_op, {buffer, out});
 }
 
-nb::object PyShmCommunicator::send(nb::handle buffer, int dst, int tag, bool async_op,
-                                   std::optional<double> timeout) {
-    require_rank(dst, "dst", size());
-    if (dst == rank()) throw std::invalid_argument("dst is this rank itself; send to another rank");
+nb::object PyShmCommunicator::send(nb::handle buffer, nb::handle dst, nb::handle tag, bool async_op,
+                                   nb::handle timeout) {
+    const int to = as_rank(dst, "dst", size()), number = as_tag(tag);
+    if (to == rank()) throw std::invalid_argument("dst is this rank itself; send to another rank");
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
     return start(
-        messages_out_, "send to rank " + std::to_string(dst),
-        [this, a = array.buffer, dst, tag, limit] { communicator_->send(a, dst, tag, limit); },
+        messages_out_, "send to rank " + std::to_string(to),
+        [this, a = array.buffer, to, number, limit] { communicator_->send(a, to, number, limit); },
         async_op, {buffer});
 }
 
-nb::object PyShmCommunicator::recv(nb::handle buffer, int src, int tag, bool async_op,
-                                   std::optional<double> timeout) {
-    require_rank(src, "src", size());
-    if (src == rank())
+nb::object PyShmCommunicator::recv(nb::handle buffer, nb::handle src, nb::handle tag, bool async_op,
+                                   nb::handle timeout) {
+    const int from = as_rank(src, "src", size()), number = as_tag(tag);
+    if (from == rank())
         throw std::invalid_argument("src is this rank itself; receive from another rank");
     const Array array = as_array(buffer, "buffer", true);
     const double limit = seconds(timeout);
-    return start(
-        operations_, "recv from rank " + std::to_string(src),
-        [this, a = array.buffer, src, tag, limit] { communicator_->recv(a, src, tag, limit); },
-        async_op, {buffer});
+    return start(operations_, "recv from rank " + std::to_string(from),
+                 [this, a = array.buffer, from, number, limit] {
+                     communicator_->recv(a, from, number, limit);
+                 },
+                 async_op, {buffer});
 }
 
-void PyShmCommunicator::barrier(std::optional<double> timeout) {
+void PyShmCommunicator::barrier(nb::handle timeout) {
     const double limit = seconds(timeout);
     run_collective([this, limit] { communicator_->barrier(limit); });
 }
 
-std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(std::optional<int> color, int key) {
-    if (color && *color < 0) {
-        throw std::invalid_argument("color is " + std::to_string(*color) +
-                                    ", but colors are not negative; None leaves this rank out");
-    }
+std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(nb::handle color, nb::handle key) {
+    const int own = as_color(color), place = as_key(key);
     std::shared_ptr<ShmCommunicator> part;
-    run_collective([&] { part = communicator_->split(color.value_or(-1), key, timeout_); });
+    run_collective([&] { part = communicator_->split(own, place, timeout_); });
     if (!part) return nullptr;
     return std::make_unique<PyShmCommunicator>(std::move(part), timeout_);
 }
@@ -278,7 +266,7 @@ nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
 }
 
 void PyShmCommunicator::abort(const std::string& reason, const std::vector<int>& ranks) {
-    for (int rank : ranks) require_rank(rank, "ranks", size());
+    for (int rank : ranks) as_rank(nb::int_(rank), "ranks", size());
     communicator_->abort(reason, ranks);
 }
 
@@ -292,8 +280,8 @@ void PyShmCommunicator::close() {
     nb::gil_scoped_release unlocked;
     if (operations_.busy() || messages_out_.busy())
         communicator_->abort("it closed with operations under way");
-    messages_out_.queue.reset();
-    operations_.queue.reset();
+    messages_out_.thread.reset();
+    operations_.thread.reset();
     communicator_->close();
 }
 
@@ -302,8 +290,8 @@ void PyShmCommunicator::end_with_process(const std::optional<std::string>& reaso
     if (reason) abort(*reason, {});
     // A thread that wants the interpreter's lock when there is none any more ends the process.
     try {
-        for (Lane* lane : {&messages_out_, &operations_}) {
-            if (lane->busy()) run(*lane, [] {});
+        for (OperationQueue* queue : {&messages_out_, &operations_}) {
+            if (queue->busy()) run(*queue, [] {});
         }
     } catch (...) {
         close();
@@ -345,8 +333,8 @@ void bind_shm(nb::module_& module) {
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
                const std::string& name, double timeout, bool spin, nb::handle on_wait) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
-                require_rank(rank, "rank", size);
-                checked_timeout(timeout);
+                as_rank(nb::int_(rank), "rank", size);
+                as_seconds(nb::float_(timeout), "timeout");
                 std::shared_ptr<ShmCommunicator> communicator;
                 const auto look = looking_by(on_wait);
                 {
@@ -362,10 +350,12 @@ void bind_shm(nb::module_& module) {
         .def_prop_ro("size", &PyShmCommunicator::size)
         .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })
         .def_prop_ro("device", [](const PyShmCommunicator&) { return "cpu"; })
-        .def_prop_rw("timeout", &PyShmCommunicator::timeout,
-                     [](PyShmCommunicator& self, double seconds) {
-                         self.set_timeout(checked_timeout(seconds));
-                     })
+        .def_prop_rw(
+            "timeout", &PyShmCommunicator::timeout,
+            [](PyShmCommunicator& self, nb::handle seconds) {
+                self.set_timeout(as_seconds(seconds, "timeout"));
+            },
+            nb::for_setter(nb::sig("def timeout(self, seconds: float, /) -> None")))
         .def_prop_ro("seconds_waited", &PyShmCommunicator::seconds_waited,
                      "How long operations have waited for other ranks so far.")
         .def("all_reduce", &PyShmCommunicator::all_reduce, "buffer"_a, "op"_a = "sum",

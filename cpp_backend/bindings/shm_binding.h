@@ -28,25 +28,24 @@ class PyShmCommunicator {
     double seconds_waited() const { return communicator_->seconds_waited(); }
     ShmCommunicator& get() { return *communicator_; }
 
-    nanobind::object all_reduce(nanobind::handle buffer, const std::string& op,
-                                nanobind::handle out, bool async_op, std::optional<double> timeout);
-    nanobind::object broadcast(nanobind::handle buffer, int root, bool async_op,
-                               std::optional<double> timeout);
+    nanobind::object all_reduce(nanobind::handle buffer, nanobind::handle op, nanobind::handle out,
+                                bool async_op, nanobind::handle timeout);
+    nanobind::object broadcast(nanobind::handle buffer, nanobind::handle root, bool async_op,
+                               nanobind::handle timeout);
     nanobind::object all_gather(nanobind::handle buffer, nanobind::handle out,
-                                nanobind::handle counts, bool async_op,
-                                std::optional<double> timeout);
+                                nanobind::handle counts, bool async_op, nanobind::handle timeout);
     nanobind::object reduce_scatter(nanobind::handle buffer, nanobind::handle out,
-                                    nanobind::handle counts, const std::string& op, bool async_op,
-                                    std::optional<double> timeout);
+                                    nanobind::handle counts, nanobind::handle op, bool async_op,
+                                    nanobind::handle timeout);
     nanobind::object all_to_all(nanobind::handle buffer, nanobind::handle out,
                                 nanobind::handle send_counts, nanobind::handle recv_counts,
-                                bool async_op, std::optional<double> timeout);
-    nanobind::object send(nanobind::handle buffer, int dst, int tag, bool async_op,
-                          std::optional<double> timeout);
-    nanobind::object recv(nanobind::handle buffer, int src, int tag, bool async_op,
-                          std::optional<double> timeout);
-    void barrier(std::optional<double> timeout);
-    std::unique_ptr<PyShmCommunicator> split(std::optional<int> color, int key);
+                                bool async_op, nanobind::handle timeout);
+    nanobind::object send(nanobind::handle buffer, nanobind::handle dst, nanobind::handle tag,
+                          bool async_op, nanobind::handle timeout);
+    nanobind::object recv(nanobind::handle buffer, nanobind::handle src, nanobind::handle tag,
+                          bool async_op, nanobind::handle timeout);
+    void barrier(nanobind::handle timeout);
+    std::unique_ptr<PyShmCommunicator> split(nanobind::handle color, nanobind::handle key);
     nanobind::object empty(nanobind::handle shape, nanobind::handle dtype);
     void abort(const std::string& reason, const std::vector<int>& ranks);
     void check() const;
@@ -56,20 +55,21 @@ class PyShmCommunicator {
 
     // Runs a blocking collective behind the asynchronous operations, without the interpreter lock.
     void run_collective(const std::function<void()>& operation);
-    double seconds(std::optional<double> timeout) const;
+    double seconds(nanobind::handle timeout) const;
 
  private:
     // Operations that keep the order of their calls, one at a time, whatever the thread.
-    struct Lane {
+    struct OperationQueue {
         std::mutex mutex;
-        std::optional<WorkQueue> queue{std::in_place};  // none once closed
+        std::optional<WorkQueue> thread{std::in_place};  // none once closed
 
-        bool busy() const { return queue && queue->busy(); }
+        bool busy() const { return thread && thread->busy(); }
     };
 
-    void run(Lane& lane, const std::function<void()>& operation);
-    nanobind::object start(Lane& lane, const std::string& name, std::function<void()> operation,
-                           bool async_op, std::initializer_list<nanobind::handle> arrays);
+    void run(OperationQueue& queue, const std::function<void()>& operation);
+    nanobind::object start(OperationQueue& queue, const std::string& name,
+                           std::function<void()> operation, bool async_op,
+                           std::initializer_list<nanobind::handle> arrays);
     nanobind::object start_collective(const char* name, std::function<void()> operation,
                                       bool async_op,
                                       std::initializer_list<nanobind::handle> arrays);
@@ -77,8 +77,9 @@ class PyShmCommunicator {
     std::shared_ptr<ShmCommunicator> communicator_;
     double timeout_;
     uint64_t collectives_ = 0;  // called so far, for errors of Work
-    Lane operations_;
-    Lane messages_out_;  // of their own, so that ranks may send to each other, and then receive
+    OperationQueue operations_;
+    OperationQueue
+        messages_out_;  // of their own, so that ranks may send to each other, and then receive
 };
 
 // Adds ShmCommunicator and Work to the module.

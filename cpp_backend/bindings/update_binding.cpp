@@ -70,7 +70,7 @@ void bind_update(nb::module_& module) {
         [](PyShmCommunicator& communicator, const Parameters& parameters,
            const Contribution& contribution, bool average) {
             Agreement agreement{{}};
-            const double timeout = communicator.seconds(std::nullopt);
+            const double timeout = communicator.timeout();
             communicator.run_collective([&] {
                 agreement = update(communicator.get(), parameters, contribution, average, timeout);
             });
@@ -84,7 +84,7 @@ void bind_update(nb::module_& module) {
            const Contribution& contribution, bool average) {
             float* data = checked(parameters, bucket);
             Agreement agreement{{}};
-            const double timeout = communicator.seconds(std::nullopt);
+            const double timeout = communicator.timeout();
             communicator.run_collective([&] {
                 agreement = update_sharded(communicator.get(), parameters, data, contribution,
                                            average, timeout);

@@ -190,9 +190,9 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     ) -> Work | None:
         """Send ``buffer`` to rank ``dst``, which calls `recv`; dst must be another rank."""
         data = self._elements(buffer, "buffer")
+        arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
         if checks.rank("dst", dst, self.size) == self.rank:
             raise ValueError("dst is this rank itself; send to another rank")
-        arguments = f"{data}, tag={checks.integer('tag', tag)}"
         call = self._call("send", arguments, timeout, f"to rank {dst}")
         return self._run(call, lambda: self._send(call, data, dst), async_op, self._messages_out)
 
@@ -207,9 +207,9 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     ) -> Work | None:
         """Receive into ``buffer`` what rank ``src`` sends; src must be another rank."""
         data = self._elements(buffer, "buffer", writable=True)
+        arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
         if checks.rank("src", src, self.size) == self.rank:
             raise ValueError("src is this rank itself; receive from another rank")
-        arguments = f"{data}, tag={checks.integer('tag', tag)}"
         call = self._call("recv", arguments, timeout, f"from rank {src}")
         return self._run(call, lambda: self._recv(call, data, src), async_op)
 
@@ -220,7 +220,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     def split(self: C, color: int | None, key: int = 0) -> C | None:
         """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none."""
-        color, key = buffers.check_color(color), buffers.check_key(key)
+        color, key = buffers.check_color(color), buffers.check_integer("key", key)
         call = self._call("split", "", None)
         return self._submit(call, lambda: self._split(call, color, key), False).result()
 

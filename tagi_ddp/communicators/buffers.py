@@ -180,12 +180,12 @@ def check_color(color: int | None) -> int | None:
     return color
 
 
-def check_key(key: int) -> int:
-    """Return a key of `split` as MPI takes it."""
-    key = integer("key", key)
-    if not -_END <= key < _END:
-        raise ValueError(f"key is {key}, but keys go from {-_END} to {_END - 1}")
-    return key
+def check_integer(name: str, value: int) -> int:
+    """Return a key of `split`, or a tag, as MPI takes it."""
+    number = integer(name, value)
+    if not -_END <= number < _END:
+        raise ValueError(f"{name} is {number}, but {name}s go from {-_END} to {_END - 1}")
+    return number
 
 
 def check_counts(
