@@ -23,12 +23,13 @@ from tagi_ddp import init
 
 LIMIT = 600.0  # seconds
 # Open MPI starts its daemons by this in place of ssh: on the host whose address comes first, which
-# is the network of a process, under a name of its own.
-_AGENT = """#!/bin/sh
+# is the network of a process, under a name of its own. All ends with who starts it.
+_AGENT = r"""#!/bin/sh
 case $1 in {cases} esac
 host=$1
 shift
-exec nsenter --net --target=$process unshare --uts sh -c "hostname $host; $*"
+exec setpriv --pdeathsig KILL nsenter --net --target=$process unshare --uts --pid --kill-child \
+    sh -c "hostname $host; $*"
 """
 
 
