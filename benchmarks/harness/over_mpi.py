@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 
@@ -60,6 +61,8 @@ def sums_over_mpi(
     ]
     job = ("OMPI_", "PMIX_", "PRTE_", "MASTER_", "TAGI_DDP_R", "TAGI_DDP_W")  # that of the caller
     environment = {name: value for name, value in os.environ.items() if not name.startswith(job)}
+    # Where its daemons meet has their numbers in its name, which are the same in each run.
+    environment["TMPDIR"] = mkdtemp(dir=scratch)
     done = subprocess.run(
         [agent, address(0), mpirun, *options, *program],
         cwd=ROOT,
