@@ -29,7 +29,7 @@ from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.parallel import CheckpointConfig, ParallelMixin
 
 STEPS = 100
-GRACE = 3.0  # seconds, beyond twice what a run takes
+GRACE, FIRST = 3.0, 60.0  # seconds, beyond twice what a run takes; of the first at most
 RANKS = {"schedule": 4, "in flight": 4, "DASO": 4}
 
 
@@ -88,18 +88,15 @@ def start(kind: str, path: Path) -> list[int]:
     return ranks
 
 
-def all_end(ranks: list[int], seconds: float) -> bool:
-    """Return whether all end well; kill, as launchers do, who still waits for a lost one then."""
+def await_end(ranks: list[int], seconds: float) -> tuple[list[int], bool]:
+    """Return who has not ended within so many seconds, and whether the others ended well."""
     deadline, well = time.monotonic() + seconds, True
-    while ranks:
-        if time.monotonic() > deadline:
-            for rank in ranks:
-                os.kill(rank, signal.SIGKILL)
+    while ranks and time.monotonic() < deadline:
         found = {rank: os.waitpid(rank, os.WNOHANG) for rank in ranks}
         well &= not any(status for _, status in found.values())
         ranks = [rank for rank, (pid, _) in found.items() if pid == 0]
         time.sleep(0.01)
-    return well
+    return ranks, well
 
 
 def main() -> None:
@@ -108,22 +105,25 @@ def main() -> None:
     runs.EPOCHS = STEPS // runs.PER_EPOCH
     accelerate(fresh("mlp"))  # imports what ranks need
     draw = random.Random(kind)
-    number, longest, killed = 0, 0.0, 0
+    number, killed, anew = 0, 0, True
+    whole = FIRST  # seconds of a run that nobody kills: the machine may be busier at times
     while killed < kills:
         begin, ranks = time.monotonic(), start(kind, folder / str(number))
-        if number:
-            time.sleep(draw.uniform(0, longest))
-            for rank in draw.choice([ranks, ranks, ranks[:1], ranks[1:]]):
-                os.kill(rank, signal.SIGKILL)
-        ended = all_end(ranks, GRACE + 2 * longest if number else 60.0)
-        if number == 0:
-            longest = time.monotonic() - begin
-        if ended:
-            number += 1
-        elif number == 0:
+        left, well = await_end(ranks, draw.uniform(0, whole) if number else whole)
+        if number == 0 and (left or not well):
             sys.exit("the first run, which nobody kills, has failed")
+        victims = set(left).intersection(draw.choice([ranks, ranks, ranks[:1], ranks[1:]]))
+        for rank in victims:
+            os.kill(rank, signal.SIGKILL)
+        left, others_well = await_end(left, GRACE + 2 * whole)
+        for rank in left:  # as launchers do with those that still wait for a lost one
+            os.kill(rank, signal.SIGKILL)
+        await_end(left, FIRST)
+        if well and others_well and not left:
+            whole = time.monotonic() - begin if anew else whole
+            number, anew = number + 1, True
         else:
-            killed += 1
+            killed, anew = killed + 1, False
 
 
 if __name__ == "__main__":
