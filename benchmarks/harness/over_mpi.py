@@ -61,7 +61,7 @@ def sums_over_mpi(
     ]
     job = ("OMPI_", "PMIX_", "PRTE_", "MASTER_", "TAGI_DDP_R", "TAGI_DDP_W")  # that of the caller
     environment = {name: value for name, value in os.environ.items() if not name.startswith(job)}
-    # Where its daemons meet has their numbers in its name, which are the same in each run.
+    # Its daemons meet in folders named by their process numbers: few, in namespaces of their own.
     environment["TMPDIR"] = mkdtemp(dir=scratch)
     done = subprocess.run(
         [agent, address(0), mpirun, *options, *program],

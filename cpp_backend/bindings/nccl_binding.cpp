@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "bindings/arrays.h"
+#include "bindings/arguments.h"
 #include "nccl/nccl_rank.h"
 
 namespace nb = nanobind;

@@ -3,7 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "bindings/arrays.h"
+#include "bindings/arguments.h"
 #include "update/parameters.h"
 
 namespace tagi_ddp {

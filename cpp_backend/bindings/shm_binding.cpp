@@ -85,7 +85,7 @@ PyShmCommunicator::PyShmCommunicator(std::shared_ptr<ShmCommunicator> communicat
 PyShmCommunicator::~PyShmCommunicator() { close(); }
 
 double PyShmCommunicator::seconds(nb::handle timeout) const {
-    return timeout.is_none() ? timeout_ : as_seconds(timeout, "timeout");
+    return timeout.is_none() ? timeout_ : as_seconds(timeout);
 }
 
 void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
@@ -211,7 +211,7 @@ nb::object PyShmCommunicator::all_to_all(nb::handle buffer, nb::handle out, nb::
 
 nb::object PyShmCommunicator::send(nb::handle buffer, nb::handle dst, nb::handle tag, bool async_op,
                                    nb::handle timeout) {
-    const int to = as_rank(dst, "dst", size()), number = as_tag(tag);
+    const int to = as_rank(dst, "dst", size()), number = as_integer(tag, "tag");
     if (to == rank()) throw std::invalid_argument("dst is this rank itself; send to another rank");
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
@@ -223,7 +223,7 @@ nb::object PyShmCommunicator::send(nb::handle buffer, nb::handle dst, nb::handle
 
 nb::object PyShmCommunicator::recv(nb::handle buffer, nb::handle src, nb::handle tag, bool async_op,
                                    nb::handle timeout) {
-    const int from = as_rank(src, "src", size()), number = as_tag(tag);
+    const int from = as_rank(src, "src", size()), number = as_integer(tag, "tag");
     if (from == rank())
         throw std::invalid_argument("src is this rank itself; receive from another rank");
     const Array array = as_array(buffer, "buffer", true);
@@ -241,7 +241,7 @@ void PyShmCommunicator::barrier(nb::handle timeout) {
 }
 
 std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(nb::handle color, nb::handle key) {
-    const int own = as_color(color), place = as_key(key);
+    const int own = as_color(color), place = as_integer(key, "key");
     std::shared_ptr<ShmCommunicator> part;
     run_collective([&] { part = communicator_->split(own, place, timeout_); });
     if (!part) return nullptr;
@@ -334,7 +334,7 @@ void bind_shm(nb::module_& module) {
                const std::string& name, double timeout, bool spin, nb::handle on_wait) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
                 as_rank(nb::int_(rank), "rank", size);
-                as_seconds(nb::float_(timeout), "timeout");
+                as_seconds(nb::float_(timeout));
                 std::shared_ptr<ShmCommunicator> communicator;
                 const auto look = looking_by(on_wait);
                 {
@@ -353,7 +353,7 @@ void bind_shm(nb::module_& module) {
         .def_prop_rw(
             "timeout", &PyShmCommunicator::timeout,
             [](PyShmCommunicator& self, nb::handle seconds) {
-                self.set_timeout(as_seconds(seconds, "timeout"));
+                self.set_timeout(as_seconds(seconds));
             },
             nb::for_setter(nb::sig("def timeout(self, seconds: float, /) -> None")))
         .def_prop_ro("seconds_waited", &PyShmCommunicator::seconds_waited,

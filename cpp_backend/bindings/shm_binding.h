@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "bindings/arrays.h"
+#include "bindings/arguments.h"
 #include "common/work_queue.h"
 #include "shm/shm_communicator.h"
 

@@ -180,7 +180,7 @@ class Communicator(Protocol):
     ) -> Work | None:
         """Send ``buffer`` to rank ``dst``, which calls `recv`. May return before it arrived.
 
-        Messages from one rank to another arrive in order; ``tag``, of 32 bits, must be `recv`'s.
+        Messages from one rank to another arrive in order; ``tag`` (32 bits) is the one of `recv`.
         """
         ...
 

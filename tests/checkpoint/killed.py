@@ -110,9 +110,8 @@ def main() -> None:
     while killed < kills:
         begin, ranks = time.monotonic(), start(kind, folder / str(number))
         left, well = await_end(ranks, draw.uniform(0, whole) if number else whole)
-        if number == 0 and (left or not well):
-            sys.exit("the first run, which nobody kills, has failed")
-        victims = set(left).intersection(draw.choice([ranks, ranks, ranks[:1], ranks[1:]]))
+        chosen = draw.choice([ranks, ranks, ranks[:1], ranks[1:]]) if number else []
+        victims = set(left).intersection(chosen)
         for rank in victims:
             os.kill(rank, signal.SIGKILL)
         left, others_well = await_end(left, GRACE + 2 * whole)
@@ -122,8 +121,10 @@ def main() -> None:
         if well and others_well and not left:
             whole = time.monotonic() - begin if anew else whole
             number, anew = number + 1, True
-        else:
+        elif victims:
             killed, anew = killed + 1, False
+        else:
+            sys.exit("a run of which nobody was killed has failed")
 
 
 if __name__ == "__main__":

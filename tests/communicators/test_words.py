@@ -15,12 +15,7 @@ from tagi_ddp.communicators.shm import ShmCommunicator
 from tagi_ddp.communicators.single import SingleCommunicator
 
 # C++ tells no dtype that it does not know, and the bindings refuse None first.
-OTHER_WORDS = {
-    "none",
-    "complex",
-    "bool",
-    "swapped bytes",
-}
+OTHER_WORDS = {"none", "complex", "bool", "swapped bytes"}
 ALL = CASES | MISALIGNED
 
 

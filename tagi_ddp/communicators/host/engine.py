@@ -29,7 +29,7 @@ class Engine(Protocol):
     """Whether a sum that brings ranks together takes less time than messages of the handshake."""
 
     def prepare_sums(self, handshake: Handshake, lanes: int) -> None:
-        """Let all ranks connect for sums; a call of all; ``lanes`` engines of a host do."""
+        """Let all ranks connect for sums, of which ``lanes`` ranks of each host carry parts."""
         ...
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:

@@ -49,7 +49,7 @@ class MpiEngine:
         self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) // 2 - 1  # each of two numbers
         self.sums_meet = self.quick = self._tags >= _TAGS
         self._sums = 0  # begun so far
-        self._lanes = 1  # engines of a host that sum at once
+        self._lanes = 1  # ranks of a host that carry parts of a sum
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
         """Return one of the ranks of a color, ordered by key; a call of all ranks."""
@@ -68,7 +68,7 @@ class MpiEngine:
             group.Free()
 
     def prepare_sums(self, handshake: Handshake, lanes: int) -> None:
-        self._lanes = lanes  # MPI connects ranks when they first send
+        self._lanes = lanes  # and no more: MPI connects ranks when they first send
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, handshake: Handshake) -> Ready:
         self._sums += 1

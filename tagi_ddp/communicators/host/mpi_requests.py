@@ -22,7 +22,7 @@ _PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they 
 # Bytes that MPI sends over TCP without asking the receiver, whose leave would come behind what it
 # sends itself; and how many such pieces each rank is sent at a time.
 _PIECE, _FLYING = 60_000, 64
-_EXCHANGED = 4  # and how many two hosts exchange at a time
+_EXCHANGED = 4  # and how many of them two hosts exchange at a time, in all lanes
 
 _PART = 1 << 20  # bytes of a message in which leave costs less than pieces would
 
@@ -162,8 +162,8 @@ class Sum(Operation):
 class Exchange(Operation):
     """An all_reduce of two ranks, each of which reduces all: in one step, and as few bytes.
 
-    Large parts travel at once, and few pieces: a network may lose what a host's ``lanes`` send at
-    once. Messages have the number ``tag``.
+    Large parts travel all at once, pieces a few at a time, fewer where a host has more ``lanes``: a
+    network may lose what these send at once. Messages have the number ``tag``.
     """
 
     def __init__(
@@ -177,8 +177,7 @@ class Exchange(Operation):
         self._sent: list[MPI.Request] = []
         self._came: list[MPI.Request] = []
         self._reduced = 0  # parts
-        pieces = min(max(1, _EXCHANGED // lanes), len(self._own))
-        for _ in range(large or pieces):
+        for _ in range(large or min(max(1, _EXCHANGED // lanes), len(self._own))):
             self._begin()
 
     def _begin(self) -> None:

@@ -1,4 +1,4 @@
-#include "bindings/arrays.h"
+#include "bindings/arguments.h"
 
 #include <nanobind/stl/string.h>
 
@@ -165,8 +165,8 @@ int as_rank(nb::handle object, const char* argument, int size) {
     return nb::cast<int>(checked(of_all, "rank", argument, object, size));
 }
 
-int as_tag(nb::handle object) {
-    return nb::cast<int>(checked(of_communicators, "check_integer", "tag", object));
+int as_integer(nb::handle object, const char* argument) {
+    return nb::cast<int>(checked(of_communicators, "check_integer", argument, object));
 }
 
 int as_color(nb::handle object) {
@@ -174,12 +174,8 @@ int as_color(nb::handle object) {
     return nb::cast<int>(checked(of_communicators, "check_color", object));
 }
 
-int as_key(nb::handle object) {
-    return nb::cast<int>(checked(of_communicators, "check_integer", "key", object));
-}
-
-double as_seconds(nb::handle object, const char* argument) {
-    return nb::cast<double>(checked(of_all, "seconds", argument, object));
+double as_seconds(nb::handle object) {
+    return nb::cast<double>(checked(of_all, "seconds", "timeout", object));
 }
 
 }  // namespace tagi_ddp

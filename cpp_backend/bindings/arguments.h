@@ -41,9 +41,8 @@ ReduceOp as_reduce_op(const std::string& name, DType dtype);
 
 // These are checked in Python, as for the other communicators: TypeError or ValueError.
 int as_rank(nanobind::handle object, const char* argument, int size);
-int as_tag(nanobind::handle object);
-int as_color(nanobind::handle object);  // of a split; -1 for None
-int as_key(nanobind::handle object);
-double as_seconds(nanobind::handle object, const char* argument);
+int as_integer(nanobind::handle object, const char* argument);
+int as_color(nanobind::handle object);       // of a split; -1 for None
+double as_seconds(nanobind::handle object);  // of a timeout
 
 }  // namespace tagi_ddp
