@@ -81,6 +81,20 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
         raise TypeError(f"{name} must be an array of numbers, got {got}") from error
 
 
+def whole_numbers(name: str, value: ArrayLike) -> Any:
+    """Return a flat array of int32; raise TypeError or ValueError that names the argument."""
+    if isinstance(value, np.ma.MaskedArray) and value.mask.any():
+        raise ValueError(
+            f"{name} has {value.mask.sum()} masked elements: give a number for each observation, "
+            "and NaN as the observation where there is none"
+        )
+    given = np.asarray(value)
+    numbers = np.ascontiguousarray(given, np.int32).reshape(-1)
+    if given.dtype.kind not in "iu" and (numbers != given.reshape(-1)).any():
+        raise TypeError(f"{name} must be whole numbers, got an array of {given.dtype}")
+    return numbers
+
+
 def require_whole_samples(size: int, width: int) -> None:
     """Raise ValueError unless ``size`` elements of mu_x are whole samples of ``width``."""
     if size % width:

@@ -60,6 +60,14 @@ _backend.batch_norm_statistics:
     def batch_norm_statistics(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], float, float, NDArray[numpy.uint8]]:
         \doc
 
+_backend.smoothing_lstm:
+    def smoothing_lstm(address: int) -> tuple[NDArray[numpy.int32], int, list[NDArray[numpy.float32]]]:
+        \doc
+
+_backend.smoothing_linear:
+    def smoothing_linear(address: int) -> tuple[NDArray[numpy.int32], int]:
+        \doc
+
 _backend.hidden_states:
     def hidden_states(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], NDArray[numpy.float32]]:
         \doc

@@ -70,6 +70,23 @@ class Unlocked {
     std::optional<nb::gil_scoped_release> released_;
 };
 
+// Undoes what a step has changed beside outputs and deltas, unless it is released.
+class Keeping {
+ public:
+    explicit Keeping(Network& network) : network_(network.keeps() ? &network : nullptr) {
+        if (network_ != nullptr) network_->keep();
+    }
+    ~Keeping() {
+        if (network_ != nullptr) network_->restore();
+    }
+    Keeping(const Keeping&) = delete;
+    Keeping& operator=(const Keeping&) = delete;
+    void release() { network_ = nullptr; }
+
+ private:
+    Network* network_;
+};
+
 void read_outputs(const Network& network, const Outputs& mean, const Outputs& variance) {
     const size_t count = network.outputs().batch * network.outputs().width;
     require_size("out_mean", mean.size(), count);
@@ -168,17 +185,21 @@ void bind_compute(nb::module_& module) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
                 const Unlocked unlocked(self, batch);
+                Keeping keeping(self);
                 self.forward(mean.data(), variance.data(), nullptr, batch, true, true);
                 self.update(observations);
                 self.backward(false);
                 read_outputs(self, out_mean, out_variance);
-                return apply_own(self.parameters(), cap_factor(static_cast<int64_t>(batch)));
+                const std::string culprit =
+                    apply_own(self.parameters(), cap_factor(static_cast<int64_t>(batch)));
+                if (culprit.empty()) keeping.release();
+                return culprit;
             },
             "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
             "out_mean"_a, "out_variance"_a,
             "A whole step of one process, by shares: forward, update, backward, and the deltas "
-            "capped and applied, unless one is NaN or infinite: then the name of its layer is "
-            "returned, else \"\".")
+            "capped and applied, unless one is NaN or infinite: then nothing changes and the name "
+            "of its layer is returned, else \"\".")
         .def("read_outputs", &read_outputs, "out_mean"_a, "out_variance"_a,
              "Copy means and variances of the outputs, flat.")
         .def(
@@ -205,6 +226,12 @@ void bind_compute(nb::module_& module) {
                 self.take_innovation(*reinterpret_cast<EngineDeltaStates*>(address));
             },
             "address"_a, "Take the outputs' innovation from verified delta states.")
+        .def(
+            "show_innovation",
+            [](const Network& self, uintptr_t address) {
+                self.show_innovation(*reinterpret_cast<EngineDeltaStates*>(address));
+            },
+            "address"_a, "Write the outputs' innovation to verified delta states.")
         .def_prop_ro(
             "embedding_sums",
             [](nb::handle self) {
@@ -217,12 +244,12 @@ void bind_compute(nb::module_& module) {
                 return views;
             },
             "The deltas so far of each Embedding, [means | variances], to change.")
-        .def("reset_lstm_states",
-             [](Network& self) {
-                 for (const auto& [index, layer] : self.lstms()) {
-                     if (dynamic_cast<SLSTM*>(layer) == nullptr) layer->reset_states();
-                 }
-             })
+        .def_prop_ro("keeps", &Network::keeps,
+                     "Whether forward and backward change anything beside outputs and deltas.")
+        .def("keep", &Network::keep,
+             "Copy what forward and backward change beside outputs and deltas.")
+        .def("restore", &Network::restore, "Put back what `keep` has copied last.")
+        .def("reset_lstm_states", &Network::reset_states)
         .def(
             "get_lstm_states",
             [](const Network& self, int64_t step) {
@@ -238,13 +265,16 @@ void bind_compute(nb::module_& module) {
             "time_step"_a)
         .def(
             "set_lstm_states",
-            [](Network& self, const std::map<size_t, RecurrentStates>& states) {
+            [](Network& self, const std::map<size_t, RecurrentStates>& states,
+               std::optional<size_t> batch) {
                 for (const auto& [index, parts] : states) {
-                    const auto found = self.lstms().find(index);
-                    if (found != self.lstms().end()) found->second->set_states(parts);
+                    LSTM& layer = *self.lstms().at(index);
+                    if (!batch && layer.batch() == 0) continue;  // the first batch forgets them
+                    layer.set_states(parts, batch.value_or(layer.batch()));
                 }
             },
-            "states"_a)
+            "states"_a, "batch"_a = nb::none(),
+            "Set them for a batch of so many samples; None: of as many as the last one.")
         .def(
             "smooth",
             [](Network& self) -> std::optional<std::pair<std::vector<float>, std::vector<float>>> {

@@ -88,6 +88,30 @@ void bind_engine(nb::module_& module) {
         "A batch normalization layer: views of its running means and variances, epsilon, momentum, "
         "and a view of its flag for the first batch.");
     module.def(
+        "smoothing_lstm",
+        [](uintptr_t address) {
+            auto* layer = reinterpret_cast<EngineSLSTM*>(address);
+            auto& series = layer->smooth_states;
+            nb::list written;
+            for (auto* parts : {series.priors, series.posteriors}) {
+                for (size_t p = 0; p < 4; ++p) written.append(view(parts[p]));
+            }
+            for (auto& covariance : series.covariances) written.append(view(covariance));
+            return nb::make_tuple(view(&layer->time_step, 1), series.num_timesteps, written);
+        },
+        "address"_a,
+        "An LSTM layer that smooths: a view of the number of the series' next step, the series' "
+        "length, and views of all that forward and backward write, a row for each step.");
+    module.def(
+        "smoothing_linear",
+        [](uintptr_t address) {
+            auto* layer = reinterpret_cast<EngineSLinear*>(address);
+            return nb::make_tuple(view(&layer->time_step, 1), layer->smooth_states.num_timesteps);
+        },
+        "address"_a,
+        "A linear layer that smooths: a view of the number of the series' next step, and the "
+        "series' length.");
+    module.def(
         "hidden_states",
         [](uintptr_t address) {
             auto* states = reinterpret_cast<EngineHiddenStates*>(address);

@@ -24,6 +24,9 @@ class Embedding : public Layer {
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
 
+    void keep() override { kept_ = sums_; }
+    void restore() override { sums_ = kept_; }
+
     std::vector<float>& sums() { return sums_; }
 
  private:
@@ -31,7 +34,7 @@ class Embedding : public Layer {
     size_t size_;
     size_t inputs_;
     int64_t padding_;
-    std::vector<float> sums_;
+    std::vector<float> sums_, kept_;
     std::vector<int64_t> rows_;  // of the last batch; -1 where there is none
     size_t batch_ = 0;
     size_t input_stride_ = 0;

@@ -38,7 +38,7 @@ void selected_innovation(const States& outputs, const float* mu_obs, const float
         for (size_t k = b * count; k < (b + 1) * count; ++k) {
             const size_t i = b * outputs.stride + static_cast<size_t>(selected[k] - 1);
             observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k],
-                    jacobian_at(outputs, i), deltas, true);
+                    jacobian_at(outputs, i), deltas, !std::isnan(mu_obs[k]));
         }
     }
 }

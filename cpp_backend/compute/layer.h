@@ -60,6 +60,10 @@ class Layer {
     // Writes the parameters' deltas, and returns the innovation of the inputs, carried through the
     // activation that made them; without `to_input` nobody reads that. May change `deltas`.
     virtual Deltas backward(Deltas deltas, bool to_input) = 0;
+
+    // Copies what forward and backward change for later batches; `restore` puts the copy back.
+    virtual void keep() {}
+    virtual void restore() {}
 };
 
 // Carries an innovation through the activation that made `states`.

@@ -65,20 +65,41 @@ GaussianMatrix LSTM::gate(size_t index) const {
             outputs_, rows_.width, row};
 }
 
-void LSTM::reset_states() {
-    const size_t floats = batch_ * steps_ * gate_stride();
+void LSTM::Carried::copy_from(const Carried& other, size_t floats) {
+    for (size_t p = 0; p < parts().size(); ++p) {
+        std::copy_n(other.parts()[p]->data(), floats, parts()[p]->take(floats));
+    }
+}
+
+void LSTM::clear_states() {
     for (Carried* carried : {&before_, &after_}) {
-        for (Memory* memory :
-             {&carried->mean_h, &carried->var_h, &carried->mean_c, &carried->var_c}) {
-            std::fill_n(memory->take(floats), floats, 0.0f);
+        for (Memory* memory : carried->parts()) {
+            std::fill_n(memory->take(carried_floats()), carried_floats(), 0.0f);
         }
     }
     carries_ = false;
 }
 
+void LSTM::keep() {
+    kept_.batch = batch_;
+    kept_.carries = carries_;
+    if (!carries_) return;  // zeros
+    kept_.before.copy_from(before_, carried_floats());
+    kept_.after.copy_from(after_, carried_floats());
+}
+
+void LSTM::restore() {
+    batch_ = kept_.batch;
+    clear_states();
+    if (!kept_.carries) return;
+    before_.copy_from(kept_.before, carried_floats());
+    after_.copy_from(kept_.after, carried_floats());
+    carries_ = true;
+}
+
 RecurrentStates LSTM::get_states() const {
     RecurrentStates states;
-    const Memory* parts[] = {&after_.mean_h, &after_.var_h, &after_.mean_c, &after_.var_c};
+    const auto parts = after_.parts();
     for (size_t p = 0; p < states.size(); ++p) {
         for (size_t r = 0; r < batch_ * steps_; ++r) {
             const float* row = parts[p]->data() + r * gate_stride();
@@ -88,30 +109,28 @@ RecurrentStates LSTM::get_states() const {
     return states;
 }
 
-void LSTM::set_states(const RecurrentStates& states) {
-    if (std::all_of(states.begin(), states.end(), [](const auto& part) { return part.empty(); })) {
-        reset_states();
-        return;
-    }
+void LSTM::set_states(const RecurrentStates& states, size_t batch) {
+    const bool empty =
+        std::all_of(states.begin(), states.end(), [](const auto& part) { return part.empty(); });
     static const char* const names[] = {"mu_h", "var_h", "mu_c", "var_c"};
-    if (batch_ == 0) return;  // the first batch forgets them
-    const size_t rows = batch_ * steps_;
-    for (size_t p = 0; p < states.size(); ++p) {
+    const size_t rows = batch * steps_;
+    for (size_t p = 0; p < states.size() && !empty; ++p) {
         if (states[p].size() == rows * outputs_) continue;
         throw std::invalid_argument(std::string(names[p]) + " has " +
                                     std::to_string(states[p].size()) + " elements; give " +
-                                    std::to_string(batch_) + " * " + std::to_string(width()) +
+                                    std::to_string(batch) + " * " + std::to_string(width()) +
                                     ": the last batch's samples by steps * outputs");
     }
+    batch_ = batch;
     const auto is_zero = [](float value) { return value == 0.0f; };
-    if (std::all_of(states.begin(), states.end(), [&](const auto& part) {
+    if (empty || std::all_of(states.begin(), states.end(), [&](const auto& part) {
             return std::all_of(part.begin(), part.end(), is_zero);
         })) {
-        reset_states();  // what get_states() tells where nothing was carried
+        clear_states();  // what get_states() tells where nothing was carried
         return;
     }
     for (Carried* carried : {&before_, &after_}) {
-        Memory* parts[] = {&carried->mean_h, &carried->var_h, &carried->mean_c, &carried->var_c};
+        const auto parts = carried->parts();
         for (size_t p = 0; p < states.size(); ++p) {
             float* to = parts[p]->take(rows * gate_stride());
             for (size_t r = 0; r < rows; ++r) {
@@ -164,7 +183,7 @@ void LSTM::find_covariances() {
 States LSTM::forward(const States& inputs, bool) {
     if (inputs.batch != batch_) {
         batch_ = inputs.batch;
-        reset_states();
+        clear_states();
     }
     input_stride_ = inputs.stride;
     if (is_single()) std::swap(before_, after_);

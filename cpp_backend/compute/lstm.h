@@ -28,18 +28,31 @@ class LSTM : public Layer {
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
 
-    void reset_states();
+    void keep() override;
+    void restore() override;
+
+    // Forgets the batches before.
+    virtual void reset_states() { clear_states(); }
+    // The samples of the batch whose states the layer holds; 0 before the first.
+    size_t batch() const { return batch_; }
     // What the next batch of one sample and one step begins with; each [batch * steps * outputs].
     RecurrentStates get_states() const;
-    // Empty ones reset. Throws std::invalid_argument unless they are for batches as the last one.
-    void set_states(const RecurrentStates& states);
+    // Sets them for the next batch, of `batch` samples; empty ones reset. Throws
+    // std::invalid_argument where sizes do not fit.
+    void set_states(const RecurrentStates& states, size_t batch);
 
  protected:
     // Means and variances of hidden states and of cells, [rows, gate_stride()].
     struct Carried {
         Memory mean_h, var_h, mean_c, var_c;
+
+        std::array<Memory*, 4> parts() { return {&mean_h, &var_h, &mean_c, &var_c}; }
+        std::array<const Memory*, 4> parts() const { return {&mean_h, &var_h, &mean_c, &var_c}; }
+        void copy_from(const Carried& other, size_t floats);
     };
 
+    void clear_states();
+    size_t carried_floats() const { return batch_ * steps_ * gate_stride(); }
     size_t outputs() const { return outputs_; }
     size_t inputs() const { return inputs_; }
     size_t gate_stride() const { return padded(outputs_); }
@@ -54,6 +67,12 @@ class LSTM : public Layer {
     bool has_forget_gate_ = false;
 
  private:
+    struct Kept {
+        Carried before, after;
+        size_t batch = 0;
+        bool carries = false;
+    };
+
     GaussianMatrix gate(size_t index) const;
     void gather(const States& inputs);
     void find_covariances();
@@ -64,6 +83,7 @@ class LSTM : public Layer {
     size_t steps_;
     size_t batch_ = 0;
     bool carries_ = false;
+    Kept kept_;
     size_t input_stride_ = 0;
     States rows_;  // x and, if it is carried, h'
     Products products_;

@@ -174,6 +174,19 @@ void Network::backward(bool to_input) {
     input_deltas_ = to_input ? innovation : Deltas{};
 }
 
+void Network::keep() {
+    for (const auto& layer : layers_) layer->keep();
+}
+
+void Network::restore() {
+    for (const auto& layer : layers_) layer->restore();
+}
+
+void Network::reset_states() {
+    for (const auto& [index, layer] : lstms_) layer->reset_states();
+    if (last_smoother_ != nullptr) last_smoother_->restart();
+}
+
 void Network::read_outputs(float* mean, float* variance) const {
     flatten(outputs_.mean, outputs_, mean);
     flatten(outputs_.variance, outputs_, variance);
@@ -194,13 +207,22 @@ void Network::show_outputs(EngineHiddenStates& states) const {
 }
 
 void Network::take_innovation(const EngineDeltaStates& states) {
-    const size_t count = outputs_.batch * outputs_.width;
-    if (states.delta_mu.size() < count || states.delta_var.size() < count) {
-        throw std::invalid_argument("input_delta_z_buffer holds " +
-                                    std::to_string(states.delta_mu.size()) +
-                                    " elements, the outputs have " + std::to_string(count));
-    }
+    require_room(states);
     set_innovation(states.delta_mu.data(), states.delta_var.data());
+}
+
+void Network::show_innovation(EngineDeltaStates& states) const {
+    require_room(states);
+    flatten(delta_mean_.data(), outputs_, states.delta_mu.data());
+    flatten(delta_variance_.data(), outputs_, states.delta_var.data());
+}
+
+void Network::require_room(const EngineDeltaStates& states) const {
+    const size_t count = outputs_.batch * outputs_.width;
+    if (states.delta_mu.size() >= count && states.delta_var.size() >= count) return;
+    throw std::invalid_argument("input_delta_z_buffer holds " +
+                                std::to_string(states.delta_mu.size()) +
+                                " elements, the outputs have " + std::to_string(count));
 }
 
 const Series* Network::smooth() {

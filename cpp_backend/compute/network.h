@@ -63,6 +63,13 @@ class Network {
     void set_innovation(const float* mean, const float* variance);
     void backward(bool to_input);
 
+    // Copies what forward and backward change beside outputs and deltas; `restore` puts it back.
+    void keep();
+    void restore();
+    bool keeps() const { return !lstms_.empty() || !embeddings_.empty(); }
+    // Lets LSTM layers forget the batches before.
+    void reset_states();
+
     // Copies of the outputs, and of the innovation of the inputs, flat.
     void read_outputs(float* mean, float* variance) const;
     void read_input_innovation(float* mean, float* variance) const;
@@ -70,6 +77,7 @@ class Network {
     // The engine's objects, for output updaters that work on them.
     void show_outputs(EngineHiddenStates& states) const;
     void take_innovation(const EngineDeltaStates& deltas);
+    void show_innovation(EngineDeltaStates& deltas) const;
 
     // Smooths the series so far; null where there is no SLinear layer.
     const Series* smooth();
@@ -78,6 +86,7 @@ class Network {
     Gaussians gaussians(size_t index, size_t weights) const;
     void add(std::unique_ptr<Layer> layer, size_t input_size);
     Deltas deltas();
+    void require_room(const EngineDeltaStates& deltas) const;
 
     Parameters& parameters_;
     std::vector<std::unique_ptr<Layer>> layers_;

@@ -54,7 +54,7 @@ bool SeriesStep::set_samples(size_t samples) {
 }
 
 void SeriesStep::require_room() const {
-    if (step_ < samples_) return;
+    if (!is_full()) return;
     throw std::invalid_argument(
         "the series has more than num_samples = " + std::to_string(samples_) +
         " steps: set num_samples before, or call smoother() at its end");
@@ -68,6 +68,44 @@ void SLSTM::set_samples(size_t samples) {
     }
     covariance_c_.assign(samples * outputs(), 0.0f);
     covariance_h_.assign(samples * outputs() * outputs(), 0.0f);
+}
+
+std::vector<std::vector<float>*> SLSTM::written() {
+    std::vector<std::vector<float>*> all{&covariance_c_, &covariance_h_};
+    for (Series* series : {&prior_h_, &prior_c_, &posterior_h_, &posterior_c_}) {
+        all.insert(all.end(), {&series->mean, &series->variance});
+    }
+    return all;
+}
+
+void SLSTM::keep() {
+    LSTM::keep();
+    kept_step_ = step_;
+    kept_rows_.clear();
+    if (step_.is_full()) return;
+    for (const std::vector<float>* all : written()) {
+        const size_t width = all->size() / step_.samples();
+        const float* row = all->data() + step_.step() * width;
+        kept_rows_.insert(kept_rows_.end(), row, row + width);
+    }
+}
+
+void SLSTM::restore() {
+    LSTM::restore();
+    set_samples(kept_step_.samples());
+    step_ = kept_step_;
+    const float* row = kept_rows_.data();
+    if (kept_rows_.empty()) return;
+    for (std::vector<float>* all : written()) {
+        const size_t width = all->size() / step_.samples();
+        std::copy_n(row, width, all->data() + step_.step() * width);
+        row += width;
+    }
+}
+
+void SLSTM::reset_states() {
+    LSTM::reset_states();
+    step_.restart();
 }
 
 States SLSTM::forward(const States& inputs, bool training) {
@@ -150,6 +188,9 @@ Deltas SLinear::backward(Deltas deltas, bool to_input) {
 void SLinear::smooth(const Series& hidden) {
     const GaussianMatrix weights = matrix();
     const size_t n = weights.inputs;
+    if (hidden.mean.size() != step_.samples() * n) {
+        throw std::invalid_argument("SLinear has other inputs than the hidden states");
+    }
     for (size_t step = 0; step < step_.samples(); ++step) {
         float mean = 0.0f, variance = 0.0f;
         for (size_t j = 0; j < n; ++j) {

@@ -23,6 +23,7 @@ class SeriesStep {
  public:
     size_t samples() const { return samples_; }
     size_t step() const { return step_; }
+    bool is_full() const { return step_ >= samples_; }
     // Tells whether the number of samples is another one than before.
     bool set_samples(size_t samples);
     // Throws std::invalid_argument if the series is full.
@@ -43,14 +44,20 @@ class SLSTM : public LSTM {
     void set_samples(size_t samples);
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
+    void keep() override;
+    void restore() override;
 
+    void reset_states() override;  // and begins another series
     // Smooths the series so far, and begins another. Returns the hidden states.
     const Series& smooth();
     // The smoothed states of a step. Throws std::invalid_argument for one that is not there.
     RecurrentStates smoothed_states(size_t step) const;
 
  private:
-    SeriesStep step_;
+    std::vector<std::vector<float>*> written();  // by forward and backward: a row for each step
+
+    SeriesStep step_, kept_step_;
+    std::vector<float> kept_rows_;  // of the kept step, in all that is written
     Series prior_h_, prior_c_, posterior_h_, posterior_c_, smoothed_h_, smoothed_c_;
     std::vector<float> covariance_c_;  // of a step's cells with those before, [steps, outputs]
     std::vector<float> covariance_h_;  // [steps, outputs, outputs before]
@@ -64,13 +71,16 @@ class SLinear : public Linear {
     void set_samples(size_t samples);
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
+    void keep() override { kept_step_ = step_; }
+    void restore() override { step_ = kept_step_; }
 
+    void restart() { step_.restart(); }
     // The outputs of smoothed hidden states; begins another series.
     void smooth(const Series& hidden);
     const Series& smoothed() const { return smoothed_; }
 
  private:
-    SeriesStep step_;
+    SeriesStep step_, kept_step_;
     Series smoothed_;
 };
 

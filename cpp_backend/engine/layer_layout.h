@@ -55,6 +55,51 @@ struct EngineBatchNorm {
 
 static_assert(offsetof(EngineBatchNorm, mu_ra) == 352 && offsetof(EngineBatchNorm, epsilon) == 448);
 
+// The engine's LSTM layer that smooths, on CPU: its LSTM's fields, then the series.
+struct EngineSLSTM {
+    std::byte base[sizeof(EngineLayer)];
+    int32_t seq_len, batch_size;
+    float act_omega, gain_w, gain_b;
+    std::string init_method;
+    int32_t positions[8];
+    struct {
+        void* virtual_table;
+        size_t num_states, num_inputs;
+        int32_t device_idx;
+        std::vector<float> gates[21], previous[4], prior[4];
+    } lstm_states;
+    struct {
+        void* virtual_table;
+        size_t num_states, num_timesteps;
+        std::vector<float> priors[4], posteriors[4], smoothed[4], covariances[2];
+    } smooth_states;
+    int32_t time_step;
+
+    EngineSLSTM() = delete;
+    ~EngineSLSTM() = delete;
+};
+
+static_assert(offsetof(EngineSLSTM, lstm_states) == 432 &&
+              offsetof(EngineSLSTM, smooth_states) == 1160 &&
+              offsetof(EngineSLSTM, time_step) == 1520);
+
+struct EngineSLinear {
+    std::byte base[sizeof(EngineLayer)];
+    float gain_w, gain_b;
+    std::string init_method;
+    struct {
+        void* virtual_table;
+        size_t num_timesteps;
+        std::vector<float> outputs[6];
+    } smooth_states;
+    int32_t time_step;
+
+    EngineSLinear() = delete;
+    ~EngineSLinear() = delete;
+};
+
+static_assert(offsetof(EngineSLinear, time_step) == 544);
+
 // What the engine hands from layer to layer; the output updaters read the one, write the other.
 struct EngineHiddenStates {
     void* virtual_table;

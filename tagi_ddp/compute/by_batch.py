@@ -15,7 +15,7 @@ from tagi_ddp.compute.on_native import NativeCompute
 class ComputeByBatch:
     """Who computes which batch, by `Work`; torch is imported when a batch needs it.
 
-    Layers whose deltas add up over steps (Embedding) stay with who computed the first batch.
+    What layers carry from step to step goes with the network from one to the other.
     """
 
     def __init__(
@@ -27,7 +27,9 @@ class ComputeByBatch:
         self._make_other = make_other
         self._other: Compute | None = None
         self._threads: int | None = None
-        self._now: Compute = natively
+        #: who computed the last batch
+        self.now: Compute = natively
+        self._kept: tuple[Compute, int | None] = natively, None
         self.batch: int | None = None  # samples of the last one; 0 if they came as tensors
         self.size = -1  # of the last inputs in an array: of as many, all is as before
 
@@ -42,15 +44,32 @@ class ComputeByBatch:
 
     def choose(self, batch: int) -> Compute:
         """Return who computes a batch of so many samples; 0: they come as tensors."""
-        if batch == self.batch or (self.batch is not None and self._work.remembers):
-            return self._now
+        if batch == self.batch:
+            return self.now
         self.batch = batch
         chosen = self.natively if batch and self._work.is_native(batch) else self._torch()
-        if chosen is not self._now:
-            chosen.reset_lstm_states()  # another batch size forgets them
+        if chosen is not self.now:
+            chosen.remember(self.now.memory())
             self.natively.sizes.clear()
-            self._now = chosen
+            self.now = chosen
         return chosen
+
+    def keep(self) -> None:
+        """Do what `Compute.keep` does."""
+        self._kept = self.now, self.batch
+        self.now.keep()
+
+    def restore(self) -> None:
+        """Do what `Compute.restore` does; ``now`` is who computed when `keep` was called."""
+        now, self.batch = self._kept
+        if now is not self.now:
+            self.natively.sizes.clear()
+        self.now, self.size = now, -1
+        now.restore()
+
+    def restore_if(self, refused: Any) -> bool:
+        """Return False: the host restores."""
+        return False
 
     def may_need_torch(self, batch: int) -> bool:
         """Tell whether torch computes batches of up to so many samples."""

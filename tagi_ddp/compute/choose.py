@@ -13,6 +13,7 @@ from tagi_ddp.compute.interface import Choice, Compute, Precision
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.engine.buffers import FloatArray, verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica.protocol import Replica
 
 _NO_TORCH = "torch is not installed (pip install torch)"
@@ -112,7 +113,7 @@ def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
         return _NO_TORCH
     if natively:
         only_native = {type(layer).__name__ for layer in model._cpp_backend.layers}
-        only_native &= set(native.SMOOTHING)
+        only_native &= set(SMOOTHING)
         return f"torch does not compute {', '.join(sorted(only_native))}" if only_native else None
     if not replica.in_place:
         return "the engine's memory cannot be used in place"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tagi_ddp.engine.layers import lstm_steps
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -43,28 +44,22 @@ _COSTS = {
 
 
 class Work:
-    """The work of layers, the engine's objects.
-
-    remembers: whether deltas of a layer add up over steps, so that one must compute them all.
-    """
+    """The work of layers, the engine's objects."""
 
     def __init__(self, layers: Sequence[Any], replica: Replica) -> None:
         counts = [count for _, count in replica.parameters.blocks[::2]]
         handles = [id(layer.handle) for layer in replica.layers]
         weights = dict(zip(handles, counts, strict=True))
-        self.remembers = False
         self._call = 0.0  # by torch, less natively; in microseconds
         self._sample = 0.0
         outputs = 0
         for handle in layers:
             kind = type(handle).__name__
             cost = _COSTS.get(kind, _SLOW_ACTIVATION)
-            self.remembers |= kind == "Embedding"
             uses = 1  # of each weight by a sample
             if kind == "LSTM":
-                inputs, outputs = int(handle.input_size), int(handle.output_size)
-                uses = int(handle.get_max_num_states()) // max(inputs, outputs)
-                outputs *= uses
+                uses = lstm_steps(handle)
+                outputs = int(handle.output_size) * uses
             elif kind in ("Linear", "Embedding"):
                 outputs = int(handle.output_size)
             self._call += cost.call[1] - cost.call[0]

@@ -29,7 +29,21 @@ class Embedding(Layer):
         shape = (self._count, self._size)
         # Own memory: the deltas' is overwritten by the exchange with other replicas.
         self.sums = torch.tensor([handle.delta_mu_w, handle.delta_var_w]).view(2, *shape)
+        self._kept = torch.empty(0)  # a copy of the sums
         self._saved: tuple[Tensor, Tensor] | None = None
+
+    def keep(self) -> None:
+        """Copy the sums."""
+        self._kept = self._kept.to(self.sums.device).resize_as_(self.sums).copy_(self.sums)
+
+    def restore(self) -> None:
+        """Put the copy back."""
+        self.sums.copy_(self._kept)
+
+    def restore_if(self, refused: Tensor) -> bool:
+        """Put the copy back if ``refused`` is true."""
+        torch.where(refused, self._kept, self.sums, out=self.sums)
+        return True
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
         """Use these parameters from now on."""

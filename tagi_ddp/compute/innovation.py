@@ -54,10 +54,11 @@ def selected_innovation(
     flat = (part.reshape(batch, -1) for part in _parts(states))
     mean, variance, jacobian = (part.gather(1, index) for part in flat)
     gain = jacobian / (variance + var_obs.view_as(mean))
-    seen = torch.isfinite(gain)
+    y = mu_obs.view_as(mean)
+    seen = torch.isfinite(gain) & ~torch.isnan(y)
     zero = torch.zeros_like(gain)
     deltas = [torch.zeros_like(states.mean).reshape(batch, -1) for _ in range(2)]
-    deltas[0].scatter_(1, index, torch.where(seen, gain * (mu_obs.view_as(mean) - mean), zero))
+    deltas[0].scatter_(1, index, torch.where(seen, gain * (y - mean), zero))
     deltas[1].scatter_(1, index, torch.where(seen, -gain * jacobian, zero))
     return Deltas(*(part.view_as(states.mean) for part in deltas))
 

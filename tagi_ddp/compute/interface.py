@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tagi_ddp.engine.buffers import FloatArray, Shown
@@ -13,6 +14,19 @@ LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
 Choice = Literal["auto", "engine", "native", "torch"]
 Precision = Literal["float32", "tf32", "bfloat16"]
 UpdateMethod = Literal["update", "update_using_indices", "update_heteros"]  # of OutputUpdater
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The state that layers carry from step to step beside parameters and running statistics.
+
+    samples: the size of the batch that the LSTM states belong to; 0 without any. lstm: the states.
+    lasting: the deltas that add up over steps, of each Embedding, [means | variances].
+    """
+
+    samples: int
+    lstm: LSTMStates
+    lasting: list[FloatArray]
 
 
 class Compute(Protocol):
@@ -92,16 +106,34 @@ class Compute(Protocol):
         """Use this many threads."""
         ...
 
-    def get_lasting_deltas(self) -> list[FloatArray]:
-        """Return what adds up over steps: of each Embedding, [means | variances]; may be views."""
+    def memory(self) -> Memory:
+        """Return what layers carry from step to step; ``lasting`` may be views."""
         ...
 
-    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
-        """Go on from what `get_lasting_deltas` has returned."""
+    def remember(self, memory: Memory) -> None:
+        """Continue from what the `memory` of a compute of the same network has returned."""
+        ...
+
+    def keep(self) -> None:
+        """Copy what forward and backward change beside outputs and deltas.
+
+        That is the `memory`, and the series that smoothing layers record.
+        """
+        ...
+
+    def restore(self) -> None:
+        """Put back what `keep` has copied last."""
+        ...
+
+    def restore_if(self, refused: Any) -> bool:
+        """Put it back if ``refused``, a tensor on the replica's device, is true, without a wait.
+
+        Returns False, and has done nothing, where only the host can do this.
+        """
         ...
 
     def reset_lstm_states(self) -> None:
-        """Forget what LSTM layers remember."""
+        """Forget the states of LSTM and SLSTM layers; the next step begins another series."""
         ...
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, States
+from tagi_ddp.engine.layers import lstm_steps
 
 _CELL = 2  # of the gates in the engine's order: forget, input, cell, output
 
@@ -75,10 +76,10 @@ class LSTM(Layer):
         """Read the sizes."""
         super().__init__(handle)
         self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
-        # The engine tells the number of steps in this product only.
-        self._steps = int(handle.get_max_num_states()) // max(self._inputs, self._outputs)
+        self._steps = lstm_steps(handle)
         self._batch: int | None = None
         self._carried: _Carried | None = None
+        self._kept: tuple[int | None, _Carried | None] = None, None
         self._saved: _Saved | None = None
 
     @property
@@ -114,22 +115,46 @@ class LSTM(Layer):
         mu_h, var_h, mu_c, var_c = (tensor.reshape(-1, size).clone() for tensor in tensors)
         return mu_h, var_h, mu_c, var_c
 
-    def set_states(self, mu_h: Tensor, var_h: Tensor, mu_c: Tensor, var_c: Tensor) -> None:
-        """Carry these states into the next batch, which must have the size of the last one.
+    def keep(self) -> None:
+        """Hold on to the carried states, which are replaced and never written to."""
+        self._kept = self._batch, self._carried
 
-        Each is as `get_states` returns it, or flat; empty ones reset. A batch of another size than
-        the one before forgets them, and so does the first batch of all.
+    def restore(self) -> None:
+        """Carry the kept states."""
+        self._batch, self._carried = self._kept
+
+    def restore_if(self, refused: Tensor) -> bool:
+        """Carry the kept states if ``refused`` is true; False if their shapes have changed."""
+        batch, kept = self._kept
+        now = self._carried
+        if kept is None or now is None or batch != self._batch:
+            return kept is now is None
+        for old, new in ((kept.hidden, now.hidden), (kept.cell, now.cell)):
+            new.mean = torch.where(refused, old.mean, new.mean)
+            new.variance = torch.where(refused, old.variance, new.variance)
+        return True
+
+    def set_states(
+        self, mu_h: Tensor, var_h: Tensor, mu_c: Tensor, var_c: Tensor, batch: int | None = None
+    ) -> None:
+        """Carry these states into the next batch, which must have ``batch`` samples.
+
+        Each is as `get_states` returns it, or flat; empty ones reset. ``batch`` None: as many
+        samples as the last batch. A batch of another size forgets the states, and so does the first
+        batch of all.
         """
+        batch = self._batch if batch is None else batch
         given = any(tensor.numel() for tensor in (mu_h, var_h, mu_c, var_c))
         size = self._steps * self._outputs
         for name, tensor in zip(
             ("mu_h", "var_h", "mu_c", "var_c"), (mu_h, var_h, mu_c, var_c), strict=True
         ):
-            if given and self._batch is not None and tensor.numel() != self._batch * size:
+            if given and batch is not None and tensor.numel() != batch * size:
                 raise ValueError(
-                    f"{name} has {tensor.numel()} elements; give {self._batch} * {size}: the last "
+                    f"{name} has {tensor.numel()} elements; give {batch} * {size}: the last "
                     "batch's samples by steps * outputs"
                 )
+        self._batch = batch
         if not any(bool(tensor.any()) for tensor in (mu_h, var_h, mu_c, var_c)):
             self.reset_states()  # what get_states tells where nothing was carried
             return

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from tagi_ddp._backend import Network
+from tagi_ddp.engine.layers import lstm_steps
 from tagi_ddp.engine.normalization import layer_norm_epsilon
 from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica.protocol import Replica
 
 _ACTIVATIONS = (
     *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
     *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
 )
-SMOOTHING = ("SLSTM", "SLinear")
 
 
 def build(model: Any, replica: Replica) -> Network:
@@ -53,9 +54,8 @@ def _linear(network: Network, index: int, handle: Any) -> None:
 
 def _lstm(network: Network, index: int, handle: Any) -> None:
     inputs, outputs = int(handle.input_size), int(handle.output_size)
-    # The engine tells the number of steps in this product only.
-    steps = int(handle.get_max_num_states()) // max(inputs, outputs)
-    network.add_lstm(index, outputs, inputs, steps, type(handle).__name__ in SMOOTHING)
+    smoothing = type(handle).__name__ in SMOOTHING
+    network.add_lstm(index, outputs, inputs, lstm_steps(handle), smoothing)
 
 
 def _layer_norm(network: Network, index: int, handle: Any) -> None:

@@ -109,6 +109,9 @@ class Network:
         self._chain = Chain(None, self._layers)
         for part in self._chain.parts():
             part.dtype = dtype
+        self._stateful = [
+            part for part in self._chain.parts() if isinstance(part, (LSTM, Embedding))
+        ]
         #: the number of elements of one sample of the input
         self.input_size = self._chain.parts()[0].input_size
         self.bind()
@@ -116,12 +119,26 @@ class Network:
     @property
     def embeddings(self) -> list[Embedding]:
         """The Embedding layers, in order."""
-        return [part for part in self._chain.parts() if isinstance(part, Embedding)]
+        return [part for part in self._stateful if isinstance(part, Embedding)]
+
+    def keep(self) -> None:
+        """Copy what forward and backward change beside outputs, deltas and running statistics."""
+        for part in self._stateful:
+            part.keep()
+
+    def restore(self) -> None:
+        """Put back what `keep` has copied last."""
+        for part in self._stateful:
+            part.restore()
+
+    def restore_if(self, refused: Tensor) -> bool:
+        """Put it back if ``refused`` is true; False where only `restore` can."""
+        return all(part.restore_if(refused) for part in self._stateful)
 
     @property
     def carries_states(self) -> bool:
         """Whether a step uses what an earlier one has left, beside parameters and deltas."""
-        return any(isinstance(part, LSTM) for part in self._chain.parts())
+        return any(isinstance(part, LSTM) for part in self._stateful)
 
     def bind(self) -> None:
         """Find the parameters again; call when `Replica.version` has changed."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from tagi_ddp.checks import require_whole_samples
-from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
+from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, Shown
-from tagi_ddp.engine.layers import input_size_of
+from tagi_ddp.engine.layers import input_size_of, lstm_samples, lstm_steps, walk
+from tagi_ddp.engine.series import SMOOTHING, Series
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -31,9 +32,25 @@ class EngineCompute:
             )
         self.replica = replica
         self._model = model
+        self._layers = model._cpp_backend.layers
+        steps = lstm_steps(first) if type(first).__name__ in ("LSTM", "SLSTM") else 1
+        self._sample = steps * self._width  # elements of a sample
+        self._accumulating = [layer for layer in replica.layers if layer.accumulates]
+        self._series = Series(self._layers)
+        self._length = 0  # of the series that the engine's buffers are for
+        within = [layer.kind for layer in walk(model)]
+        smoothing = sum(within.count(kind) for kind in SMOOTHING)
+        if smoothing and (type(first).__name__ != "SLSTM" or smoothing != self._series.layers):
+            raise ValueError(
+                "the engine cannot compute SLSTM and SLinear layers unless an SLSTM comes first "
+                'and none is inside of a block: use compute="native"'
+            )
+        self._kept = Memory(0, {}, [])
         self._updater: Any = None  # pytagi's OutputUpdater
         self._trained = False  # whether the last forward pass was one for training
         self.input_size = 0
+        self._to_input = False  # whether the last backward pass computed the inputs' innovation
+        self._smoothed = False
         self._room = 0  # input elements for which the engine has buffers
 
     @property
@@ -51,7 +68,7 @@ class EngineCompute:
         first = self._model._cpp_backend.layers[0]
         # A recurrent layer's input is a sequence whose length the engine checks itself.
         require_whole_samples(mean.size, self._width)
-        self._make_room(mean.size)
+        self._begin_forward(mean.size)
         try:
             outputs: tuple[FloatArray, FloatArray] = self._model.forward(mean, variance)
         except RuntimeError as error:
@@ -66,9 +83,16 @@ class EngineCompute:
     def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
         """Call the engine's forward of hidden states."""
         first = self._model._cpp_backend.layers[0]
-        self._make_room(inputs.mean.size)
+        require_whole_samples(inputs.mean.size, self._sample)
+        if self._series:
+            raise ValueError(
+                "mu_x is another network's states, which the engine's SLSTM layers cannot take: "
+                "give arrays of means and variances"
+            )
+        self._begin_forward(inputs.mean.size)
         self._model._cpp_backend.forward(inputs.states, None)
         self._room = max(self._room, inputs.mean.size)
+        self.input_size = inputs.mean.size // self.samples
         self._trained = bool(first.training)
         return self.get_outputs()
 
@@ -76,7 +100,9 @@ class EngineCompute:
         """Call the model's backward, which tells nothing before its end."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
+        self._require_innovation()
         self._model.backward()
+        self._to_input = bool(self._model.input_state_update)
         if done is not None:
             done(0)
 
@@ -118,66 +144,128 @@ class EngineCompute:
         return outputs
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
-        innovation: tuple[FloatArray, FloatArray] = self._model.get_input_states()
-        return innovation
+        # The engine's own method takes the size of an older batch after a forward of states.
+        if not self._to_input:
+            raise RuntimeError("set input_state_update to True before backward()")
+        size, buffer = self.samples * self.input_size, self.output_delta_z_buffer
+        mean, variance = (
+            np.array(part[:size], np.float32) for part in (buffer.delta_mu, buffer.delta_var)
+        )
+        return mean, variance
 
     @property
     def output_delta_z_buffer(self) -> Any:
         """The innovation of the last inputs, if it was computed."""
         return self._model._cpp_backend.output_delta_z_buffer
 
+    def _require_innovation(self) -> None:
+        """Have a buffer for the widest layer: the engine writes to what stands in its place."""
+        buffer, size = self._model.input_delta_z_buffer, self.samples * self.output_size
+        if buffer.size < size:
+            raise ValueError(
+                f"input_delta_z_buffer holds {buffer.size} elements, the outputs have {size}"
+            )
+        if buffer.size < self._model._cpp_backend.z_buffer_size:
+            self.set_delta_z(buffer.delta_mu[:size], buffer.delta_var[:size])
+
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         # The engine replaces its buffer, which is for the widest layer, by what it is given.
-        room = np.zeros((2, self._model.input_delta_z_buffer.size), np.float32)
-        room[:, : delta_mu.size] = delta_mu, delta_var
+        size = max(self._model.input_delta_z_buffer.size, self._model._cpp_backend.z_buffer_size)
+        room = np.zeros((2, size), np.float32)
+        room[:, : len(delta_mu)] = delta_mu, delta_var
         self._model.set_delta_z(*room)
 
     def set_threads(self, count: int) -> None:
         """Set the engine's threads."""
         self._model.set_threads(count)
 
-    def get_lasting_deltas(self) -> list[FloatArray]:
-        return [
+    def memory(self) -> Memory:
+        states = self.get_lstm_states()
+        lasting = [
             np.concatenate([layer.handle.delta_mu_w, layer.handle.delta_var_w], dtype=np.float32)
-            for layer in self.replica.layers
-            if layer.accumulates
+            for layer in self._accumulating
         ]
+        return Memory(lstm_samples(self._layers, states), states, lasting)
 
-    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
-        layers = [layer for layer in self.replica.layers if layer.accumulates]
-        for layer, values in zip(layers, deltas, strict=True):
+    def remember(self, memory: Memory) -> None:
+        if not memory.samples:
+            self.reset_lstm_states()
+        elif memory.samples != lstm_samples(self._layers, self.get_lstm_states()):
+            # The layers hold states of a batch's size from its forward on.
+            training = bool(self._layers[0].training)
+            self._model.eval()
+            self.forward(np.zeros(memory.samples * self._sample, np.float32), None)
+            if training:
+                self._model.train()
+        if memory.samples:
+            self.set_lstm_states(memory.lstm)
+        for layer, values in zip(self._accumulating, memory.lasting, strict=True):
             mean, variance = np.split(values, 2)
             layer.handle.delta_mu_w, layer.handle.delta_var_w = mean.tolist(), variance.tolist()
 
+    def keep(self) -> None:
+        self._kept = self.memory()
+        self._series.keep()
+
+    def restore(self) -> None:
+        self.remember(self._kept)
+        self._series.restore()
+
+    def restore_if(self, refused: Any) -> bool:
+        return False
+
     def reset_lstm_states(self) -> None:
-        self._model.reset_lstm_states()
+        # The engine's own method reads sizes that nobody has set before the first forward.
+        states = self.get_lstm_states()
+        if lstm_samples(self._layers, states):
+            self._model.set_lstm_states(_zeros(states))
+        self._series.restart()
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
         states: LSTMStates = self._model.get_lstm_states(time_step)
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        # The engine would read beyond empty ones.
-        known = self.get_lstm_states() if any(not len(s[0]) for s in states.values()) else {}
-        zeros = {i: tuple(np.zeros_like(part) for part in parts) for i, parts in known.items()}
-        self._model.set_lstm_states(
-            {i: parts if len(parts[0]) else zeros[i] for i, parts in states.items()}
-        )
+        known = self.get_lstm_states()
+        if lstm_samples(self._layers, known):
+            zeros = _zeros(known)  # the engine would read beyond empty ones
+            self._model.set_lstm_states(
+                {i: parts if len(parts[0]) else zeros[i] for i, parts in states.items()}
+            )
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
+        # The engine looks neither for layers that it needs nor for a series.
+        self._series.require_smoothing()
         self._model._cpp_backend.smoother()
+        self._smoothed = True
         return self.get_outputs_smoother()
 
     def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
+        if not self._smoothed:
+            raise RuntimeError("there are no smoothed outputs before a smoother()")
         outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs_smoother()
         return outputs
 
-    def _make_room(self, size: int) -> None:
-        """Have the engine make new buffers for a batch greater than any before.
+    def _begin_forward(self, size: int) -> None:
+        """Make room for a forward pass of ``size`` input elements.
 
-        By itself it keeps some of the old ones, and writes beyond their ends.
+        The engine makes all its buffers once: those of deltas if it trains, those of a series for
+        the ``num_samples`` of that time. For greater batches it writes beyond the ends of some.
         """
-        engine = self._model._cpp_backend
-        if size > self._room and engine.z_buffer_block_size:
+        engine, training = self._model._cpp_backend, self._layers[0].training
+        self._to_input = False
+        lacks = training and self._model.input_delta_z_buffer is None
+        if self._series:
+            length, self._length = self._length, int(engine.num_samples)
+            lacks |= length != self._length
+            if training:
+                self._series.require_room(self._length)
+        if (size > self._room or lacks) and engine.z_buffer_block_size:
             engine.z_buffer_size //= engine.z_buffer_block_size
             engine.z_buffer_block_size = 0
+
+
+def _zeros(states: LSTMStates) -> LSTMStates:
+    """Return zeros of the same sizes."""
+    zeros = {i: tuple(np.zeros_like(part) for part in parts) for i, parts in states.items()}
+    return cast(LSTMStates, zeros)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from tagi_ddp._backend import engine_layer
 from tagi_ddp.checks import FLOAT32, require_whole_samples
-from tagi_ddp.compute.interface import LSTMStates, UpdateMethod
-from tagi_ddp.compute.native import SMOOTHING, build
+from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
+from tagi_ddp.compute.native import build
 from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
+from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.pointers import address_of
+from tagi_ddp.engine.series import NOT_SMOOTHING, SMOOTHING, smooths
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -159,8 +161,11 @@ class NativeCompute:
         """
         if not self.samples:
             return None
-        self._computed = False
-        return self._show().deltas
+        buffers = self._show()
+        if self._computed:
+            self.network.show_innovation(buffers.deltas_address)
+            self._computed = False
+        return buffers.deltas
 
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
@@ -176,12 +181,24 @@ class NativeCompute:
     def set_threads(self, count: int) -> None:
         """Do nothing: all is done in the caller's thread."""
 
-    def get_lasting_deltas(self) -> list[FloatArray]:
-        return list(self.network.embedding_sums)
+    def memory(self) -> Memory:
+        states = self.get_lstm_states()
+        samples = lstm_samples(self._engine.layers, states)
+        return Memory(samples, states, list(self.network.embedding_sums))
 
-    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
-        for sums, values in zip(self.network.embedding_sums, deltas, strict=True):
+    def remember(self, memory: Memory) -> None:
+        self.set_lstm_states(memory.lstm, memory.samples)
+        for sums, values in zip(self.network.embedding_sums, memory.lasting, strict=True):
             sums[:] = values
+
+    def keep(self) -> None:
+        self.network.keep()
+
+    def restore(self) -> None:
+        self.network.restore()
+
+    def restore_if(self, refused: Any) -> bool:
+        return False
 
     def reset_lstm_states(self) -> None:
         self.network.reset_lstm_states()
@@ -193,15 +210,18 @@ class NativeCompute:
             states[index] = (mu_h, var_h, mu_c, var_c)
         return states
 
-    def set_lstm_states(self, states: LSTMStates) -> None:
-        self.network.set_lstm_states(
-            {index: [np.ravel(part).tolist() for part in parts] for index, parts in states.items()}
-        )
+    def set_lstm_states(self, states: LSTMStates, samples: int | None = None) -> None:
+        lists = {
+            index: [np.ravel(part).tolist() for part in parts] for index, parts in states.items()
+        }
+        self.network.set_lstm_states(lists, samples)
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
+        if not smooths(self._engine.layers):
+            raise RuntimeError(NOT_SMOOTHING)
         outputs = self.network.smooth()
-        if outputs is None:
-            raise RuntimeError("smoother() needs SLSTM and SLinear layers")
+        if outputs is None or not outputs[0]:
+            raise RuntimeError("smoother() needs a series: call forward() and backward() before")
         mean, variance = outputs
         self._smoothed = np.array(mean, np.float32), np.array(variance, np.float32)
         return self.get_outputs_smoother()

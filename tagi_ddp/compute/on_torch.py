@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
@@ -20,10 +20,12 @@ from tagi_ddp.compute.innovation import (
     innovation,
     selected_innovation,
 )
-from tagi_ddp.compute.interface import LSTMStates, Precision, UpdateMethod
+from tagi_ddp.compute.interface import LSTMStates, Memory, Precision, UpdateMethod
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, Dense, Jacobian, States
 from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
+from tagi_ddp.engine.layers import lstm_samples
+from tagi_ddp.engine.series import NOT_SMOOTHING
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.protocol import Replica
 
@@ -253,6 +255,7 @@ class TorchCompute:
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
         self._show().deltas = value
+        self.innovation = None
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         innovation = self._show_innovation().innovation()
@@ -264,12 +267,26 @@ class TorchCompute:
         self._engine.set_threads(count)
         torch.set_num_threads(count)
 
-    def get_lasting_deltas(self) -> list[FloatArray]:
-        return [layer.sums.reshape(-1).cpu().numpy() for layer in self.network.embeddings]
+    def memory(self) -> Memory:
+        states = self.get_lstm_states()
+        lasting = [layer.sums.reshape(-1).cpu().numpy() for layer in self.network.embeddings]
+        return Memory(lstm_samples(self._engine.layers, states), states, lasting)
 
-    def set_lasting_deltas(self, deltas: Sequence[FloatArray]) -> None:
-        for layer, values in zip(self.network.embeddings, deltas, strict=True):
+    def remember(self, memory: Memory) -> None:
+        self.set_lstm_states(memory.lstm, memory.samples)
+        for layer, values in zip(self.network.embeddings, memory.lasting, strict=True):
             layer.sums.copy_(torch.as_tensor(values).view_as(layer.sums))
+
+    def keep(self) -> None:
+        self.network.keep()
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        self.network.restore()
+
+    @torch.inference_mode()
+    def restore_if(self, refused: torch.Tensor) -> bool:
+        return self.network.restore_if(refused)
 
     def reset_lstm_states(self) -> None:
         for layer in self.network.lstms.values():
@@ -282,12 +299,13 @@ class TorchCompute:
             states[index] = (mu_h, var_h, mu_c, var_c)
         return states
 
-    def set_lstm_states(self, states: LSTMStates) -> None:
+    def set_lstm_states(self, states: LSTMStates, samples: int | None = None) -> None:
         for index, parts in states.items():
-            self.network.lstms[index].set_states(*map(torch.as_tensor, parts))
+            mu_h, var_h, mu_c, var_c = map(torch.as_tensor, parts)
+            self.network.lstms[index].set_states(mu_h, var_h, mu_c, var_c, samples)
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
-        raise RuntimeError("smoother() needs SLSTM and SLinear layers")
+        raise RuntimeError(NOT_SMOOTHING)
 
     get_outputs_smoother = smoother
 

@@ -89,7 +89,8 @@ class MaxPool2d(_Pool2d):
             [window.stride] * 2,
             [self._padding] * 2,
         )
-        mean, indices = mean.contiguous(), indices.flatten(2)
+        # A single channel or pixel may keep the strides of channels last: later layers follow them.
+        mean, indices = mean.flatten(1).view(mean.shape), indices.flatten(2)
         if variance is not None:
             variance = self._padded(variance, 0.0).flatten(2).gather(2, indices).view_as(mean)
         self._jacobian = states.jacobian if training else None

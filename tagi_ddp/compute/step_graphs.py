@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.compute.on_torch import Results, TorchCompute
+from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.device_agreement import DeviceAgreement
 from tagi_ddp.trace.timeline import timeline
@@ -34,9 +35,12 @@ class StepGraphs:
     ``alone``: with the update of the parameters, in which no other rank has a part.
     """
 
-    def __init__(self, compute: TorchCompute, replica: DeviceReplica, alone: bool) -> None:
+    def __init__(
+        self, compute: TorchCompute, replica: DeviceReplica, rollback: Rollback, alone: bool
+    ) -> None:
         """Nothing is captured yet."""
         self.alone = alone
+        self._rollback = rollback
         self._compute = compute
         self._replica = replica
         self._device = replica.parameters.mu.device
@@ -84,6 +88,8 @@ class StepGraphs:
             self._graphs[size] = graph
         for name, value in tensors.items():
             graph.given[name].copy_(value)
+        if not self.alone:
+            self._keep()
         graph.replay()
         compute.results = graph.results
         if graph.agreement is not None:
@@ -98,16 +104,26 @@ class StepGraphs:
         mean, variance = flat.pop("mu_x").view(-1, compute.input_size), flat.pop("var_x", None)
 
         def step() -> tuple[tuple[Tensor, Tensor], DeviceAgreement | None]:
-            # Nothing is copied that is kept: a graph with copies takes twice as long to launch.
+            if self.alone:
+                self._keep()
+            # No input is copied: a graph with copies takes twice as long to launch.
             spread = None if variance is None else variance.view_as(mean).float()
             states = compute.compute_states(mean.float(), spread)
             outputs = states.mean.flatten(), states.variance_tensor().flatten()
             compute.update_outputs(method, flat)
             compute.backward()
-            return outputs, self._replica.apply_alone(compute.samples) if self.alone else None
+            if not self.alone:
+                return outputs, None
+            agreement = self._replica.apply_alone(compute.samples)
+            self._rollback.restore_if(agreement.refused)
+            return outputs, agreement
 
         replay, (outputs, agreement) = _capture(step, self._device)
         return _Graph(given, replay, outputs, agreement, compute.results)
+
+    def _keep(self) -> None:
+        if self._rollback.needed:
+            self._rollback.keep()
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
@@ -126,13 +142,13 @@ class _Graph:
     results: Results
 
 
-def make_step_graphs(compute: Any, alone: bool) -> StepGraphs | None:
+def make_step_graphs(compute: Any, rollback: Rollback, alone: bool) -> StepGraphs | None:
     """Return graphs of the steps that ``compute`` takes; None, with a warning, if none can be."""
     reason = _why_not(compute)
     if reason is not None:
         warnings.warn(_text(reason), RuntimeWarning, stacklevel=4)
         return None
-    return StepGraphs(compute, compute.replica, alone)
+    return StepGraphs(compute, compute.replica, rollback, alone)
 
 
 def _why_not(compute: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,44 @@ def _walk(path: str, handle: Any) -> Iterator[Layer]:
             yield from _walk(f"{path}.{index}", inner)
     else:
         yield Layer(f"{path} ({handle.get_layer_info()})", kind, handle)
+
+
+def lstm_steps(handle: Any) -> int:
+    """Return the number of steps in each sample of an LSTM or SLSTM layer."""
+    # The engine tells it in this product only.
+    width = max(int(handle.input_size), int(handle.output_size))
+    return int(handle.get_max_num_states()) // width
+
+
+def lstm_samples(handles: Sequence[Any], states: Mapping[int, Sequence[Any]]) -> int:
+    """Return the size of the batch that LSTM ``states`` belong to; 0 without any.
+
+    ``handles`` are the engine's layers, by whose index the states are.
+    """
+    for index, parts in states.items():
+        return len(parts[0]) // (lstm_steps(handles[index]) * int(handles[index].output_size))
+    return 0
+
+
+def swaps_in_samples(model: Any) -> bool:
+    """Return whether an EvenExp layer of the model has an odd number of outputs.
+
+    The engine counts elements through the whole batch, so that it treats the outputs of every other
+    sample the other way round.
+    """
+    width = 0
+    for layer in walk(model):
+        handle = layer.handle
+        if layer.kind == "EvenExp" and width % 2:
+            return True
+        if layer.kind in ("LSTM", "SLSTM"):
+            width = lstm_steps(handle) * int(handle.output_size)
+        elif layer.kind == "Embedding":
+            width = int(handle.input_size * handle.embedding_dim)
+        else:
+            images = int(handle.out_width * handle.out_height * handle.out_channels)
+            width = images or int(handle.output_size) or width
+    return False
 
 
 def input_size_of(first: Any) -> int:

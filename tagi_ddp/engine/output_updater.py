@@ -1,4 +1,7 @@
-"""pytagi's OutputUpdater, which looks at no sizes: a wrong one trains on foreign memory."""
+"""pytagi's OutputUpdater, which looks at no sizes: a wrong one trains on foreign memory.
+
+Missing observations, NaN, stop at the engine's `update`; its other methods take them for numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tagi_ddp._backend import update_states
-from tagi_ddp.checks import flat_floats
+from tagi_ddp.checks import flat_floats, whole_numbers
 
 
 @functools.cache  # once a process
@@ -22,8 +25,12 @@ def check_sizes_of_updates() -> None:
 
     engines_own = {
         name: getattr(OutputUpdater, name)
-        for name in ("update", "update_using_indices", "update_heteros")
+        for name in ("__init__", "update", "update_using_indices", "update_heteros")
     }
+
+    def initialise(self: Any, model_device: str) -> None:
+        engines_own["__init__"](self, model_device)
+        self._model_device = model_device
 
     def update(self: Any, output_states: Any, mu_obs: Any, var_obs: Any, delta_states: Any) -> None:
         # The most frequent, and then in microseconds: buffers of our own tell where they are.
@@ -52,7 +59,7 @@ def check_sizes_of_updates() -> None:
         delta_states: Any,
     ) -> None:
         mu, var = flat_floats("mu_obs", mu_obs, False), flat_floats("var_obs", var_obs, False)
-        chosen = np.asarray(selected_idx).reshape(-1)
+        chosen = whole_numbers("selected_idx", selected_idx)
         if _empty_share(output_states, mu, var, chosen):
             return
         _, width = _outputs(output_states, delta_states)
@@ -68,6 +75,11 @@ def check_sizes_of_updates() -> None:
                 f"selected_idx has numbers from {chosen.min()} to {chosen.max()}, but outputs "
                 f"are numbered from 1 to {width}"
             )
+        # An updater goes on with the sizes of its last call if that had as many observations.
+        device = getattr(self, "_model_device", self.device)
+        self._cpp_backend = type(self._cpp_backend)(device)
+        missing = np.isnan(mu)
+        mu, var = np.where(missing, 0, mu), np.where(missing, np.inf, var)
         method = engines_own["update_using_indices"]
         method(self, output_states, mu, var, chosen, delta_states)
 
@@ -79,8 +91,17 @@ def check_sizes_of_updates() -> None:
         if width % 2:
             raise ValueError(f"outputs must come in pairs, of value and noise, got {width}")
         _require("mu_obs", mu, outputs // 2, "one for each two outputs")
-        engines_own["update_heteros"](self, output_states, mu, delta_states)
+        missing = ~np.isfinite(mu)
+        method = engines_own["update_heteros"]
+        method(self, output_states, np.where(missing, 0, mu), delta_states)
+        if missing.any():
+            pairs = np.flatnonzero(np.repeat(missing, 2))
+            for name in ("delta_mu", "delta_var"):
+                values = np.array(getattr(delta_states, name), np.float32)
+                values[pairs] = 0
+                setattr(delta_states, name, values.tolist())
 
+    OutputUpdater.__init__ = initialise
     OutputUpdater.update = update
     OutputUpdater.update_using_indices = update_using_indices
     OutputUpdater.update_heteros = update_heteros

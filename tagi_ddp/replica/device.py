@@ -113,11 +113,13 @@ class DeviceReplica:
     def adaptive_sum(self) -> DeviceAdaptiveSum:
         return DeviceAdaptiveSum(self.parameters)
 
-    def step_alone(self, samples: int, alone_of: int) -> str:
+    def step_alone(self, samples: int, alone_of: int) -> str | DeviceAgreement:
         """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""
-        if samples:
-            self.applied(self.apply_alone(samples, alone_of))
-        return ""
+        if not samples:
+            return ""
+        agreement = self.apply_alone(samples, alone_of)
+        self.applied(agreement)
+        return agreement
 
     def apply_alone(self, samples: int, alone_of: int = 1) -> DeviceAgreement:
         """Apply the own deltas, unless one is NaN or infinite; `applied` is to follow."""
@@ -142,6 +144,15 @@ class DeviceReplica:
         if sharded and communicator.size > 1:
             shards = DeviceShards(self.parameters, communicator)
         return lambda contribution: self.agree(communicator, contribution, average, shards)
+
+    def keep_statistics(self) -> None:
+        self.statistics.keep()
+
+    def restore_statistics(self) -> None:
+        self.statistics.restore()
+
+    def restore_statistics_if(self, refused: Tensor) -> bool:
+        return self.statistics.restore_if(refused)
 
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
         if communicator.size > 1 and self.statistics.size:
@@ -235,11 +246,31 @@ class DeviceStatistics:
         self.flat = torch.zeros(self.size, device=device)
         self.parts = self.flat.split(sizes)
         self.flags: list[NDArray[np.uint8]] = [norm["first_batch"] for norm in norms]
+        self._kept, self._kept_flags = torch.empty_like(self.flat), [0] * len(self.flags)
 
     @property
     def await_first_batch(self) -> bool:
         """Whether the next batch's statistics replace some, instead of being averaged with them."""
         return any(flag[0] for flag in self.flags)
+
+    def keep(self) -> None:
+        """Copy the statistics and the flags."""
+        self._kept.copy_(self.flat)
+        self._kept_flags = [flag[0] for flag in self.flags]
+
+    def restore(self) -> None:
+        """Put the copies back."""
+        self.flat.copy_(self._kept)
+        for flag, kept in zip(self.flags, self._kept_flags, strict=True):
+            flag[0] = kept
+
+    def restore_if(self, refused: Tensor) -> bool:
+        """Put them back if ``refused`` is true; False where flags have changed, on the host."""
+        if self._kept_flags != [flag[0] for flag in self.flags]:
+            return False
+        if self.size:
+            torch.where(refused, self._kept, self.flat, out=self.flat)
+        return True
 
     def unpack(self, values: Tensor, total: float) -> None:
         """Replace them by ``values`` / ``total``."""

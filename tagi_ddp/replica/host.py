@@ -29,6 +29,7 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 from tagi_ddp.replica.codec import HostCodec
+from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.replica.staging import host_bucket
 
 
@@ -74,6 +75,7 @@ class HostReplica(ABC):
         self.layers: list[Layer] = []
         self.parameters = Parameters()
         self.statistics = RunningStatistics()
+        self._kept: list[NDArray[Any]] = []  # a copy of them
 
     @property
     def memory(self) -> Parameters:
@@ -147,12 +149,33 @@ class HostReplica(ABC):
         """Return nothing: a refused step is told at once."""
         return []
 
+    def keep_statistics(self) -> None:
+        if self.statistics.size:
+            self._kept = [array.copy() for array in statistics_of(self)]
+
+    def restore_statistics(self) -> None:
+        for array, kept in zip(statistics_of(self), self._kept, strict=True):
+            array[...] = kept
+
+    def restore_statistics_if(self, refused: Any) -> bool:
+        return not self.statistics.size
+
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
         if communicator.size > 1 and self.statistics.size:
             values = np.empty(self.statistics.size, np.float32)
             self.statistics.pack(values, samples)
             communicator.all_reduce(values)
             self.statistics.unpack(values, total)
+
+
+def statistics_of(replica: Replica) -> list[NDArray[Any]]:
+    """Return views of the running statistics and their flags."""
+    return [
+        array
+        for arrays in replica.arrays()
+        for name, array in arrays.items()
+        if name not in PARAMETERS
+    ]
 
 
 class InPlace(HostReplica):

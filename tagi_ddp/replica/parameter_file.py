@@ -85,6 +85,40 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
         )
     for array, values in found:
         array[...] = values
+    for arrays in statistics_of(state).values():
+        mean, variance, first = arrays
+        # Not in the file: whether a batch has replaced the values that statistics begin with.
+        first[...] = not mean.any() and bool((variance == 1).all())
+
+
+class StateDict(dict[str, Any]):
+    """The parameters by layer, as pytagi has them, with running statistics beside them.
+
+    statistics: by the layer's path, means, variances, and the flag that the next batch replaces
+    them.
+    """
+
+    statistics: dict[str, list[NDArray[Any]]]
+
+
+def statistics_of(state: State) -> dict[str, list[NDArray[Any]]]:
+    """Return the running statistics and their flags among the arrays of ``state``, by layer."""
+    layers = groupby(state, key=lambda entry: entry[0])
+    arrays = {name: [array for _, array in group] for name, group in layers}
+    count = len(PARAMETERS)
+    return {name: each[count:] for name, each in arrays.items() if len(each) > count}
+
+
+def load_statistics(given: Any, state: State) -> list[str]:
+    """Copy the running statistics of a `StateDict` to ``state``; return the layers without any."""
+    saved = getattr(given, "statistics", {})
+    missing = []
+    for name, arrays in statistics_of(state).items():
+        if name not in saved:
+            missing.append(name)
+        for array, values in zip(arrays, saved.get(name, ()), strict=False):
+            array[...] = values
+    return missing
 
 
 def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:

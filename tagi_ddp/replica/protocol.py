@@ -155,6 +155,9 @@ class Codec(Protocol):
 class QueuedAgreement(Protocol):
     """What the ranks agree on for a step that a device carries out later."""
 
+    #: whether the step is refused, a tensor on the device
+    refused: Any
+
     def all_finished(self) -> bool:
         """Tell whether all ranks only follow the others; waits for the device."""
         ...
@@ -238,13 +241,13 @@ class Replica(Protocol):
         """
         ...
 
-    def step_alone(self, samples: int, alone_of: int) -> str:
+    def step_alone(self, samples: int, alone_of: int) -> str | QueuedAgreement:
         """Apply the own deltas, of ``samples`` samples, capped as one of ``alone_of`` ranks does.
 
         Together these step by all of their samples, and steps that differ add up as in a random
         walk, to the root of their number: so each goes that much less far than one for all would.
         Nothing is applied if some are NaN or infinite: returns the first layer with such, or "".
-        Where a device carries it out later, `take_refused` tells.
+        Where a device carries it out later, returns its agreement, and `take_refused` tells.
         """
         ...
 
@@ -258,6 +261,21 @@ class Replica(Protocol):
         """Return the ranks that made an earlier step be refused, if nobody has been told yet.
 
         ``everything``: wait for the outcome of all steps so far. None where it is told at once.
+        """
+        ...
+
+    def keep_statistics(self) -> None:
+        """Copy the running statistics and their flags."""
+        ...
+
+    def restore_statistics(self) -> None:
+        """Put back what `keep_statistics` has copied last."""
+        ...
+
+    def restore_statistics_if(self, refused: Any) -> bool:
+        """Put it back if ``refused``, a tensor on the device, is true; do not wait for it.
+
+        Returns False, and has done nothing, where only the host can do this.
         """
         ...
 

@@ -23,7 +23,9 @@ from tagi_ddp.compute import (
     choose,
     make_compute,
 )
+from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray, read_states
+from tagi_ddp.engine.layers import swaps_in_samples
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import host_bucket
@@ -193,8 +195,10 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             self._by_batch = ComputeByBatch(
                 self.model, self.compute, partial(make_compute, "torch", *kit)
             )
+        self._swaps = swaps_in_samples(self.model)
         self._replica = self.compute.replica
         self._accumulation = Accumulation(self._replica)
+        self._rollback = Rollback(self.model, self._by_batch or self.compute, self._replica)
         threads = threads_for(self.model, self._replica, self.communicator)
         if threads or chosen != "engine":
             self.set_threads(threads or self.model._cpp_backend.num_threads)
@@ -204,7 +208,9 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             self._begin_elastic(scheme, sync_every)
             return
         self._replica.share(self.communicator)
-        setting = Setting(self.communicator, self._replica, self.average, bucket, sharded)
+        setting = Setting(
+            self.communicator, self._replica, self.average, self._rollback, bucket, sharded
+        )
         self._exchange: Exchange = (
             make_merging(setting, scheme, sync_every)
             if self.reduction == "precision"
@@ -238,6 +244,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """
         if self._closed:
             self._require_open()
+        begins = False  # whether it begins a step that can be undone
         try:
             compute, by_batch = self.compute, self._by_batch
             keep = by_batch is not None or compute.takes_tensors
@@ -253,6 +260,9 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 )
             if self._misfit is not None:
                 self._undo_misfit()
+            if self._rollback.needed and self._accumulation.samples is None:
+                self._rollback.keep()
+                begins = True
             if len(mean) == 0:
                 self._accumulation.forwarded = 0
                 return mean, mean + 0
@@ -265,8 +275,12 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             else:
                 outputs = compute.forward_from(shown)
             self._accumulation.forwarded = compute.samples
+            if self._swaps and compute.samples % 2:
+                self._require_whole_batch()
             return outputs
         except BaseException as error:
+            if begins:
+                self._undo()
             self._give_up(error)
             raise
 
@@ -298,18 +312,24 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
 
-        Raises NotFiniteError, on all ranks and with every parameter as it was, when a delta of any
-        rank is NaN or infinite. Where the replicas live on devices and no deltas go over the host,
-        nobody waits to learn that: it is raised eight steps later, or by `check_replicas`.
+        Raises NotFiniteError, on all ranks, if a delta of any rank is NaN or infinite. The whole
+        state then is as it was before the step's first `forward`: parameters, running statistics,
+        recurrent states. Where the replicas live on devices and no deltas go over the host, nobody
+        waits to learn that: it is raised eight steps later, or by `check_replicas`.
         """
         if self._closed:
             self._require_open()
         try:
             samples = self._accumulation.take()
-            if self._membership is None:
-                self._exchange(samples)
-            else:
-                self._together(partial(self._exchange, samples))
+            try:
+                if self._membership is None:
+                    self._exchange(samples)
+                else:
+                    self._together(partial(self._exchange, samples))
+            except BaseException:
+                self._undo()
+                raise
+            self._rollback.drop()
         except BaseException as error:
             self._give_up(error)
             raise
@@ -373,6 +393,22 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def _require_open(self) -> None:
         if self._closed:
             raise CommunicatorError("the model is closed; wrap it again to go on")
+
+    def _require_whole_batch(self) -> None:
+        """Raise ValueError if an odd number of samples is only a part of a batch."""
+        shares = self.communicator.size > 1 and self.reduction != "precision"
+        if shares or self._accumulation.adds:
+            raise ValueError(
+                f"mu_x has {self.compute.samples} samples, but EvenExp layers of an odd number of "
+                "outputs count them through the whole batch: give each rank and each micro-batch "
+                "an even number of samples, or the layer an even number of outputs"
+            )
+
+    def _undo(self) -> None:
+        """Put back what the step that begins or ends here has changed beside deltas."""
+        self._accumulation.discard()
+        if self._rollback.restore() and self._by_batch is not None:
+            self.compute = self._by_batch.now
 
     def _give_up(self, error: BaseException) -> None:
         report(self._groups(), error)

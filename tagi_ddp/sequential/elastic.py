@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, CommunicatorError, PeerLost, Timeout
 from tagi_ddp.communicators.guard import CanAbort, report
 from tagi_ddp.communicators.topology import topology_of
+from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.sequential.config import DDPConfig
@@ -76,6 +77,8 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     changes: list[GroupChange]
     _options: dict[str, Any]
     _groups: Callable[[], Iterator[CanAbort]]
+    _rollback: Rollback
+    _undo: Callable[[], None]
     _membership: Membership | None = None
     _shares_cores = False  # whether threads follow the number of ranks
     _began = False  # whether this rank has a state that others may take
@@ -169,7 +172,9 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         membership = self._membership
         assert membership is not None
 
-        setting = Setting(self.communicator, self._replica, self.reduction == "mean")
+        setting = Setting(
+            self.communicator, self._replica, self.reduction == "mean", self._rollback
+        )
         self._exchange = (
             ElasticMerging(setting, scheme, every, membership.called)
             if self.reduction == "precision"
@@ -190,6 +195,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     def _meet_again(self, blamed: Sequence[int], began: float) -> None:
         membership = self._membership
         assert membership is not None
+        self._undo()
         while True:
             self._leave()
             met = membership.meet(self._progress, blamed)
@@ -239,6 +245,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         exchange.enter(communicator)
         self._began = known and not behind
         exchange.take_over(group.source, behind)
+        self._take_lasting(exchange, group.source)
         # What the first group agrees on is nobody's state before it is complete.
         self._began = known or rank in group.behind
         exchange.settle()
@@ -264,6 +271,13 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             )
             if rank == 0:
                 log.warning("%d ranks go on at step %d", size, exchange.steps_made)
+
+    def _take_lasting(self, exchange: ElasticExchange, source: int) -> None:
+        """Take over this rank's part of the deltas that add up over steps."""
+        memory = self.compute.memory()
+        if memory.lasting:
+            lasting = exchange.take_lasting(source, memory.lasting)
+            self.compute.remember(replace(memory, lasting=lasting))
 
     def _elastic(self, name: str) -> ElasticExchange:
         if isinstance(self._exchange, ElasticExchange):

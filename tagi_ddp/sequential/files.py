@@ -12,6 +12,7 @@ from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.replica.parameter_file import (
     ParameterFileError,
     check_state_dict,
+    load_statistics,
     read_parameters,
     write_parameters,
 )
@@ -28,7 +29,9 @@ class FileInterface(MergeInterface):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load parameters; a collective call. What rank 0 gives is copied to all ranks.
 
-        Raises ValueError, on all ranks and before a parameter changes, where rank 0's do not fit.
+        Running statistics come along if ``state_dict`` is what `state_dict` has returned; else they
+        stay, and a warning names their layers. Raises ValueError, on all ranks and before a
+        parameter changes, if rank 0's do not fit.
         """
 
         def check() -> list[Entry]:
@@ -40,11 +43,21 @@ class FileInterface(MergeInterface):
             self._replica.pull()
             self._replica.export()
         require_equal(self.communicator, check, "parameters", "Nothing was loaded.")
+        missing: list[str] = []
         with self._or_abort():
             if self.communicator.rank == 0:
-                self.model.load_state_dict(state_dict)
+                self.model.load_state_dict(dict(state_dict))
+                missing = load_statistics(state_dict, self._replica.state())
             self._replica.share(self.communicator)
             self._exchange.restart()
+        if missing:
+            warnings.warn(
+                f"state_dict has no running statistics, so these layers keep theirs: "
+                f"{', '.join(missing)}. Give what state_dict() of a DDPSequential returns, or use "
+                "save() and load()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing.

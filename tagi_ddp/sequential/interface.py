@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tagi_ddp.checks import flat_floats, integer
 from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
 from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states
+from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
 from tagi_ddp.update.merging import Merging, ScheduledMerging
@@ -155,7 +158,7 @@ class SequentialInterface:
         return self.compute.get_input_states()
 
     def reset_lstm_states(self) -> None:
-        """Forget what LSTM layers remember of the batches before."""
+        """Forget what LSTM and SLSTM layers know of the batches before; another series begins."""
         self.compute.reset_lstm_states()
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
@@ -167,8 +170,29 @@ class SequentialInterface:
         return self.compute.get_lstm_states(time_step)
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        """Let LSTM layers remember what `get_lstm_states` has returned; empty arrays: nothing."""
-        self.compute.set_lstm_states(states)
+        """Replace the states of LSTM layers by those that `get_lstm_states` has returned.
+
+        Empty arrays reset a layer; before the first `forward` nothing happens, as that resets all.
+
+        Raises ValueError where ``states`` names another layer, or a part has another size.
+        """
+        now = self.compute.get_lstm_states()
+        for index, parts in states.items():
+            if index not in now:
+                raise ValueError(f"states has layer {index}, but LSTM layers are {sorted(now)}")
+            if len(parts) != len(now[index]):
+                raise ValueError(
+                    f"states[{index}] has {len(parts)} parts, not 4: means and variances of "
+                    "outputs, then of cells"
+                )
+            sizes, expected = {len(np.ravel(part)) for part in parts}, len(now[index][0])
+            if sizes != {0} and expected and sizes != {expected}:
+                raise ValueError(
+                    f"states[{index}] has parts of {sorted(sizes)} elements, not {expected}: give "
+                    "the states of as many samples as the last forward() had"
+                )
+        if any(len(parts[0]) for parts in now.values()):
+            self.compute.set_lstm_states(states)
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
         """Smooth the series since the last call, of ``num_samples`` steps, backwards in time.
@@ -182,9 +206,18 @@ class SequentialInterface:
         return self.compute.get_outputs_smoother()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters by layer: (mu_w, var_w, mu_b, var_b)."""
+        """Return the parameters by layer: (mu_w, var_w, mu_b, var_b).
+
+        The dict also carries running statistics, which `load_state_dict` takes from it; a dict that
+        was copied by ``dict()``, or pytagi's own, does not.
+        """
+        self._replica.pull()
         self._replica.export()
-        state: dict[str, Any] = self.model.state_dict()
+        state = StateDict(self.model.state_dict())
+        statistics = statistics_of(self._replica.state())
+        state.statistics = {
+            name: [array.copy() for array in arrays] for name, arrays in statistics.items()
+        }
         return state
 
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from tagi_ddp.checks import real
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
+from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
@@ -31,6 +32,8 @@ class LearnInterface(SequentialInterface):
     backward: Callable[[], None]
     step: Callable[[], None]
     _or_abort: Callable[[], AbstractContextManager[None]]
+    _rollback: Rollback
+    _undo: Callable[[], None]
     _alone: NativeCompute | None = None  # one process's
     _at_once: NativeCompute | None = None  # the same, if whole steps are to be one call
     _graphs: StepGraphs | None = None
@@ -47,7 +50,7 @@ class LearnInterface(SequentialInterface):
             from tagi_ddp.compute.step_graphs import make_step_graphs
 
             alone = alone and isinstance(self._exchange, Queued)
-            self._graphs = make_step_graphs(self.compute, alone)
+            self._graphs = make_step_graphs(self.compute, self._rollback, alone)
 
     def learn(
         self,
@@ -101,8 +104,12 @@ class LearnInterface(SequentialInterface):
             if replayed is not None:
                 return replayed
         outputs = self.forward(mu_x, var_x)
-        with self._or_abort():
-            update_outputs(self, method, observations)
+        try:
+            with self._or_abort():
+                update_outputs(self, method, observations)
+        except BaseException:
+            self._undo()
+            raise
         self.backward()
         self.step()
         return outputs

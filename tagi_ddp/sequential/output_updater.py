@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.checks import flat_floats
+from tagi_ddp.checks import flat_floats, whole_numbers
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.sequential.interface import SequentialInterface
 
@@ -93,17 +93,10 @@ def update_outputs(
 
 
 def _numbers(value: ArrayLike, keep_tensors: bool) -> Any:
-    """Return flat numbers of outputs as int32; a tensor on a device, if those are kept, as it is.
-
-    Raises TypeError where they are no whole numbers.
-    """
+    """Return flat numbers of outputs as int32; kept tensors on a device stay as they are."""
     if keep_tensors and hasattr(value, "device") and str(value.device) != "cpu":
         return value
-    given = np.asarray(value)
-    numbers = np.ascontiguousarray(given, np.int32).reshape(-1)
-    if given.dtype.kind not in "iu" and (numbers != given.reshape(-1)).any():
-        raise TypeError(f"selected_idx must be whole numbers, got an array of {given.dtype}")
-    return numbers
+    return whole_numbers("selected_idx", value)
 
 
 def _size(value: ArrayLike) -> int:

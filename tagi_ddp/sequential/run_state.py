@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import AllRanksRaise
+from tagi_ddp.compute.interface import Memory
 from tagi_ddp.data import share_of
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
@@ -62,7 +64,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 "parameters": named_parameters(self._replica) if own else {},
                 "exchange": self._exchange.state_dict(),
                 "memory": self._memory(),
-                "lasting": self.compute.get_lasting_deltas(),
+                "lasting": self.compute.memory().lasting,
             }
 
     def load_run_state(self, entry: Entries, ranks: int) -> None:
@@ -110,17 +112,22 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         return load
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
-        self._remember(own["memory"])
+        self._remember(own["memory"], own["lasting"])
         load_parameters(self._replica, own["parameters"])
         if self.reduction != "precision":
             self._replica.share(self.communicator)
         self._exchange.load_state_dict(own["exchange"])
-        self.compute.set_lasting_deltas(own["lasting"])
+        self._exchange.count_lasting(own["lasting"])
 
     def _load_together(self, entry: Entries, ranks: int) -> None:
         rank, replica = self.communicator.rank, self._replica
         memories = [entry(other, "memory") for other in range(ranks)]
-        self._remember(_shared(memories, rank, self.communicator.size))
+        if rank == 0:
+            everyone = [entry(other, "lasting") for other in range(ranks)]
+            lasting = [np.sum(parts, 0) for parts in zip(*everyone, strict=True)]
+        else:
+            lasting = [deltas * 0 for deltas in self.compute.memory().lasting]
+        self._remember(_shared(memories, rank, self.communicator.size), lasting)
         exchange = entry(0, "exchange")
         if rank == 0:
             arrays = [entry(other, "parameters") for other in range(ranks if exchange else 1)]
@@ -142,12 +149,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         self._exchange.restart()
         if exchange and isinstance(self._exchange, Merging):
             self._exchange.go_on(exchange)
-        if rank == 0:
-            everyone = [entry(other, "lasting") for other in range(ranks)]
-            lasting = [np.sum(parts, 0) for parts in zip(*everyone, strict=True)]
-        else:
-            lasting = [deltas * 0 for deltas in self.compute.get_lasting_deltas()]
-        self.compute.set_lasting_deltas(lasting)
+        self._exchange.count_lasting(lasting)
 
     # --- the parts ----------------------------------------------------------------------------
 
@@ -173,33 +175,22 @@ class RunStateInterface(MergeInterface, SequentialInterface):
 
     def _memory(self) -> dict[str, Any]:
         """Return what layers remember, of batches of what size, and who computes those."""
-        compute = self.compute
+        memory = self.compute.memory()
         return {
             "batch": self._by_batch.batch if self._by_batch else None,
-            "samples": compute.samples,
-            "inputs": compute.samples * compute.input_size,
+            "samples": memory.samples,
             "lstm": {
                 index: [np.asarray(part, np.float32) for part in parts]
-                for index, parts in compute.get_lstm_states().items()
+                for index, parts in memory.lstm.items()
             },
         }
 
-    def _remember(self, memory: Mapping[str, Any]) -> None:
+    def _remember(self, memory: Mapping[str, Any], lasting: list[FloatArray]) -> None:
         if self._by_batch is not None and memory["batch"] is not None:
             self.compute = self._by_batch.choose(memory["batch"])
-        lstm = memory["lstm"]
-        if not any(len(part) for parts in lstm.values() for part in parts):
-            self.compute.reset_lstm_states()
-            return
-        # Layers hold states of a batch's size from the first forward on.
-        training = bool(self._replica.layers[0].handle.training)
-        self.model.eval()
-        try:
-            self.compute.forward(np.zeros(memory["inputs"], np.float32), None)
-        finally:
-            if training:
-                self.model.train()
-        self.compute.set_lstm_states({index: tuple(parts) for index, parts in lstm.items()})
+        lstm: Any = {index: tuple(parts) for index, parts in memory["lstm"].items()}
+        samples = memory["samples"] if any(len(parts[0]) for parts in lstm.values()) else 0
+        self.compute.remember(Memory(samples, lstm, lasting))
 
 
 def named_parameters(replica: Replica) -> dict[str, NDArray[Any]]:
@@ -238,12 +229,10 @@ def _shared(memories: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, 
         ]
         lstm[index] = [np.ravel(each[part]) for each in whole]
     own = part.stop - part.start
-    width = sum(memory["inputs"] for memory in memories) // samples
     batch = memories[0]["batch"]
     return {
         "batch": own if batch else batch,
         "samples": own,
-        "inputs": own * width,
         "lstm": lstm,
     }
 

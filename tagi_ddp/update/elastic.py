@@ -8,14 +8,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tagi_ddp._backend import Agreement
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.hierarchy import Hierarchy
-from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica.host import statistics_of
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Bucket, Exchange, Setting
 from tagi_ddp.update.merging import Merging, Scheme
@@ -46,6 +46,10 @@ class ElasticExchange(Exchange):
     def take_over(self, source: int, behind: bool) -> None:
         """Go on from where rank ``source`` is, as this one may be ``behind``; a collective call."""
 
+    def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
+        """Return this rank's part of the deltas that add up over steps; it has ``own`` so far."""
+        return own
+
     @abstractmethod
     def settle(self) -> None:
         """Make the replicas equal, which are at one place now; a collective call."""
@@ -62,7 +66,10 @@ class ElasticSum(Bucket, ElasticExchange):
         self._bucket = setting.replica.zeros()  # of no group
         self._called = called
         self.progress = 0
-        self._statistics = copies(setting.replica)
+        # The deltas that add up over steps, of all ranks: a rank that is lost takes none with it.
+        self._lasting = [
+            np.zeros(2 * count, np.float32) for _, count in accumulating_blocks(setting.replica)
+        ]
 
     @property
     def steps_made(self) -> int:
@@ -79,33 +86,40 @@ class ElasticSum(Bucket, ElasticExchange):
         try:
             super().__call__(samples)
         except NotFiniteError:
-            self._end_step()
+            self.progress += 1
             raise
-        self._end_step()
+        self.progress += 1
         return False
 
-    def _end_step(self) -> None:
-        self.progress += 1
-        self._statistics = copies(self._replica)
-
-    def restart(self) -> None:
-        self._statistics = copies(self._replica)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.restart()
+    def _apply(self, agreement: Agreement) -> None:
+        super()._apply(agreement)
+        assert self._bucket is not None
+        halves = self._bucket.reshape(2, -1)
+        for total, (begin, count) in zip(
+            self._lasting, accumulating_blocks(self._replica), strict=True
+        ):
+            total.reshape(2, -1)[...] = halves[:, begin : begin + count]
 
     def enter(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
     def take_over(self, source: int, behind: bool) -> None:
-        # Forward has counted a batch in them that will come again.
-        for array, copy in zip(statistics_of(self._replica), self._statistics, strict=True):
-            array[...] = copy
         everyone = all_gather_object(self._communicator, [self.progress, behind])
         if any(late for _, late in everyone):
             self._replica.share(self._communicator, source)
-            self._statistics = copies(self._replica)
         self.progress = everyone[source][0]
+        for total in self._lasting:
+            self._communicator.broadcast(total, source)
+
+    def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
+        if not self.progress:
+            return own  # no step has summed them yet
+        return [total * (self._communicator.rank == source) for total in self._lasting]
+
+    def count_lasting(self, own: list[FloatArray]) -> None:
+        for total, part in zip(self._lasting, own, strict=True):
+            total[:] = part
+            self._communicator.all_reduce(total)
 
     def settle(self) -> None:
         """Do nothing: all ranks are equal."""
@@ -179,16 +193,7 @@ class ElasticMerging(Merging, ElasticExchange):
         self.progress += 1
 
 
-def statistics_of(replica: Replica) -> list[NDArray[Any]]:
-    """Return views of the running statistics and their flags."""
-    return [
-        array
-        for arrays in replica.arrays()
-        for name, array in arrays.items()
-        if name not in PARAMETERS
-    ]
-
-
-def copies(replica: Replica) -> list[NDArray[Any]]:
-    """Return the running statistics as they are now."""
-    return [np.array(array) for array in statistics_of(replica)]
+def accumulating_blocks(replica: Replica) -> list[tuple[int, int]]:
+    """Return (begin, count) of the layers' weights whose deltas add up over steps."""
+    blocks = replica.parameters.blocks[::2]
+    return [block for layer, block in zip(replica.layers, blocks, strict=True) if layer.accumulates]

@@ -13,6 +13,7 @@ import numpy as np
 
 from tagi_ddp._backend import Agreement, Contribution, Parameters, ShmCommunicator, update
 from tagi_ddp.communicators import Communicator, Work, all_gather_object
+from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import QueuedAgreement, Replica
 from tagi_ddp.replica.staging import host_bucket
@@ -31,11 +32,13 @@ class Setting:
 
     average: whether deltas are averaged, else summed. bucket: where the deltas lie, if not in the
     engine's layers or on a device. sharded: whether each rank applies its part of the update.
+    rollback: what undoes a step that this rank refuses alone, or that a device finds refused later.
     """
 
     communicator: Communicator
     replica: Replica
     average: bool
+    rollback: Rollback
     bucket: FloatArray | None = None
     sharded: bool = False
 
@@ -49,6 +52,7 @@ class Exchange(ABC):
         self._communicator = setting.communicator
         self._replica = setting.replica
         self._average = setting.average
+        self._rollback = setting.rollback
 
     @abstractmethod
     def __call__(self, samples: int, finished: bool = False) -> bool:
@@ -84,6 +88,9 @@ class Exchange(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Go on from where `state_dict` was called, by an exchange of the same settings."""
+
+    def count_lasting(self, own: list[FloatArray]) -> None:  # noqa: B027
+        """Take note of deltas that add up over steps, which were loaded; a collective call."""
 
     def restart(self) -> None:  # noqa: B027
         """Tell that the replicas have been made equal by other means."""
@@ -144,7 +151,9 @@ class Alone(Exchange):
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Apply the own deltas."""
-        if culprit := self._replica.step_alone(samples, 1):
+        culprit = self._replica.step_alone(samples, 1)
+        assert isinstance(culprit, str)  # of a replica on the host
+        if culprit:
             raise NotFiniteError(refusal("step", [0], culprit), [0])
         return finished
 
@@ -272,6 +281,7 @@ class Queued(Exchange):
         """Put the step into the device's queue; raise what earlier ones have left to tell."""
         self.raise_refused(everything=False)
         agreement = self._queue(Contribution(samples, True, finished))
+        self._rollback.restore_if(agreement.refused)
         return finished and agreement.all_finished()
 
 

@@ -265,10 +265,15 @@ class Merging(Exchange):
         self.steps += not finished
         for level in self._levels:
             level.steps += not finished
-        culprit = self._replica.step_alone(samples, self._alone_of)
-        self._culprit = self._culprit or culprit
-        if not culprit:
-            self._samples += samples
+        outcome = self._replica.step_alone(samples, self._alone_of)
+        if not isinstance(outcome, str):
+            self._rollback.restore_if(outcome.refused)
+        elif outcome:
+            self._rollback.restore()
+            self._culprit = self._culprit or outcome
+            return
+        self._rollback.drop()
+        self._samples += samples
 
     def _vote(self, finished: bool) -> Agreement:
         refused = bool(self._culprit or self._replica.take_refused(everything=True))

@@ -42,6 +42,11 @@ class Accumulation:
         finally:
             self._blocked = False
 
+    def discard(self) -> None:
+        """Forget all deltas, and a forward pass that a backward would follow."""
+        self.forwarded = self.samples = self._sums = None
+        self._summed, self.adds = 0, self._blocked
+
     def before_backward(self) -> int:
         """Return the samples of the backward that begins, and save what it would replace."""
         if self.forwarded is None:

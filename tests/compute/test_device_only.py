@@ -51,6 +51,8 @@ def take_steps(net: Any, inputs: int, update: Callable[[OutputUpdater], None]) -
         model.backward()
         model.step()
 
+    for flag in model._replica.statistics.flags:
+        flag[0] = 0  # the host waits for the first batch of running statistics, if for no other
     step()  # the first one may prepare
     with Watch():
         for _ in range(2):

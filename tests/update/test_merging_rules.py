@@ -105,7 +105,7 @@ def fall_behind(comm: Any) -> int:
     """Rank 1 has made two steps that rank 0 knows nothing of, and goes on from where that is."""
     with wrap(comm) as model:
         scheme = Scheme(node_size=None, rule="agreement", compress=None)
-        setting = Setting(comm, model._replica, average=False)
+        setting = Setting(comm, model._replica, average=False, rollback=model._rollback)
         exchange = ElasticMerging(setting, scheme, 4, lambda progress, exchanging: False)
         for _ in range(1 + comm.rank):
             learn(model, *NETWORKS["mlp"].batch(0, 6))

@@ -1,0 +1,57 @@
+"""Undoing what a step that is not made has changed beside deltas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tagi_ddp.compute.by_batch import ComputeByBatch
+from tagi_ddp.compute.interface import Compute
+from tagi_ddp.engine.layers import walk
+from tagi_ddp.replica.protocol import Replica
+
+_STATEFUL = ("BatchNorm2d", "Embedding", "LSTM", "SLSTM", "SLinear")
+
+
+class Rollback:
+    """The running statistics, recurrent states and lasting deltas of before a step.
+
+    Forward and backward change them. `keep` copies them when a step begins; `restore` puts the copy
+    back where the step is refused or repeated; `drop` follows a step that was made.
+    """
+
+    def __init__(self, model: Any, compute: Compute | ComputeByBatch, replica: Replica) -> None:
+        #: whether the network has any such state
+        self.needed = any(layer.kind in _STATEFUL for layer in walk(model))
+        self._compute = compute
+        self._replica = replica
+        self._kept = False
+
+    def keep(self) -> None:
+        """Copy the state."""
+        self._compute.keep()
+        self._replica.keep_statistics()
+        self._kept = True
+
+    def drop(self) -> None:
+        """Forget the copy."""
+        self._kept = False
+
+    def restore(self) -> bool:
+        """Put the copy back, if there is one, and forget it; return whether there was one."""
+        kept, self._kept = self._kept, False
+        if kept:
+            self._compute.restore()
+            self._replica.restore_statistics()
+        return kept
+
+    def restore_if(self, refused: Any) -> None:
+        """Do so if ``refused``, a tensor on the replica's device, is true; drop the copy else.
+
+        The host waits for it only where the step has changed the shape of what is kept.
+        """
+        if self._kept:
+            done = self._compute.restore_if(refused)
+            done &= self._replica.restore_statistics_if(refused)
+            if not done and bool(refused):
+                self.restore()
+        self._kept = False

@@ -1,0 +1,130 @@
+"""The series that the engine's smoothing layers, SLSTM and SLinear, record step by step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tagi_ddp._backend import smoothing_linear, smoothing_lstm
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.loader import load_engine
+from tagi_ddp.engine.pointers import LayoutError, address_of
+
+SMOOTHING = ("SLSTM", "SLinear")
+
+
+NOT_SMOOTHING = (
+    "smoother() needs SLSTM layers and, last, an SLinear that takes the last one's outputs"
+)
+
+
+def smooths(handles: Sequence[Any]) -> bool:
+    """Return whether a network of these layers can smooth its series."""
+    lstms = [handle for handle in handles if type(handle).__name__ == "SLSTM"]
+    if not lstms or type(handles[-1]).__name__ != "SLinear":
+        return False
+    return bool(handles[-1].input_size == lstms[-1].output_size)
+
+
+class Series:
+    """The series of a network's smoothing layers; one without such layers has none."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        """Find the layers' memory; raise LayoutError if it is not as expected."""
+        kinds = [(type(handle).__name__, handle) for handle in handles]
+        if any(kind in SMOOTHING for kind, _ in kinds):
+            _verify()
+        self._lstms = [address_of(handle) for kind, handle in kinds if kind == "SLSTM"]
+        self._linears = [address_of(handle) for kind, handle in kinds if kind == "SLinear"]
+        self._smooths = smooths(handles)
+        self._kept: list[tuple[int, list[FloatArray]]] = []
+
+    @property
+    def layers(self) -> int:
+        """The number of smoothing layers."""
+        return len(self._lstms) + len(self._linears)
+
+    def __bool__(self) -> bool:
+        """Return whether there are smoothing layers."""
+        return self.layers > 0
+
+    def require_room(self, samples: int) -> None:
+        """Raise ValueError if a series of ``samples`` steps is full: the engine looks at no end."""
+        for step, length, _ in self._layers():
+            if length != samples:
+                step[0] = 0  # the engine makes memory for another series
+            if step[0] >= samples:
+                raise ValueError(
+                    f"the series has more than num_samples = {samples} steps: set num_samples "
+                    "before, or call smoother() at its end"
+                )
+
+    def require_smoothing(self) -> None:
+        """Raise RuntimeError unless there is a series, and the layers that smooth it."""
+        if not self._smooths:
+            raise RuntimeError(NOT_SMOOTHING)
+        if any(length == 0 for _, length, _ in self._layers()):
+            raise RuntimeError("smoother() needs a series: call forward() and backward() before")
+
+    def restart(self) -> None:
+        """Begin another series."""
+        for step, _, _ in self._layers():
+            step[0] = 0
+
+    def keep(self) -> None:
+        """Copy what the next forward and backward overwrite."""
+        self._kept = [
+            (int(step[0]), [_row(part, step[0], length).copy() for part in parts])
+            for step, length, parts in self._layers()
+        ]
+
+    def restore(self) -> None:
+        """Put back what `keep` has copied last."""
+        for (step, length, parts), (kept, rows) in zip(self._layers(), self._kept, strict=True):
+            step[0] = kept
+            for part, row in zip(parts, rows, strict=True):
+                now = _row(part, kept, length)
+                now[...] = row if row.size == now.size else 0
+
+    def _layers(self) -> list[tuple[NDArray[np.int32], int, list[FloatArray]]]:
+        """Return each layer's next step, its series' length, and what forward and backward write.
+
+        Views that last until the engine makes new memory.
+        """
+        none: list[FloatArray] = []
+        linears = [(*smoothing_linear(address), none) for address in self._linears]
+        return [*map(smoothing_lstm, self._lstms), *linears]
+
+
+def _row(part: FloatArray, step: int, length: int) -> FloatArray:
+    """Return what ``part`` holds of a step: nothing beyond the series' end."""
+    width = part.size // length if length else 0
+    return part[step * width : (step + 1) * width]
+
+
+@functools.cache
+def _verify() -> None:
+    """Check the layout on a network of our own; raise LayoutError if it is another one."""
+    load_engine()
+    import cutagi
+
+    lstm = cutagi.SLSTM(1, 2, 1, True, 1.0, 1.0, "Xavier")
+    linear = cutagi.SLinear(2, 1, True, 1.0, 1.0, "He")
+    network = cutagi.Sequential([lstm, linear])
+    network.num_samples = 5
+    network.preinit_layer()
+    one = np.ones(1, np.float32)
+    for _ in range(3):
+        network.forward(one, one)
+        network.backward()
+    found = smoothing_lstm(address_of(lstm)), smoothing_linear(address_of(linear))
+    if any((layer[0][0], layer[1]) != (3, 5) for layer in found):
+        raise LayoutError("the series of SLSTM and SLinear are not where they should be")
+    rows = [_row(part, 2, 5) for part in found[0][2][:8]]
+    states = network.get_lstm_states(-1)[0]
+    if [row.tolist() for row in rows[4:]] != [list(part) for part in states]:
+        raise LayoutError("SLSTM's hidden and cell states are not where they should be")
