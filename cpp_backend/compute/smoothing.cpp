@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tagi_ddp {
 namespace {
@@ -62,6 +63,7 @@ void SeriesStep::require_room() const {
 
 void SLSTM::set_samples(size_t samples) {
     if (!step_.set_samples(samples)) return;
+    log_.clear();
     for (Series* series :
          {&prior_h_, &prior_c_, &posterior_h_, &posterior_c_, &smoothed_h_, &smoothed_c_}) {
         clear(*series, samples * outputs());
@@ -81,26 +83,34 @@ std::vector<std::vector<float>*> SLSTM::written() {
 void SLSTM::keep() {
     LSTM::keep();
     kept_step_ = step_;
-    kept_rows_.clear();
-    if (step_.is_full()) return;
+    log_.clear();
+    logs_ = true;
+}
+
+void SLSTM::log_row() {
+    if (!logs_) return;
+    std::vector<float> rows;
     for (const std::vector<float>* all : written()) {
         const size_t width = all->size() / step_.samples();
         const float* row = all->data() + step_.step() * width;
-        kept_rows_.insert(kept_rows_.end(), row, row + width);
+        rows.insert(rows.end(), row, row + width);
     }
+    log_.emplace_back(step_.step(), std::move(rows));
 }
 
 void SLSTM::restore() {
     LSTM::restore();
     set_samples(kept_step_.samples());
     step_ = kept_step_;
-    const float* row = kept_rows_.data();
-    if (kept_rows_.empty()) return;
-    for (std::vector<float>* all : written()) {
-        const size_t width = all->size() / step_.samples();
-        std::copy_n(row, width, all->data() + step_.step() * width);
-        row += width;
+    for (auto entry = log_.rbegin(); entry != log_.rend(); ++entry) {
+        const float* row = entry->second.data();
+        for (std::vector<float>* all : written()) {
+            const size_t width = all->size() / step_.samples();
+            std::copy_n(row, width, all->data() + entry->first * width);
+            row += width;
+        }
     }
+    log_.clear();
 }
 
 void SLSTM::reset_states() {
@@ -109,7 +119,10 @@ void SLSTM::reset_states() {
 }
 
 States SLSTM::forward(const States& inputs, bool training) {
-    if (training) step_.require_room();
+    if (training) {
+        step_.require_room();
+        log_row();
+    }
     const States states = LSTM::forward(inputs, training);
     if (!training || !is_single()) return states;
     const size_t step = step_.step(), n = outputs();

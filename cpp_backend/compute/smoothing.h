@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "compute/linear.h"
@@ -56,8 +57,11 @@ class SLSTM : public LSTM {
  private:
     std::vector<std::vector<float>*> written();  // by forward and backward: a row for each step
 
+    void log_row();
+
     SeriesStep step_, kept_step_;
-    std::vector<float> kept_rows_;  // of the kept step, in all that is written
+    std::vector<std::pair<size_t, std::vector<float>>> log_;  // rows overwritten since `keep`
+    bool logs_ = false;
     Series prior_h_, prior_c_, posterior_h_, posterior_c_, smoothed_h_, smoothed_c_;
     std::vector<float> covariance_c_;  // of a step's cells with those before, [steps, outputs]
     std::vector<float> covariance_h_;  // [steps, outputs, outputs before]

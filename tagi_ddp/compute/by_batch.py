@@ -61,11 +61,10 @@ class ComputeByBatch:
 
     def restore(self) -> None:
         """Do what `Compute.restore` does; ``now`` is who computed when `keep` was called."""
-        now, self.batch = self._kept
-        if now is not self.now:
-            self.natively.sizes.clear()
-        self.now, self.size = now, -1
-        now.restore()
+        self.now, self.batch = self._kept
+        self.size = -1
+        self.natively.sizes.clear()
+        self.now.restore()
 
     def restore_if(self, refused: Any) -> bool:
         """Return False: the host restores."""

@@ -128,7 +128,7 @@ class LSTM(Layer):
         batch, kept = self._kept
         now = self._carried
         if kept is None or now is None or batch != self._batch:
-            return kept is now is None
+            return kept is now and batch == self._batch
         for old, new in ((kept.hidden, now.hidden), (kept.cell, now.cell)):
             new.mean = torch.where(refused, old.mean, new.mean)
             new.variance = torch.where(refused, old.variance, new.variance)

@@ -51,6 +51,7 @@ class EngineCompute:
         self.input_size = 0
         self._to_input = False  # whether the last backward pass computed the inputs' innovation
         self._smoothed = False
+        self._forgotten = False  # whether there are no states, which the engine shows as zeros
         self._room = 0  # input elements for which the engine has buffers
 
     @property
@@ -190,6 +191,7 @@ class EngineCompute:
     def remember(self, memory: Memory) -> None:
         if not memory.samples:
             self.reset_lstm_states()
+            self._forgotten = True
         elif memory.samples != lstm_samples(self._layers, self.get_lstm_states()):
             # The layers hold states of a batch's size from its forward on.
             training = bool(self._layers[0].training)
@@ -223,6 +225,9 @@ class EngineCompute:
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
         states: LSTMStates = self._model.get_lstm_states(time_step)
+        if self._forgotten and time_step == -1:
+            none = np.zeros(0, np.float32)
+            states = dict.fromkeys(states, (none, none, none, none))
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
@@ -253,13 +258,14 @@ class EngineCompute:
         the ``num_samples`` of that time. For greater batches it writes beyond the ends of some.
         """
         engine, training = self._model._cpp_backend, self._layers[0].training
-        self._to_input = False
+        self._to_input = self._forgotten = False
         lacks = training and self._model.input_delta_z_buffer is None
         if self._series:
             length, self._length = self._length, int(engine.num_samples)
             lacks |= length != self._length
             if training:
                 self._series.require_room(self._length)
+                self._series.log()
         if (size > self._room or lacks) and engine.z_buffer_block_size:
             engine.z_buffer_size //= engine.z_buffer_block_size
             engine.z_buffer_block_size = 0

@@ -36,13 +36,12 @@ class Rollback:
         """Forget the copy."""
         self._kept = False
 
-    def restore(self) -> bool:
-        """Put the copy back, if there is one, and forget it; return whether there was one."""
-        kept, self._kept = self._kept, False
-        if kept:
+    def restore(self) -> None:
+        """Put the copy back, if there is one, and forget it."""
+        if self._kept:
             self._compute.restore()
             self._replica.restore_statistics()
-        return kept
+        self._kept = False
 
     def restore_if(self, refused: Any) -> None:
         """Do so if ``refused``, a tensor on the replica's device, is true; drop the copy else.

@@ -41,7 +41,8 @@ class Series:
         self._lstms = [address_of(handle) for kind, handle in kinds if kind == "SLSTM"]
         self._linears = [address_of(handle) for kind, handle in kinds if kind == "SLinear"]
         self._smooths = smooths(handles)
-        self._kept: list[tuple[int, list[FloatArray]]] = []
+        self._kept: list[int] = []  # each layer's next step
+        self._log: list[list[tuple[int, list[FloatArray]]]] = []
 
     @property
     def layers(self) -> int:
@@ -76,19 +77,31 @@ class Series:
             step[0] = 0
 
     def keep(self) -> None:
+        """Remember the series' next step, and begin a log of what is overwritten."""
+        self._kept = [int(step[0]) for step, _, _ in self._layers()]
+        self._log.clear()
+
+    def log(self) -> None:
         """Copy what the next forward and backward overwrite."""
-        self._kept = [
-            (int(step[0]), [_row(part, step[0], length).copy() for part in parts])
-            for step, length, parts in self._layers()
-        ]
+        self._log.append(
+            [
+                (int(step[0]), [_row(part, step[0], length).copy() for part in parts])
+                for step, length, parts in self._layers()
+            ]
+        )
 
     def restore(self) -> None:
-        """Put back what `keep` has copied last."""
-        for (step, length, parts), (kept, rows) in zip(self._layers(), self._kept, strict=True):
+        """Put back what was overwritten since the last `keep`."""
+        layers = self._layers()
+        for entry in reversed(self._log):
+            for (_, length, parts), (at, rows) in zip(layers, entry, strict=True):
+                for part, row in zip(parts, rows, strict=True):
+                    now = _row(part, at, length)
+                    if now.size == row.size:  # else the engine has made new memory meanwhile
+                        now[...] = row
+        self._log.clear()
+        for (step, _, _), kept in zip(layers, self._kept, strict=True):
             step[0] = kept
-            for part, row in zip(parts, rows, strict=True):
-                now = _row(part, kept, length)
-                now[...] = row if row.size == now.size else 0
 
     def _layers(self) -> list[tuple[NDArray[np.int32], int, list[FloatArray]]]:
         """Return each layer's next step, its series' length, and what forward and backward write.

@@ -330,6 +330,8 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 self._undo()
                 raise
             self._rollback.drop()
+            if self._by_batch is not None:  # where posteriors are merged, the exchange may undo
+                self.compute = self._by_batch.now
         except BaseException as error:
             self._give_up(error)
             raise
@@ -407,7 +409,8 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def _undo(self) -> None:
         """Put back what the step that begins or ends here has changed beside deltas."""
         self._accumulation.discard()
-        if self._rollback.restore() and self._by_batch is not None:
+        self._rollback.restore()
+        if self._by_batch is not None:
             self.compute = self._by_batch.now
 
     def _give_up(self, error: BaseException) -> None:

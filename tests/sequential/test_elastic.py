@@ -82,6 +82,9 @@ ENGINE = {**SUMS, "compute": "engine"}
     ("backend", "options", "network"),
     [
         ("auto", SUMS, "mlp"),
+        ("shm", SUMS, "embedding"),  # whose deltas add up over steps: a lost rank takes none along
+        pytest.param("shm", ENGINE, "embedding", marks=pytest.mark.slow),
+        pytest.param("shm", {**SUMS, "compute": "torch"}, "embedding", marks=pytest.mark.slow),
         pytest.param("shm", ENGINE, "mlp", marks=pytest.mark.slow),
         pytest.param("shm", SUMS, "cnn", marks=pytest.mark.slow),
         pytest.param("gloo", SUMS, "mlp", marks=pytest.mark.slow),
@@ -124,19 +127,20 @@ def test_merges_go_on_without_lost_ranks(
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"),
+    ("backend", "options", "network"),
     [
-        ("shm", SUMS),
-        pytest.param("gloo", SUMS, marks=pytest.mark.slow),
-        pytest.param("shm", MERGES, marks=pytest.mark.slow),
-        pytest.param("gloo", MERGES, marks=pytest.mark.slow),
+        ("shm", SUMS, "mlp"),
+        pytest.param("shm", SUMS, "embedding", marks=pytest.mark.slow),
+        pytest.param("gloo", SUMS, "mlp", marks=pytest.mark.slow),
+        pytest.param("shm", MERGES, "mlp", marks=pytest.mark.slow),
+        pytest.param("gloo", MERGES, "mlp", marks=pytest.mark.slow),
     ],
 )
 def test_new_ranks_take_the_places_of_the_lost(
-    tmp_path: Path, backend: str, options: dict[str, Any]
+    tmp_path: Path, backend: str, options: dict[str, Any], network: str
 ) -> None:
     kills = {"0": 5, "1": 5}
-    what = case(backend, options, kills=kills) | {"await": 3, "epochs": 40}
+    what = case(backend, options, network, kills=kills) | {"await": 3, "epochs": 40}
     answers = run(tmp_path, what, ranks=3, restarts=2)
     assert [answer["number"] for answer in answers] == [0, 1, 2]
     assert [bool(a["changes"] and a["changes"][0]["joined"]) for a in answers] == [1, 1, 0]
@@ -169,11 +173,19 @@ def test_a_first_group_that_is_made_again_is_no_change(tmp_path: Path, breaks: s
     assert [answer["changes"] for answer in answers] == [[], [], []]
 
 
-@pytest.mark.parametrize("restarts", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_checkpoints_follow_the_group(tmp_path: Path, restarts: int) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "network"),
+    [
+        (0, "mlp"),
+        pytest.param(0, "embedding", marks=pytest.mark.slow),
+        pytest.param(3, "mlp", marks=pytest.mark.slow),
+        pytest.param(3, "embedding", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_follow_the_group(tmp_path: Path, restarts: int, network: str) -> None:
     """Another job goes on from them; so does this one when no rank is left, and all start again."""
     kills = {"0": 5, "1": 17, "2": 17}
-    what = case("shm", SUMS, kills=kills, save=4)
+    what = case("shm", SUMS, network, kills=kills, save=4)
     answers = run(tmp_path, what, ranks=3, restarts=restarts) if restarts else []
     if not restarts:
         assert start(tmp_path, what, ranks=3).returncode == 137
