@@ -15,14 +15,21 @@ from tagi_ddp.optim.daso.compressed_mean import CompressedMean, no_residual
 Parts = tuple[np.ndarray, ...]
 
 
-def means(comm: Any, size: int, dtype: torch.dtype, limit: int, times: int) -> list[Parts]:
-    """Return each vector, mean and residual, elementwise: own, and of the mean."""
+def means(
+    comm: Any, size: int, dtype: torch.dtype, limit: int, times: int, fall: float
+) -> list[Parts]:
+    """Return each vector, mean and residual, elementwise: own, and of the mean.
+
+    Each vector is ``fall`` times as small as the one before.
+    """
     generator = torch.Generator().manual_seed(comm.rank)
-    vector = torch.zeros(size)
+    scale = 10.0 ** torch.arange(size, dtype=torch.float64).remainder(5)
+    vector = torch.zeros(size, dtype=scale.dtype)
     residual = no_residual(vector, comm, limit)
     found = []
     for _ in range(times):
-        vector = torch.randn(size, generator=generator) * 10.0 ** torch.arange(size).remainder(5)
+        vector = scale * torch.randn(size, generator=generator, dtype=scale.dtype)
+        scale /= fall
         before = vector.clone()
         mean = CompressedMean(vector, residual, comm, dtype, limit)
         while mean._unread:
@@ -32,7 +39,7 @@ def means(comm: Any, size: int, dtype: torch.dtype, limit: int, times: int) -> l
         assert torch.equal(vector, before)
         assert mean.mean.dtype == dtype
         residual = mean.residual
-        share, place, begin = torch.zeros(size), 0, 0
+        share, place, begin = torch.zeros_like(vector), 0, 0
         for part in vector.split(limit):
             counts = equal_counts(len(part), comm.size)
             first = begin + sum(counts[: comm.rank])
@@ -46,14 +53,16 @@ def means(comm: Any, size: int, dtype: torch.dtype, limit: int, times: int) -> l
     return found
 
 
+@pytest.mark.parametrize("fall", [1.0, 10.0])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("size", "limit"), [(50, 1000), (50, 7), (2, 1)])
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.half, 11)])
 def test_the_residual_is_sent_the_next_time(
-    shm: RankPool, ranks: int, size: int, limit: int, dtype: torch.dtype, bits: int
+    shm: RankPool, ranks: int, size: int, limit: int, dtype: torch.dtype, bits: int, fall: float
 ) -> None:
+    """Its units are those of the vectors, whatever the size of the next one."""
     times = 5
-    found = shm.run(means, size, dtype, limit, times, size=ranks)
+    found = shm.run(means, size, dtype, limit, times, fall, size=ranks)
     sums = {"vectors": np.zeros(size), "means": np.zeros(size)}
     for time in range(times):
         vectors, averages, own, share = (

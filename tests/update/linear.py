@@ -26,12 +26,17 @@ class Samples:
         return x
 
 
-def samples(rank: int, step: int) -> Samples:
-    """A batch of a rank, of another size on each; no weight twice, so that TAGI is exact."""
+def samples(rank: int, step: int, spread: float = 1.0) -> Samples:
+    """A batch of a rank, of another size on each; no weight twice, so that TAGI is exact.
+
+    The larger the ``spread`` of the inputs, the more a sample tells of its weight, and the smaller
+    that is.
+    """
     rng = np.random.default_rng([rank, step])
     index = rng.permutation(INPUTS)[: (3 * rank + step) % (INPUTS + 1)]
     scale, noise = rng.uniform(-1, 1, (2, index.size))
-    y = np.sin(index + 1.0) * scale + NOISE * noise
+    scale *= spread
+    y = np.sin(index + 1.0) * scale / spread + NOISE * noise
     return Samples(index, scale.astype(np.float32), y.astype(np.float32))
 
 

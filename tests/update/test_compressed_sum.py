@@ -18,6 +18,7 @@ from tagi_ddp.optim import SyncSchedule
 from tagi_ddp.replica.codec import HostCodec
 from tagi_ddp.replica.device_codec import DeviceCodec
 from tagi_ddp.update.compressed_sum import CompressedSum
+from update import linear
 
 BLOCK = 256
 ERRORS = {8: 1 / 254, 16: 1 / 256}  # of the largest of a block, of the number
@@ -136,6 +137,61 @@ def test_training_ends_where_it_does_without(
     assert 0 < apart(answers[0][0], exact) < 0.05
 
 
+def learn_exactly(comm: Any, spread: float, options: dict[str, Any]) -> tuple[list[float], str]:
+    """Train a linear model whose posterior is known; return its distance from that, and its hash.
+
+    Distances are those after each merge of news, then those after merges without news.
+    """
+    model = DDPSequential(
+        linear.network(), communicator=comm, reduction="precision", merge="bayes", **options
+    )
+    exact, found, news, quiet = linear.weights(model), [], 6, 4
+    steps = options["sync_every"]
+    for first in range(0, news * steps, steps):
+        for step in range(first, first + steps):
+            linear.learn(model, linear.samples(comm.rank, step, spread))
+        assert model.unmerged_steps == 0
+        batches = [
+            linear.samples(rank, step, spread)
+            for rank in range(comm.size)
+            for step in range(first, first + steps)
+        ]
+        exact = linear.closed_form(*exact, batches)
+        found.append(linear.distance(model, exact))
+    for _ in range(quiet):
+        model.merge()
+        found.append(linear.distance(model, exact))
+    return found, model.check_replicas()
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"sync_every": 16}),
+        (3, {"sync_every": 5, "device": "cpu:0"}),
+        (4, {"sync_every": 8}),
+        (4, {"sync_every": 8, "node_size": 2}),
+    ],
+    ids=["two", "three on devices", "four", "two nodes"],
+)
+def test_the_posterior_is_the_exact_one_once_all_is_sent(
+    shm: RankPool, size: int, options: dict[str, Any], compress: str
+) -> None:
+    """Between merges variances fall to as little as a half, and means move.
+
+    So a residual in units of a prior, or relative to its means, would come back as something else.
+    """
+    spread = 2.5
+    exact = shm.run(learn_exactly, spread, options, size=size)[0][0]
+    assert max(exact) < 1e-5
+    answers = shm.run(learn_exactly, spread, {**options, "compress": compress}, size=size)
+    assert len({digest for _, digest in answers}) == 1
+    for distances, _ in answers:
+        assert 1e-4 < max(distances) < 0.03
+        assert distances[-1] < 1e-5
+
+
 def forget(comm: Any) -> tuple[bool, bool]:
     """Load what was before merges that have dropped something; then merge nothing."""
     model = DDPSequential(
@@ -155,6 +211,18 @@ def forget(comm: Any) -> tuple[bool, bool]:
 
 def test_loading_forgets_what_has_not_been_sent(shm: RankPool) -> None:
     assert shm.run(forget, size=2) == [(True, True)] * 2
+
+
+def test_a_residual_in_the_units_of_an_earlier_version_is_dropped() -> None:
+    comm = SingleCommunicator()
+    model = DDPSequential(fresh("mlp"), communicator=comm, reduction="precision")
+    whole = CompressedSum(comm, model._replica, "int8")
+    kept = whole.state_dict()
+    kept["own"][:] = 1
+    old = {"own": np.ones(2 * model._replica.parameters.size, np.float32), "part": kept["part"]}
+    with pytest.warns(RuntimeWarning, match="rounding error of compress= in other units"):
+        whole.load_state_dict(old)
+    assert not any(array.any() for array in whole.state_dict().values())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class Residual:
     """What casting has dropped on this rank, and is sent the next time: error feedback.
 
     own: of its vectors, all elements. share: of the means that it computes for all, in the order of
-    its slices.
+    its slices. Both have the units of the vectors, which do not change from one to the next.
     """
 
     own: Tensor
