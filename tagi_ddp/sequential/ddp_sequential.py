@@ -83,8 +83,10 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             merge often, nodes seldom and without waiting: it needs `begin_epoch`, `end_epoch`.
         node_size: for "precision": how many consecutive ranks make a node; None: those of a host.
         merge: for "precision": "agreement", the default, averages where ranks have learned alike,
-            and sums where not; "bayes" sums all, which is exact where the model is linear and
-            Gaussian: the default for a single Linear layer. docs/merging.md compares them.
+            and sums where not; "bayes" sums all. That is exact only if the posterior of each rank
+            is: the model is linear and Gaussian, each sample looks at one weight, and no step is
+            capped. It diverges on correlated inputs, a single Linear layer's, too; docs/merging.md
+            compares them.
         compress: for "precision": "bf16" or "int8" let changes travel in 16 or 8 bits, between
             nodes if there are several; what rounding drops is sent the next time.
         sharded: each rank caps and applies the deltas of its part of the parameters only, and all
@@ -151,7 +153,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 )
                 self.average = self.reduction == "mean"
                 require_sequential(model)
-                scheme = make_scheme(model, self.reduction, node_size, merge, compress)
+                scheme = make_scheme(self.reduction, node_size, merge, compress)
                 self._attach(compute, device, precision, sync_every, scheme, sharded)
                 self._find_shorter_ways(cuda_graph)
         except BaseException:

@@ -17,7 +17,6 @@ from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import all_gather_object
 from tagi_ddp.communicators.hierarchy import Hierarchy
-from tagi_ddp.engine.layers import walk
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import as_array, fill
 from tagi_ddp.trace.timeline import traced
@@ -69,13 +68,12 @@ class Scheme:
 
 
 def make_scheme(
-    model: Any,
     reduction: Reduction,
     node_size: int | None,
     rule: Rule | None,
     compress: Compress | None,
 ) -> Scheme:
-    """Return how a model's posteriors are merged; raise ValueError that names the argument."""
+    """Return how posteriors are merged; raise ValueError that names the argument."""
     for name, value, known in (("merge", rule, _RULES), ("compress", compress, BITS)):
         if value is not None and value not in known:
             options = ", ".join(f'"{option}"' for option in known)
@@ -85,10 +83,7 @@ def make_scheme(
                 f'{name} is for reduction="precision", got {value!r} with {reduction!r}, whose '
                 "sums are exact"
             )
-    if rule is None:
-        linear = [layer.kind for layer in walk(model)] == ["Linear"]
-        rule = "bayes" if linear else "agreement"
-    return Scheme(node_size, rule, compress)
+    return Scheme(node_size, rule or "agreement", compress)
 
 
 def make_merging(setting: Setting, scheme: Scheme, sync_every: int | SyncSchedule) -> Merging:
