@@ -70,10 +70,10 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
         ValueError: it is not C-contiguous or aligned, not on the CPU, or read-only though
             ``writable``.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):
-        return _tensor_elements(buffer, name, torch)
     if not isinstance(buffer, np.ndarray):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(buffer, torch.Tensor):
+            return _tensor_elements(buffer, name, torch)
         raise TypeError(
             f"{name} is a {type(buffer).__name__} that gives no numeric array; pass a numpy array "
             "or a torch tensor"

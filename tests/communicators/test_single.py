@@ -1,8 +1,22 @@
 """The contract in a world of one."""
 
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
 from contract.whole import SoloContract
+
+from tagi_ddp.communicators.single import SingleCommunicator
 
 
 class TestSingle(SoloContract):
     backend = "single"
     sizes = (1,)
+
+
+def test_arrays_are_taken_while_another_thread_imports_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # without a Tensor yet
+    SingleCommunicator().all_reduce(np.ones(3))
