@@ -7,7 +7,9 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from contract.arguments import ArgumentsContract
 from contract.deaths import StopContract
@@ -16,7 +18,7 @@ from contract.forks import ForksContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
-from support.rank_pool import await_end, mpirun, worker_environment
+from support.rank_pool import RankPool, await_end, mpirun, worker_environment
 
 
 class TestMpi(
@@ -321,3 +323,45 @@ def test_a_rank_that_does_not_start_mpi(tmp_path: Path) -> None:
     assert status != 0
     assert "2 init on rank 0 of 2 (mpi): MPI did not start within 2 s" in output
     assert time.monotonic() - started < 30
+
+
+def move_more_than_an_int_counts(comm: Any) -> None:
+    """Move 2^31 + 4 elements by each operation that hands its buffer to MPI as it is."""
+    count, rank = (1 << 31) + 4, comm.rank
+
+    def check(buffer: np.ndarray, first: int = 0) -> None:
+        places = np.arange(len(buffer), step=65_537)
+        places[-1] = len(buffer) - 1
+        assert (buffer[places] == (places + first) % 113).all()
+
+    whole = np.tile(np.arange(113, dtype=np.int8), -(-count // 113))[:count]
+    came = np.zeros(count, np.int8)
+    if rank == 0:
+        comm.send(whole, 1)
+    else:
+        comm.recv(came, 0)
+        check(came)
+    came[...] = whole if rank == 1 else 0
+    comm.broadcast(came, 1)
+    check(came)
+    half = count // 2
+    begin = rank * half
+    came[...] = 0
+    comm.all_gather(whole[begin : begin + half].copy(), came)
+    check(came)
+    came[...] = 0
+    comm.all_to_all(whole, came)
+    check(came[:half], begin)
+    check(came[half:], begin)
+    comm.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_more_elements_than_an_int_counts(hosts: str) -> None:
+    """Takes 11 GB of memory."""
+    pool = RankPool("mpi", 2, environment={"RANK_POOL_HOSTS": hosts})
+    try:
+        pool.run(move_more_than_an_int_counts, limit=500, timeout=400)
+    finally:
+        pool.close()

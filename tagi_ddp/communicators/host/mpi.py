@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from tagi_ddp.communicators.buffers import cut
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
@@ -30,6 +31,10 @@ from tagi_ddp.communicators.host.mpi_requests import Exchange, Request, SmallSum
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
 _TAGS = 1 << 24  # that tell calls apart well enough
+_MOST = (1 << 31) - 1  # elements that MPI, whose counts are C's ints, takes at a time
+# Tags: of users' messages, on their own communicator; and of collectives that exceed _MOST, below
+# those of sums.
+_MESSAGE = _LARGE = 0
 _RECORD = 4096  # bytes of the padded record that the ranks exchange at first
 _FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
 
@@ -39,17 +44,25 @@ _outlives = False  # whether this process goes on in other groups when one is br
 
 
 class MpiEngine:
-    """An MPI communicator, which it frees in the end."""
+    """An MPI communicator for collectives, and one for messages, which it frees in the end.
+
+    A receive on ``messages`` cannot take what a collective sends. None: `send` and `recv` are not
+    called.
+    """
 
     chunks = 8
 
-    def __init__(self, mpi: MPI.Intracomm) -> None:
-        mpi.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
-        self._mpi = mpi
+    def __init__(self, mpi: MPI.Intracomm, messages: MPI.Intracomm | None = None) -> None:
+        self._mpi, self._messages = mpi, messages
+        for each in self._communicators():
+            each.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
         self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) // 2 - 1  # each of two numbers
         self.sums_meet = self.quick = self._tags >= _TAGS
         self._sums = 0  # begun so far
         self._lanes = 1  # ranks of a host that carry parts of a sum
+
+    def _communicators(self) -> list[MPI.Intracomm]:
+        return [self._mpi] if self._messages is None else [self._messages, self._mpi]
 
     def split(self, color: int | None, key: int) -> MpiEngine | None:
         """Return one of the ranks of a color, ordered by key; a call of all ranks."""
@@ -57,7 +70,7 @@ class MpiEngine:
         if made == MPI.COMM_NULL:
             return None
         assert isinstance(made, MPI.Intracomm)
-        return MpiEngine(made)
+        return MpiEngine(made, made.Dup())
 
     def part(self, name: str, ranks: list[int], call: Call) -> MpiEngine:
         """Return one of some ranks, all of which make it at once; MPI does not wait for long."""
@@ -80,11 +93,14 @@ class MpiEngine:
         return kind(self._mpi, array, op, tag).ready
 
     def broadcast(self, array: np.ndarray, root: int, handshake: Handshake) -> Ready:
-        return Request(self._mpi.Ibcast([array, mpi_type(array)], root)).ready
+        kind = mpi_type(array)
+        return Request(*[self._mpi.Ibcast([part, kind], root) for part in _parts(array)]).ready
 
     def all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], handshake: Handshake
     ) -> Ready:
+        if out.size > _MOST:
+            return Request(*self._exchange([array] * self._mpi.size, cut(out, counts))).ready
         kind = mpi_type(array)
         return Request(self._mpi.Iallgatherv([array, kind], [out, counts, None, kind])).ready
 
@@ -96,23 +112,69 @@ class MpiEngine:
         received: list[int],
         handshake: Handshake,
     ) -> Ready:
-        kind = mpi_type(array)
-        return Request(
-            self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
-        ).ready
+        kind, share = mpi_type(array), _MOST // self._mpi.size
+        if max(*sent, *received) <= share:
+            return Request(
+                self._mpi.Ialltoallv([array, sent, None, kind], [out, received, None, kind])
+            ).ready
+        # Both ranks of a pair know whether they exchange more than that; the others may not.
+        goes, comes = cut(array, sent), cut(out, received)
+        small = [part for part in comes if part.size <= share]
+        packed = np.concatenate([array[:0], *(part for part in goes if part.size <= share)])
+        landed = np.empty(sum(part.size for part in small), out.dtype)
+        request = Request(
+            self._mpi.Ialltoallv(
+                [packed, [count * (count <= share) for count in sent], None, kind],
+                [landed, [count * (count <= share) for count in received], None, kind],
+            ),
+            *self._exchange(
+                [part[: part.size * (part.size > share)] for part in goes],
+                [part[: part.size * (part.size > share)] for part in comes],
+            ),
+        )
+
+        def ready(seconds: float) -> bool:
+            if not request.ready(seconds):
+                return False
+            for part, came in zip(small, cut(landed, [part.size for part in small]), strict=True):
+                part[...] = came
+            return True
+
+        return ready
+
+    def _exchange(self, goes: list[np.ndarray], comes: list[np.ndarray]) -> list[MPI.Request]:
+        """Begin to send each rank what goes to it, and to receive what comes, of any size."""
+        kind = mpi_type(goes[0])
+        requests = []
+        for rank, (sent, received) in enumerate(zip(goes, comes, strict=True)):
+            for part in _parts(received):
+                requests.append(self._mpi.Irecv([part, kind], rank, _LARGE))
+            for part in _parts(sent):
+                requests.append(self._mpi.Isend([part, kind], rank, _LARGE))
+        return requests
 
     def send(self, array: np.ndarray, dst: int, handshake: Handshake) -> Ready:
-        return Request(self._mpi.Isend([array, mpi_type(array)], dst)).ready
+        assert self._messages is not None
+        begin, kind = self._messages.Isend, mpi_type(array)
+        return Request(*[begin([part, kind], dst, _MESSAGE) for part in _parts(array)]).ready
 
     def recv(self, array: np.ndarray, src: int, handshake: Handshake) -> Ready:
-        return Request(self._mpi.Irecv([array, mpi_type(array)], src)).ready
+        assert self._messages is not None
+        begin, kind = self._messages.Irecv, mpi_type(array)
+        return Request(*[begin([part, kind], src, _MESSAGE) for part in _parts(array)]).ready
 
     def close(self, clean: bool) -> None:
         global _broken
         # A script may have finalized MPI before its model goes.
         if clean and self._mpi != MPI.COMM_NULL and not MPI.Is_finalized():
-            self._mpi.Free()
+            for each in self._communicators():
+                each.Free()
         _broken = _broken or (not clean and not _outlives)
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """Return a flat array in parts that MPI takes at a time; of no elements, none."""
+    return [array[begin : begin + _MOST] for begin in range(0, array.size, _MOST)]
 
 
 class MpiCommunicator(CheckedHostCommunicator):
@@ -168,7 +230,7 @@ def create(
 def wrap(
     group: MPI.Intracomm, timeout: float = 300.0, deadline: float | None = None
 ) -> MpiCommunicator:
-    """Return a communicator of the ranks of ``group`` over a copy of it.
+    """Return a communicator of the ranks of ``group`` over copies of it.
 
     By ``deadline``, as time.monotonic() counts; None: within ``timeout`` seconds.
     """
@@ -193,9 +255,11 @@ def wrap(
 
     copy, request = group.Idup()
     complete(request, "copy the group")
+    messages, request = group.Idup()
+    complete(request, "copy the group")
     channel = open_channel(MpiCommunicator.backend, rank, size, timeout, end, exchange)
     comm = MpiCommunicator(rank, size, timeout, channel)
-    return opened(comm, partial(comm.open_engines, MpiEngine(copy)), timeout, end)
+    return opened(comm, partial(comm.open_engines, MpiEngine(copy, messages)), timeout, end)
 
 
 def outlive_ranks() -> None:

@@ -59,14 +59,14 @@ class Operation(ABC):
 
 
 class Request(Operation):
-    """One request of MPI."""
+    """Requests of MPI that are under way at once."""
 
-    def __init__(self, request: MPI.Request) -> None:
+    def __init__(self, *requests: MPI.Request) -> None:
         super().__init__()
-        self._request = request
+        self._requests = list(requests)
 
     def poll(self) -> bool:
-        return self._request.Test()
+        return MPI.Request.Testall(self._requests)
 
 
 class SmallSum(Operation):
