@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract.data import announce, await_ranks
 from contract.failures import Report, ones, report
 from support.rank_pool import Died, RankPool
 
@@ -106,14 +107,16 @@ def test_a_rank_that_differs_is_named(many: RankPool) -> None:
     assert all(ranks == (13,) for rank, (_, ranks, *_) in enumerate(answers) if rank != 13)
 
 
-def late(comm: Any) -> Report:
+def late(comm: Any, folder: Path) -> Report:
     if comm.rank == 7:
-        time.sleep(1.5 * LIMIT)
-    return report(lambda: comm.all_reduce(ones(), timeout=LIMIT))
+        await_ranks(folder, set(range(SIZE)) - {7})
+    answer = report(lambda: comm.all_reduce(ones(), timeout=LIMIT))
+    announce(folder, comm.rank)
+    return answer
 
 
-def test_a_rank_that_is_late_is_named(many: RankPool) -> None:
-    answers = many.run(late, fresh=True)
+def test_a_rank_that_is_late_is_named(many: RankPool, tmp_path: Path) -> None:
+    answers = many.run(late, tmp_path, fresh=True)
     for rank, (kind, ranks, text, _) in enumerate(answers):
         if rank == 7:
             assert kind is PeerLost

@@ -306,11 +306,10 @@ LATE = """
     from tagi_ddp.communicators import Timeout, init
     if os.environ["{rank}"] == "1":
         time.sleep(60)
-    started = time.monotonic()
     try:
         init("mpi", timeout=2)
     except Timeout as error:
-        print(round(time.monotonic() - started), error, flush=True)
+        print(error, flush=True)
         os._exit(7)
 """
 
@@ -321,7 +320,7 @@ def test_a_rank_that_does_not_start_mpi(tmp_path: Path) -> None:
     source = LATE.format(rank="OMPI_COMM_WORLD_RANK")
     status, output = run_script(tmp_path / "train.py", source, 2)
     assert status != 0
-    assert "2 init on rank 0 of 2 (mpi): MPI did not start within 2 s" in output
+    assert "init on rank 0 of 2 (mpi): MPI did not start within 2 s" in output
     assert time.monotonic() - started < 30
 
 

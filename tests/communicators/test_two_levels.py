@@ -6,12 +6,13 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from contract.data import caught
-from contract.failures import come_late, ones
+from contract.failures import WAITS, come_late
 from contract.operations import own_memory
 from support.rank_pool import RankPool
 
@@ -149,9 +150,10 @@ def test_who_sends_few_bytes(pool: RankPool) -> None:
         assert sums == [by_mpi and alone, by_mpi and first, first, local < lanes]
 
 
-def test_a_late_rank_is_told(pool: RankPool) -> None:
+def test_a_late_rank_is_told(pool: RankPool, tmp_path: Path) -> None:
     """Though what the others sent before they gave up still reaches it."""
-    *others, late = pool.run(come_late, lambda comm: comm.all_reduce(ones()), fresh=True, timeout=1)
+    call = WAITS["all_reduce"]
+    *others, late = pool.run(come_late, call, tmp_path, fresh=True, timeout=1)
     assert all(kind is Timeout for reports in others for kind, *_ in reports)
     assert all(kind is PeerLost for kind, *_ in late)
 

@@ -291,7 +291,7 @@ def wrong_on_one_rank(comm: Any, path: str) -> list[str]:
 
 
 def test_what_is_wrong_on_one_rank(shm: RankPool, tmp_path: Path) -> None:
-    told, own = shm.run(wrong_on_one_rank, str(tmp_path / "f"), size=2, limit=5)
+    told, own = shm.run(wrong_on_one_rank, str(tmp_path / "f"), size=2)
     assert told == [f"rank 1: {text}" for text in own]
 
 

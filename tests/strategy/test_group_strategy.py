@@ -200,7 +200,7 @@ def differ(comm: Any, calls: list[Any]) -> str:
 
 @pytest.mark.parametrize("text", DIFFERENT)
 def test_numbers_that_differ_between_ranks(shm: RankPool, text: str) -> None:
-    for found in shm.run(differ, DIFFERENT[text], size=2, limit=5):
+    for found in shm.run(differ, DIFFERENT[text], size=2):
         assert found.startswith(text)
 
 
@@ -226,7 +226,7 @@ def give_a_torch_module(comm: Any) -> str:
 
 
 def test_torch_modules_are_sent_to_lightning(shm: RankPool) -> None:
-    for text in shm.run(give_a_torch_module, size=2, fresh=True, limit=5):
+    for text in shm.run(give_a_torch_module, size=2, fresh=True):
         assert "model must be a pytagi Sequential, got a Linear" in text
         assert "tagi_ddp.strategy.lightning" in text
 

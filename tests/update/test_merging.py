@@ -261,8 +261,8 @@ def miss_one(comm: Any) -> Report:
 
     def late() -> None:
         for level in (comm, levels.node, levels.inter_node):
-            level.timeout = 1.0
-        time.sleep({2: 0.5, 3: 6.0}.get(comm.rank, 0.0))
+            level.timeout = 2.0
+        time.sleep({2: 0.5, 3: 8.0}.get(comm.rank, 0.0))
         merge()
 
     exchange._merge_node = late

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,3 +111,17 @@ def caught(call: Callable[[], Any]) -> Exception:
     except Exception as error:
         return error
     raise AssertionError(f"no error, but {result!r}")
+
+
+def announce(folder: Path, rank: int) -> None:
+    """Let `await_ranks` of other ranks know that this one is so far."""
+    (folder / str(rank)).touch()
+
+
+def await_ranks(folder: Path, ranks: Iterable[int]) -> None:
+    """Return once all these ranks have announced themselves in the folder, which was empty."""
+    files = [folder / str(rank) for rank in ranks]
+    deadline = time.monotonic() + 20
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, files
+        time.sleep(0.01)
