@@ -1,6 +1,7 @@
 """Nested dicts, lists and tuples of arrays and plain values, in memory and in a safetensors file.
 
-Arrays lie in the file as such, all else as JSON in its header. Nothing is ever unpickled.
+Arrays lie in the file as such, all else as JSON in its header. Nothing is ever unpickled. A value is
+read with the type that it was written with; one whose type the file cannot hold is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,15 @@ _DTYPES = {
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
 _TREE = "tree"
+_PLAIN = (type(None), bool, int, float, complex, str)
+_ATTRIBUTED: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)  # dicts with attributes
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
+_LONG = 1024  # bits of an int from which on it is written in hex: Python limits decimal digits
+_DEPTH = 100  # of trees; those that hold themselves have no end
+_TAKES = (
+    "give numbers, text, arrays and tensors, in dicts, lists and tuples, of these types and of no "
+    "subclass; a Counter, an OrderedDict and a defaultdict of a builtin are dicts here"
+)
 
 
 class DamagedFile(ValueError):
@@ -85,9 +95,14 @@ class Snapshot:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Tell whether two trees are the same, their arrays bit for bit."""
+    """Tell whether two trees are the same in value and type, their arrays bit for bit."""
     leaves: tuple[dict[str, Leaf], dict[str, Leaf]] = {}, {}
-    if _encode(a, "", leaves[0]) != _encode(b, "", leaves[1]):
+    headers = (
+        # As text, in which 1, 1.0 and True differ.
+        json.dumps(_encode(tree, "", found), sort_keys=True)
+        for tree, found in zip((a, b), leaves, strict=True)
+    )
+    if len(set(headers)) > 1:
         return False
     pairs = ((leaf, leaves[1][name]) for name, leaf in leaves[0].items())
     return all(
@@ -108,56 +123,106 @@ def read_tree(path: Path, *keys: str) -> Any:
         with safe_open(path, framework="np") as arrays:
             header = json.loads((arrays.metadata() or {})[_TREE])
             for key in keys:
-                header = header[key]
+                header = _inner(header)[key]
             return _decode(header, arrays, path)
-    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} is no checkpoint, or not all of one: {error}") from error
 
 
-def _encode(value: Any, name: str, leaves: dict[str, Leaf]) -> Any:
+def _inner(header: Any) -> Any:
+    """Return the plain dict of an encoded dict of another kind."""
+    match header:
+        case (
+            {"$OrderedDict": [inner, _]} | {"$Counter": [inner, _]} | {"$defaultdict": [inner, _]}
+        ):
+            return inner
+    return header
+
+
+def _encode(value: Any, name: str, leaves: dict[str, Leaf], depth: int = 0) -> Any:
     """Return ``value`` as JSON has it, and put its arrays into ``leaves``."""
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encode(part, f"{name}/{key}", leaves) for key, part in value.items()}
-        items = [
-            [_encode(key, name, leaves), _encode(part, f"{name}/{key}", leaves)]
-            for key, part in value.items()
-        ]
-        return {"$items": items}
-    if isinstance(value, (list, tuple)):
-        parts = [_encode(part, f"{name}/{index}", leaves) for index, part in enumerate(value)]
-        return {"$tuple": parts} if isinstance(value, tuple) else parts
-    kind, leaf = _leaf(value, name)
+    if depth > _DEPTH:
+        raise TypeError(f"{name[1:40]}... is nested more than {_DEPTH} deep, or holds itself")
+
+    def inner(part: Any, own: Any = None) -> Any:
+        return _encode(part, name if own is None else f"{name}/{own}", leaves, depth + 1)
+
+    kind = type(value)
+    if kind in _PLAIN:
+        return _plain(value)
+    if kind is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: inner(part, key) for key, part in value.items()}
+        for key in value:
+            if not _is_key(key):
+                raise TypeError(
+                    f"{name[1:]} has a key that is a {type(key).__name__}, which cannot be saved: "
+                    f"keys are text, numbers of at most {_LONG} bits, and tuples of them"
+                )
+        return {"$items": [[inner(key, key), inner(part, key)] for key, part in value.items()]}
+    if kind in _ATTRIBUTED:  # modules' states have an attribute, the versions of their parts
+        return {f"${kind.__name__}": [inner(dict(value)), inner(vars(value), "__dict__")]}
+    if kind is defaultdict:
+        factory = value.default_factory
+        told = None if factory is None else getattr(factory, "__name__", "")
+        if factory is not None and _FACTORIES.get(told) is not factory:
+            raise TypeError(
+                f"{name[1:]} is a defaultdict of {factory!r}, which cannot be saved: give one of "
+                f"{', '.join(_FACTORIES)} or None, or a dict"
+            )
+        return {"$defaultdict": [inner(dict(value)), told]}
+    if kind in (list, tuple):
+        parts = [inner(part, index) for index, part in enumerate(value)]
+        return {"$tuple": parts} if kind is tuple else parts
+    tag, leaf = _leaf(value, name)
+    name = name.encode(errors="replace").decode()  # a file has no half a character
     while name in leaves:  # "a/b" next to "a" with "b" in it
         name += "'"
     leaves[name] = leaf
-    return {kind: name}
+    return {tag: name}
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is float and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if type(value) is int and value.bit_length() > _LONG:
+        return {"$int": hex(value)}
+    if type(value) is complex:
+        return {"$complex": [_plain(value.real), _plain(value.imag)]}
+    return value
+
+
+def _is_key(key: Any) -> bool:
+    return (
+        (type(key) in _PLAIN and (type(key) is not int or key.bit_length() <= _LONG))
+        or isinstance(key, np.generic)
+        or (type(key) is tuple and all(map(_is_key, key)))
+    )
 
 
 def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype in _DTYPES and value.layout == torch.strided:
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            return "$tensor", Leaf(
-                _DTYPES[dtype], tuple(value.shape), flat.view(torch.uint8).numpy()
+    if torch is not None and type(value) is torch.Tensor:
+        held = value.layout == torch.strided and not (value.is_nested or value.is_meta)
+        parts = torch.view_as_real(value.resolve_conj()) if held and value.is_complex() else value
+        dtype = str(parts.dtype).removeprefix("torch.")
+        if dtype in _DTYPES and held:
+            flat = parts.detach().cpu().resolve_neg().contiguous().reshape(-1)
+            kind = "$tensor" if parts is value else "$complex tensor"
+            return kind, Leaf(
+                _DTYPES[dtype], tuple(parts.shape), flat.view(torch.uint8).numpy()
             )
         raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
-    if isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype.name in _DTYPES and value.dtype.isnative:
-            flat = np.ascontiguousarray(value).reshape(-1)
-            kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
-            return kind, Leaf(_DTYPES[value.dtype.name], value.shape, flat.view(np.uint8))
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        is_complex = value.dtype.kind == "c" and value.dtype.isnative
+        array = np.stack([value.real, value.imag], -1) if is_complex else np.asarray(value)
+        if array.dtype.name in _DTYPES and array.dtype.isnative:
+            flat = np.ascontiguousarray(array).reshape(-1)
+            kind = "array" if isinstance(value, np.ndarray) else "scalar"
+            tag = f"$complex {kind}" if is_complex else f"${kind}"
+            return tag, Leaf(_DTYPES[array.dtype.name], array.shape, flat.view(np.uint8))
         raise TypeError(f"{name[1:]} is an array of {value.dtype}: give one of numbers")
-    raise TypeError(
-        f"{name[1:]} is a {type(value).__name__}, which cannot be saved: give numbers, text, "
-        "arrays and tensors, in dicts, lists and tuples"
-    )
+    raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
 
 
 def _decode(value: Any, arrays: Any, path: Path) -> Any:
@@ -168,17 +233,42 @@ def _decode(value: Any, arrays: Any, path: Path) -> Any:
     match list(value.items()):
         case [("$float", text)]:
             return float(text)
+        case [("$int", text)]:
+            return int(text, 16)
+        case [("$complex", parts)]:
+            return complex(*_decode(parts, arrays, path))
         case [("$tuple", parts)]:
             return tuple(_decode(part, arrays, path) for part in parts)
         case [("$items", items)]:
             return {_decode(key, arrays, path): _decode(v, arrays, path) for key, v in items}
+        case [("$OrderedDict" | "$Counter" as kind, [items, attributes])]:
+            made: Any = (OrderedDict if kind == "$OrderedDict" else Counter)(
+                _decode(items, arrays, path)
+            )
+            vars(made).update(_decode(attributes, arrays, path))
+            return made
+        case [("$defaultdict", [items, factory])]:
+            return defaultdict(
+                None if factory is None else _FACTORIES[factory], _decode(items, arrays, path)
+            )
         case [("$array", name)]:
             return arrays.get_tensor(name)
         case [("$scalar", name)]:
             return arrays.get_tensor(name)[()]
-        case [("$tensor", name)]:
+        case [("$complex array" | "$complex scalar" as kind, name)]:
+            pairs = arrays.get_tensor(name)
+            array = pairs.view(np.result_type(pairs.dtype, np.complex64))[..., 0]
+            return array if kind == "$complex array" else array[()]
+        case [("$tensor" | "$complex tensor" as kind, name)]:
             from safetensors import safe_open
 
             with safe_open(path, framework="pt") as tensors:
-                return tensors.get_tensor(name)
+                tensor = tensors.get_tensor(name)
+            if kind == "$tensor":
+                return tensor
+            import torch
+
+            return torch.view_as_complex(tensor)
+        case [(kind, _)] if kind.startswith("$"):
+            raise ValueError(f"it holds {kind!r}, which this version does not know")
     return {key: _decode(part, arrays, path) for key, part in value.items()}
