@@ -23,7 +23,8 @@ from tagi_ddp.communicators.guard import Closing, abort
 from tagi_ddp.communicators.init import as_communicator, is_made_for
 from tagi_ddp.data import DistributedSampler
 
-_FORMAT = 2
+_FORMAT = 3
+_FORMATS = (2, 3)  # that are read; in 2 an OrderedDict is a dict
 _SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
 
 
@@ -72,9 +73,7 @@ class Checkpoints(Closing):
         self._made = self._given is not None and is_made_for(self._given, communicator)
         self._keep = keep
         self._sampler = sampler
-        own = dict(generators or {})
-        self._generators = {**global_generators(), **own}
-        self._global = self._generators.keys() - own.keys()
+        self._generators = dict(generators or {})
         self._folder = Folder(folder)
         self._snapshot = Snapshot()
         self._writing: Future[None] | None = None
@@ -163,7 +162,8 @@ class Checkpoints(Closing):
             raise
 
         def copy() -> list[Entry]:
-            generators = {name: state_of(each) for name, each in self._generators.items()}
+            own = {**global_generators(), **self._generators}
+            generators = {name: state_of(each) for name, each in own.items()}
             self._snapshot.take({"parts": parts, "generators": generators, "extra": extra})
             return []
 
@@ -246,9 +246,7 @@ class Checkpoints(Closing):
                         f"{name} was another one on each of the {ranks} ranks that saved it: "
                         "resume on as many"
                     )
-            saved = read_tree(found.file_of(own or 0), "generators")
-            for name in self._generators.keys() & saved.keys():
-                generators[name] = _entry_of(found, own, "generators", name)
+            generators.update(_generators_of(found, own))
             self.extra = read_tree(found.file_of(own or 0), "extra")
             return []
 
@@ -263,8 +261,9 @@ class Checkpoints(Closing):
                 part.load_state_dict(states[name])
             for load in loads:
                 load()
-            for name, state in generators.items():
-                self._set_generator(name, state)
+            here = {**global_generators(generators), **self._generators}
+            for name in here.keys() & generators.keys():
+                self._set_generator(name, here[name], generators[name])
         except BaseException as error:
             self._give_up(error)
             raise
@@ -296,7 +295,8 @@ class Checkpoints(Closing):
     def _check_run(self, checkpoint: Checkpoint) -> None:
         saved, now = checkpoint.run, self._run(checkpoint.step)
         for name in ("format", "parts", "sampler", "generators"):
-            if saved.get(name) != now[name]:
+            known = _FORMATS if name == "format" else (now[name],)
+            if saved.get(name) not in known:
                 raise ValueError(
                     f"{name} is {now[name]} now, and was {saved.get(name)} in {checkpoint.path}"
                 )
@@ -309,10 +309,10 @@ class Checkpoints(Closing):
             for name, part in self._parts.items()
         }
 
-    def _set_generator(self, name: str, state: Any) -> None:
+    def _set_generator(self, name: str, generator: Any, state: Any) -> None:
         if state is not None:
-            set_state(self._generators[name], state)
-        elif name not in self._global:
+            set_state(generator, state)
+        elif name in self._generators:
             warnings.warn(
                 f"the generator {name!r} was another one on each of the ranks, and there are other "
                 "ranks now: it stays as it is. Seed it by rank and step",
@@ -328,7 +328,7 @@ class Checkpoints(Closing):
             "ranks": self._communicator.size,
             "parts": sorted(self._parts),
             "sampler": None if self._sampler is None else self._sampler.settings,
-            "generators": sorted(self._generators.keys() - self._global),
+            "generators": sorted(self._generators),
         }
 
     # --- together -----------------------------------------------------------------------------
@@ -372,6 +372,21 @@ class Checkpoints(Closing):
 
 def _run_state_of(checkpoint: Checkpoint, part: str, rank: int, name: str) -> Any:
     return read_tree(checkpoint.file_of(rank), "parts", part, name)
+
+
+def _generators_of(checkpoint: Checkpoint, rank: int | None) -> dict[str, Any]:
+    """Return the states of this rank's generators; without a rank None of those that differ.
+
+    Which global generators a rank has saved depends on what it had imported.
+    """
+    ranks = range(checkpoint.ranks) if rank is None else [rank]
+    first, *others = [read_tree(checkpoint.file_of(each), "generators") for each in ranks]
+    same = (
+        name
+        for name, state in first.items()
+        if all(name in other and equal(state, other[name]) for other in others)
+    )
+    return {**dict.fromkeys(first), **{name: first[name] for name in same}}
 
 
 def _entry_of(checkpoint: Checkpoint, rank: int | None, *path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,23 @@ import numpy as np
 _METHODS = (
     ("getstate", "setstate"),  # random.Random, random
     ("get_state", "set_state"),  # torch.Generator, numpy.random.RandomState, numpy.random
-    ("get_rng_state", "set_rng_state"),  # torch
+    ("get_rng_state", "set_rng_state"),  # torch, torch.cuda
 )
+_GPU = "global cuda"
 
 
-def global_generators() -> dict[str, Any]:
-    """Return the modules with a global generator, torch if that has been imported."""
+def global_generators(saved: Container[str] = ()) -> dict[str, Any]:
+    """Return the modules with a global generator that this rank has now.
+
+    torch's is there once torch is imported, that of the present GPU once CUDA is in use, or if it
+    is among ``saved``.
+    """
     found = {"global python": random, "global numpy": np.random}
     if (torch := sys.modules.get("torch")) is not None:
         found["global torch"] = torch
+        cuda = torch.cuda
+        if cuda.is_initialized() or (_GPU in saved and cuda.is_available()):
+            found[_GPU] = cuda
     return found
 
 
