@@ -1,7 +1,7 @@
 """Nested dicts, lists and tuples of arrays and plain values, in memory and in a safetensors file.
 
-Arrays lie in the file as such, all else as JSON in its header. Nothing is ever unpickled. A value is
-read with the type that it was written with; one whose type the file cannot hold is refused.
+Arrays lie in the file as such, all else as JSON in its header. Nothing is ever unpickled. A value
+that is read has the type that was written; one whose type the file cannot hold is refused.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def read_tree(path: Path, *keys: str) -> Any:
 def _inner(header: Any) -> Any:
     """Return the plain dict of an encoded dict of another kind."""
     match header:
-        case (
-            {"$OrderedDict": [inner, _]} | {"$Counter": [inner, _]} | {"$defaultdict": [inner, _]}
-        ):
+        case {"$OrderedDict": [inner, _]} | {"$Counter": [inner, _]} | {"$defaultdict": [inner, _]}:
             return inner
     return header
 
@@ -164,8 +162,8 @@ def _encode(value: Any, name: str, leaves: dict[str, Leaf], depth: int = 0) -> A
         return {f"${kind.__name__}": [inner(dict(value)), inner(vars(value), "__dict__")]}
     if kind is defaultdict:
         factory = value.default_factory
-        told = None if factory is None else getattr(factory, "__name__", "")
-        if factory is not None and _FACTORIES.get(told) is not factory:
+        told = None if factory is None else str(getattr(factory, "__name__", ""))
+        if told is not None and _FACTORIES.get(told) is not factory:
             raise TypeError(
                 f"{name[1:]} is a defaultdict of {factory!r}, which cannot be saved: give one of "
                 f"{', '.join(_FACTORIES)} or None, or a dict"
@@ -209,9 +207,7 @@ def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
         if dtype in _DTYPES and held:
             flat = parts.detach().cpu().resolve_neg().contiguous().reshape(-1)
             kind = "$tensor" if parts is value else "$complex tensor"
-            return kind, Leaf(
-                _DTYPES[dtype], tuple(parts.shape), flat.view(torch.uint8).numpy()
-            )
+            return kind, Leaf(_DTYPES[dtype], tuple(parts.shape), flat.view(torch.uint8).numpy())
         raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
     if type(value) is np.ndarray or isinstance(value, np.generic):
         is_complex = value.dtype.kind == "c" and value.dtype.isnative

@@ -411,10 +411,7 @@ def test_generators_that_only_some_ranks_have(shm: RankPool, tmp_path: Path, see
     alone = shm.run(with_stand_ins, f"{folder}/alone", resuming, size=after)
     found = shm.run(with_stand_ins, folder, resuming, size=after)
     for rank, (drawn, of_torch, of_cuda) in enumerate(found):
-        if before == after:
-            theirs = [expected[rank]]
-        else:
-            theirs = expected
+        theirs = [expected[rank]] if before == after else expected
         for place, now in enumerate(drawn):
             before_it = {each[0][place] for each in theirs}
             assert now == (before_it.pop() if len(before_it) == 1 else alone[rank][0][place])

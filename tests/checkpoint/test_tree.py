@@ -229,13 +229,17 @@ def write(path: Path, tree: Any) -> None:
         snapshot.write(file)
 
 
+def attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, dict):
         for pair in zip(one.items(), other.items(), strict=True):
             assert_same(*pair)
         assert getattr(one, "default_factory", 0) is getattr(other, "default_factory", 0)
-        assert_same(list(getattr(one, "__dict__", {}).items()), list(getattr(other, "__dict__", {}).items()))
+        assert_same(list(attributes(one).items()), list(attributes(other).items()))
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         for pair in zip(one, other, strict=True):
@@ -283,7 +287,7 @@ def test_what_is_not_refused_by_name_comes_back_with_its_type(
 @pytest.mark.parametrize("number", range(len(unknown())))
 def test_what_has_no_place_in_a_file(number: int) -> None:
     for tree in (unknown()[number], [unknown()[number]], {"a": unknown()[number]}):
-        with pytest.raises(TypeError, match="^entry"):
+        with pytest.raises(TypeError, match=r"^entry"):
             Snapshot().take({"entry": tree})
 
 
@@ -300,7 +304,7 @@ def test_a_modules_state_with_the_versions_of_its_parts(tmp_path: Path) -> None:
 def test_an_int_of_more_digits_than_python_prints(tmp_path: Path) -> None:
     write(tmp_path / "file", {"a": -(10**5000)})
     assert read_tree(tmp_path / "file", "a") == -(10**5000)
-    with pytest.raises(TypeError, match="^entry has a key that is a int"):
+    with pytest.raises(TypeError, match=r"^entry has a key that is a int"):
         Snapshot().take({"entry": {10**5000: 1}})
 
 
@@ -404,8 +408,15 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    ['{"$array": 3}', '{"$float": "x"}', '{"$items": [[1]]}', '{"$later": 1}', "3", '{"a": 3}']
-    + ["[" * 100_000 + "]" * 100_000],
+    [
+        '{"$array": 3}',
+        '{"$float": "x"}',
+        '{"$items": [[1]]}',
+        '{"$later": 1}',
+        "3",
+        '{"a": 3}',
+        "[" * 100_000 + "]" * 100_000,
+    ],
 )
 def test_what_is_json_but_no_tree(tmp_path: Path, tree: str) -> None:
     header = json.dumps({"__metadata__": {"tree": tree}}).encode()
