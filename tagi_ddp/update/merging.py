@@ -326,8 +326,9 @@ class ScheduledMerging(Merging):
 
     def take_counters(self, state: dict[str, Any]) -> None:
         super().take_counters(state)
-        self._schedule.load_state_dict(state["schedule"])
-        self._batch, self._batches = state["epoch"]["batch"], state["epoch"]["batches"]
+        if "schedule" in state:  # else this one begins with its first epoch
+            self._schedule.load_state_dict(state["schedule"])
+            self._batch, self._batches = state["epoch"]["batch"], state["epoch"]["batches"]
 
     def begin_epoch(self, batches: int) -> None:
         """Tell the number of batches of the epoch that begins, the same on all ranks."""
