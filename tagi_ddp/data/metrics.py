@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,9 @@ def reduce_metrics(
     Args:
         comm: the ranks, all of which call this; or a group as `as_communicator` takes it, to whose
             ranks each call connects anew.
-        total: this rank's sum over its samples, one number or an array of several metrics (the same
-            shape on all ranks); zeros on a rank that saw none. Added up in float64.
+        total: this rank's sum over its samples, one real number or an array or tensor of several
+            metrics (the same shape on all ranks); zeros on a rank that saw none. Added up in
+            float64.
         count: how many samples this rank saw.
 
     Returns:
@@ -40,7 +44,7 @@ def reduce_metrics(
 
     def described() -> list[Entry]:
         nonlocal totals, samples
-        totals = np.asarray(total, dtype=np.float64)
+        totals = _real_numbers("total", total)
         samples = integer("count", count, 0)
         return [("the shape of total", str(totals.shape))]
 
@@ -68,12 +72,13 @@ def gather(
         comm: the ranks, all of which call this; or a group as `as_communicator` takes it, to whose
             ranks each call connects anew.
         rows: this rank's, numbers or bools of one dtype and of one shape [its rows, ...] but for
-            the first dimension, which may differ between ranks, and be 0.
+            the first dimension, which may differ between ranks, and be 0. Tensors of dtypes that
+            numpy has, on any device, are taken without their gradients.
         indices: the place of each row in the result, one int for each row; None: the rows are in
             the ranks' order. Where ranks have the same place, as samplers pad, the last one counts.
 
     Returns:
-        [all rows, ...], or [1 + the greatest index, ...].
+        [all rows, ...], or [1 + the greatest index, ...], of the dtype of ``rows``.
 
     Raises:
         ValueError: on all ranks: dtypes or shapes differ, there are more or fewer indices than
@@ -111,21 +116,75 @@ def gather(
     return result
 
 
+def _real_numbers(name: str, given: Any) -> npt.NDArray[np.float64]:
+    """Return an argument as float64."""
+    array = _array(name, given, widen=True)
+    is_real = array.dtype.kind in "biuf" or (
+        array.dtype.kind == "O" and all(isinstance(each, Real | Decimal) for each in array.flat)
+    )
+    if not is_real:
+        remedy = f": give {name}.real and {name}.imag apart" if array.dtype.kind == "c" else ""
+        raise ValueError(f"{name} must be real numbers, got {array.dtype}{remedy}")
+    return array.astype(np.float64)
+
+
 def _numbers(rows: npt.ArrayLike) -> npt.NDArray[Any]:
     """Return the rows as an array, in the byte order of this machine."""
-    own = np.atleast_1d(np.asarray(rows))
-    if own.dtype.kind not in "biuf":
+    own = np.atleast_1d(_array("rows", rows))
+    if own.dtype.kind not in "biufc":
         raise ValueError(f"rows must be numbers, got {own.dtype}")
     return own.astype(own.dtype.newbyteorder("="), order="C", copy=False)
 
 
 def _places(indices: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
-    places = np.asarray(indices, np.int64).ravel()
+    given = _array("indices", indices)
+    if given.dtype.kind not in "iu" and given.size:
+        raise ValueError(f"indices must be integers, got {given.dtype}")
+    places = given.astype(np.int64).ravel()
     if len(places) != rows:
         raise ValueError(f"indices has {len(places)} numbers for {rows} rows")
     if (places < 0).any():
         raise ValueError(f"indices must not be negative, got {places.min()}")
     return places
+
+
+def _array(name: str, given: Any, widen: bool = False) -> npt.NDArray[Any]:
+    """Return an argument as an array, tensors of floats as float64 if they are to ``widen``."""
+    values = _on_the_host(name, given, widen)
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be an array of numbers: {error}") from error
+
+
+def _on_the_host(name: str, value: Any, widen: bool) -> Any:
+    """Return what numpy reads as it is: it would drop masks, and refuse tensors without a name."""
+    if isinstance(value, list | tuple):
+        return [_on_the_host(name, each, widen) for each in value]
+    if isinstance(value, np.ma.MaskedArray):
+        if np.ma.is_masked(value):
+            raise ValueError(
+                f"{name} has masked numbers, and masks are not exchanged: give "
+                f"{name}.filled(...), and the mask apart if it is needed"
+            )
+        return value.data
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        raise ValueError(
+            f"{name} is a tensor of {value.layout} on {value.device}: give a dense one with values"
+        )
+    held = value.detach().cpu().resolve_conj().resolve_neg()
+    if widen and held.is_floating_point():
+        held = held.double()
+    try:
+        return held.numpy()
+    except (TypeError, RuntimeError) as error:
+        other = "cfloat" if held.is_complex() else "float"
+        raise ValueError(
+            f"{name} is a tensor of {held.dtype}, which numpy does not have: give {name}.{other}()"
+        ) from error
 
 
 def _joined(comm: Communicator, own: npt.NDArray[Any], counts: list[int]) -> npt.NDArray[Any]:

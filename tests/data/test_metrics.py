@@ -84,7 +84,8 @@ def wrong(comm, rows, indices, own_rows, own_indices):
         ([1.0], None, ["a"], None, "rows must be numbers"),
         ([1.0], [0], [1.0, 2.0], [1], "indices has 1 numbers for 2 rows"),
         ([1.0], [0], [1.0], [-1], "indices must not be negative, got -1"),
-        ([1.0], [0], [1.0], ["a"], "invalid literal for int() with base 10: 'a'"),
+        ([1.0], [0], [1.0], ["a"], "indices must be integers, got <U1"),
+        ([1.0], [0], [1.0], [0.5], "indices must be integers, got float64"),
         (
             [1.0],
             None,
@@ -113,7 +114,7 @@ def test_rows_that_do_not_fit_are_named(shm, rows, indices, own_rows, own_indice
     ("total", "count", "text"),
     [
         (1.0, -1, "count must be at least 0, got -1"),
-        ("x", 3, "could not convert string to float: 'x'"),
+        ("x", 3, "total must be real numbers, got <U1"),
         ([1.0, 2.0], 3, "the shape of total of rank 1: (2,); rank 0 has the shape of total: ()"),
     ],
 )
