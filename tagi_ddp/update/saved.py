@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from numpy.typing import NDArray
+
 from tagi_ddp.communicators import Buffer
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.replica.staging import fill
@@ -38,14 +40,24 @@ def merge_saved(
     ]
     if len(nodes) == 1:
         return merged[0]
-    # A change that was in flight is in its node's posterior, too, and not yet in the common one.
-    return _merged(replica, merged, [node[0][1]["nodes"]["common"] for node in nodes])
+    levels = [state["nodes"] for _, state in nodes[0]]
+    arrived = next((level["sum"] for level in levels if level["sum"] is not None), None)
+    firsts = [node[0][1]["nodes"] for node in nodes]
+    in_flight = None if arrived is None else (arrived, [level["sent"] for level in firsts])
+    return _merged(replica, merged, [level["common"] for level in firsts], in_flight)
 
 
 def _merged(
-    replica: Replica, posteriors: Sequence[Buffer], states: Sequence[dict[str, Any]]
+    replica: Replica,
+    posteriors: Sequence[Buffer],
+    states: Sequence[dict[str, Any]],
+    in_flight: tuple[NDArray[Any], Sequence[NDArray[Any]]] | None = None,
 ) -> Buffer:
-    """Merge the posteriors of a group; ``states`` of its consensus, on each rank."""
+    """Merge the posteriors of a group; ``states`` of its consensus, on each rank.
+
+    A sum that was ``in_flight``, with the changes that were sent for it, is taken in before: each
+    change is in its own node's posterior, and not yet in the common one.
+    """
     if len(posteriors) == 1:
         return posteriors[0]
     parameters = replica.parameters
@@ -57,6 +69,17 @@ def _merged(
         remember(damping, states[0]["damping"])
     described = damping.described if damping else 0
     description, descriptions = replica.zeros()[:described], replica.zeros()[:described]
+    if in_flight is not None:
+        arrived, sent = in_flight
+        fill(total, arrived[: len(total)])
+        fill(descriptions, arrived[len(total) :])
+        if damping:
+            damping.damp(total, common, descriptions, len(posteriors))
+        for posterior, own in zip(posteriors, sent, strict=True):
+            fill(change, own)
+            parameters.add_change(posterior, common, total, change)
+        parameters.add_change(common, common, total)
+        total[:] = descriptions[:] = 0
     for posterior, state in zip(posteriors, states, strict=True):
         parameters.change_since(posterior, common, change)
         total += change
