@@ -14,8 +14,16 @@ from typing import Any
 
 from tagi_ddp.checkpoint.folder import SEEN, Checkpoint, Folder
 from tagi_ddp.checkpoint.generators import global_generators, set_state, state_of
-from tagi_ddp.checkpoint.parts import check_part, communicator_of, has_run_state, is_elastic
-from tagi_ddp.checkpoint.tree import Snapshot, equal, read_tree
+from tagi_ddp.checkpoint.parts import (
+    check_part,
+    communicator_of,
+    entry_of,
+    generators_of,
+    has_run_state,
+    is_elastic,
+    run_state_of,
+)
+from tagi_ddp.checkpoint.tree import Snapshot, read_tree
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, PeerLost, Timeout, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
@@ -232,6 +240,22 @@ class Checkpoints(Closing):
         found = self._choose(step)
         if found is None:
             return 0
+        self._load(found)
+        return found.step
+
+    def go_on(self, found: Checkpoint | None) -> None:
+        """Do what `resume` does, from a checkpoint of any folder that all ranks have found."""
+
+        def check() -> list[Entry]:
+            if found is not None:
+                self._check_run(found)
+            return [("checkpoint", "none" if found is None else found.path.name)]
+
+        self._agree(check, wait=True)
+        if found is not None:
+            self._load(found)
+
+    def _load(self, found: Checkpoint) -> None:
         ranks = found.ranks
         own = self._communicator.rank if ranks == self._communicator.size else None
         others = {n: part for n, part in self._parts.items() if not has_run_state(part)}
@@ -240,19 +264,19 @@ class Checkpoints(Closing):
 
         def read() -> list[Entry]:
             for name in others:
-                states[name] = _entry_of(found, own, "parts", name)
+                states[name] = entry_of(found, own, "parts", name)
                 if states[name] is None:
                     raise ValueError(
                         f"{name} was another one on each of the {ranks} ranks that saved it: "
                         "resume on as many"
                     )
-            generators.update(_generators_of(found, own))
+            generators.update(generators_of(found, own))
             self.extra = read_tree(found.file_of(own or 0), "extra")
             return []
 
         self._agree(read)
         loads = [
-            part.check_run_state(partial(_run_state_of, found, name), ranks)
+            part.check_run_state(partial(run_state_of, found, name), ranks)
             for name, part in self._parts.items()
             if has_run_state(part)
         ]
@@ -267,7 +291,6 @@ class Checkpoints(Closing):
         except BaseException as error:
             self._give_up(error)
             raise
-        return found.step
 
     def _choose(self, step: int | None) -> Checkpoint | None:
         """Return the checkpoint that rank 0 finds."""
@@ -368,31 +391,3 @@ class Checkpoints(Closing):
 
     def _give_up(self, error: BaseException) -> None:
         abort([self._communicator], error)
-
-
-def _run_state_of(checkpoint: Checkpoint, part: str, rank: int, name: str) -> Any:
-    return read_tree(checkpoint.file_of(rank), "parts", part, name)
-
-
-def _generators_of(checkpoint: Checkpoint, rank: int | None) -> dict[str, Any]:
-    """Return the states of this rank's generators; without a rank None of those that differ.
-
-    Which global generators a rank has saved depends on what it had imported.
-    """
-    ranks = range(checkpoint.ranks) if rank is None else [rank]
-    first, *others = [read_tree(checkpoint.file_of(each), "generators") for each in ranks]
-    same = (
-        name
-        for name, state in first.items()
-        if all(name in other and equal(state, other[name]) for other in others)
-    )
-    return {**dict.fromkeys(first), **{name: first[name] for name in same}}
-
-
-def _entry_of(checkpoint: Checkpoint, rank: int | None, *path: str) -> Any:
-    """Return an entry of this rank's file; without a rank that of all, None where they differ."""
-    if rank is not None:
-        return read_tree(checkpoint.file_of(rank), *path)
-    first = read_tree(checkpoint.file_of(0), *path)
-    others = (read_tree(checkpoint.file_of(r), *path) for r in range(1, checkpoint.ranks))
-    return first if all(equal(first, other) for other in others) else None

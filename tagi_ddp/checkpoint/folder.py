@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,8 +112,7 @@ class Folder:
 
     def _point_to(self, checkpoint: Checkpoint) -> None:
         """Let ``latest`` be a link to it; every rank that finds it whole may do so."""
-        link = self.path / f".{LATEST}.{os.getpid()}"
-        link.unlink(missing_ok=True)
+        link = self.path / f".{LATEST}.{secrets.token_hex(8)}"
         link.symlink_to(checkpoint.path.name)
         os.replace(link, self.path / LATEST)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tagi_ddp.checkpoint.folder import Checkpoint
+from tagi_ddp.checkpoint.tree import equal, read_tree
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect
@@ -34,8 +36,8 @@ def is_elastic(part: Any) -> bool:
 
 
 def has_run_state(part: Any) -> bool:
-    """Tell whether it is a model."""
-    return hasattr(type(part), "load_run_state")
+    """Tell whether it has a state of each rank, as models do."""
+    return hasattr(type(part), "check_run_state")
 
 
 def communicator_of(parts: Mapping[str, Any]) -> Communicator:
@@ -48,3 +50,35 @@ def communicator_of(parts: Mapping[str, Any]) -> Communicator:
     if (size := detect().world_size) > 1:
         raise ValueError(f"communicator must be given: there are {size} ranks and no part has one")
     return SingleCommunicator()
+
+
+# --- of the files of all ranks ----------------------------------------------------------------
+
+
+def run_state_of(checkpoint: Checkpoint, part: str, rank: int, name: str) -> Any:
+    """Return an entry of what a part's ``run_state`` returned on a rank."""
+    return read_tree(checkpoint.file_of(rank), "parts", part, name)
+
+
+def generators_of(checkpoint: Checkpoint, rank: int | None) -> dict[str, Any]:
+    """Return the states of this rank's generators; without a rank None of those that differ.
+
+    Which global generators a rank has saved depends on what it had imported.
+    """
+    ranks = range(checkpoint.ranks) if rank is None else [rank]
+    first, *others = [read_tree(checkpoint.file_of(each), "generators") for each in ranks]
+    same = (
+        name
+        for name, state in first.items()
+        if all(name in other and equal(state, other[name]) for other in others)
+    )
+    return {**dict.fromkeys(first), **{name: first[name] for name in same}}
+
+
+def entry_of(checkpoint: Checkpoint, rank: int | None, *path: str) -> Any:
+    """Return an entry of this rank's file; without a rank that of all, None where they differ."""
+    if rank is not None:
+        return read_tree(checkpoint.file_of(rank), *path)
+    first = read_tree(checkpoint.file_of(0), *path)
+    others = (read_tree(checkpoint.file_of(r), *path) for r in range(1, checkpoint.ranks))
+    return first if all(equal(first, other) for other in others) else None

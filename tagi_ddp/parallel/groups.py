@@ -129,6 +129,18 @@ def give_up(error: BaseException) -> None:
         abort((group.communicator,), error)
 
 
+def exact(device: torch.device) -> torch.dtype:
+    """Return the dtype that losses are added up in: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_of(value: float, device: torch.device) -> float:
+    """Return the sum of all ranks' values, by way of a device; a collective call."""
+    tensor = torch.tensor([value], dtype=exact(device), device=device)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
 def _leave(made: weakref.ref[dist.ProcessGroup]) -> None:
     """Destroy the default group if it is still the one that was made here."""
     if dist.is_initialized() and dist.group.WORLD is made():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tagi_ddp.checkpoint import Checkpoints
+from tagi_ddp.checkpoint.folder import Checkpoint
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
@@ -21,12 +23,14 @@ from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.arguments import check_callbacks, check_factory, check_optimizer
 from tagi_ddp.parallel.batches import Data, check_data, take
 from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, named
-from tagi_ddp.parallel.checkpoints import Checkpoints, State
+from tagi_ddp.parallel.checkpoints import PART, State, Training, load
 from tagi_ddp.parallel.config import EXP_NAME, MISSING, Config
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+_CHECKPOINTS = "checkpoints"  # the folder of those from which training goes on
 
 
 @dataclass
@@ -96,8 +100,9 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self.task_model: Any = None
         self.should_stop = False
         self._callbacks: dict[str, Callback] = {}
-        self._checkpoints = Checkpoints(self.exp_dir / "checkpoints")
-        self._others: dict[str, Checkpoints] = {}
+        self._folders: dict[str, Checkpoints] = {}  # those that the present `train` has opened
+        self._saved: dict[str, int] = {}  # after how many steps the last one of each was saved
+        self._resumed: Checkpoint | None = None  # whose remaining parts are still to be loaded
         self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
         self._network: Any = None  # its model if that is no torch module
         self._optimizer: torch.optim.Optimizer | None = None
@@ -145,6 +150,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it takes.
+            CheckpointError: on all ranks, where one could not write or read a checkpoint.
         """
         rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
@@ -164,7 +170,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             task_model = self._prepare(task, model)
             step = self._step_of(task_model, optimizer)
             self._callbacks = named(callbacks)
-            self._checkpoints.resume(task_model, self._optimizer, self._callbacks)
+            self._close_folders()
+            if self._resumed is not None or not self._stands_by:
+                self._in_folder(_CHECKPOINTS).go_on(self._resumed)
+                self._resumed = None
             sampler = DistributedSampler(length, size, rank, seed=seed)
             losses: list[float] = []
             self.should_stop = False
@@ -172,13 +181,15 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self.state.order = order
                 loss = self._train_epoch(task_model, step, data, sampler, batch_size)
                 losses.append(loss)
-                self._end_epoch(task_model, loss, held_out, batch_size)
-            self._save(task_model)
-            self._finish()
+                self._end_epoch(loss, held_out, batch_size)
+            self._save(_CHECKPOINTS)
+            for checkpoints in self._folders.values():
+                checkpoints.wait()
+            self._close_folders()
         except BaseException as error:
             self._give_up(error)  # first, as the others wait
-            for checkpoints in (self._checkpoints, *self._others.values()):
-                checkpoints.give_up()
+            with suppress(Exception):  # the error counts more than one of the files
+                self._close_folders()
             self.close()
             raise
         finally:
@@ -206,17 +217,19 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """Load the last checkpoint, or that of ``path``, into a task and a model, before `train`.
 
         `train` then goes on after its last batch, with the optimizer's state, as if it had not been
-        interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. Returns `state`.
+        interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. Returns `state`. A
+        module of a narrower dtype than what was saved gets the wider one.
 
-        Raises FileNotFoundError where there is none that is whole, ValueError for one of an earlier
-        version.
+        Raises FileNotFoundError if none is whole, ValueError for one of an earlier version, of
+        another kind of model, or of no trainer.
         """
-        self.state = self._checkpoints.load(task, model, path)
-        self._others = {}  # what these saved after as many steps is of another run
+        self._resumed, self.state = load(self.exp_dir / _CHECKPOINTS, path, task, model)
+        self._saved = {}  # as many steps may come again
         return self.state
 
     def close(self) -> None:
         """Leave the group of a Sequential; the model stays usable on its own."""
+        self._close_folders()
         self.task_model, self._of, self._network = None, (None, None), None
         self._open.close()
 
@@ -224,6 +237,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         """Let the other ranks learn of the error, if their group can tell them."""
         if self.task_model is not None and self._network is None:
             groups.give_up(error)
+            for checkpoints in self._folders.values():
+                checkpoints._give_up(error)
         self._open.__exit__(type(error), error, error.__traceback__)
 
     @property
@@ -292,33 +307,31 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         sampler: DistributedSampler,
         batch_size: int,
     ) -> float:
-        """Train on what is left of an epoch; return the mean loss."""
+        """Train on what is left of an epoch; return its mean loss."""
         state, is_module = self.state, self._network is None
         sampler.set_epoch(state.epoch)
-        begin, length = state.position, state.order["length of data"]
-        total: Any = 0.0
+        length = state.order["length of data"]
         task_model.train()
         shares = sampler.batches(batch_size)
-        for start in range(begin, length, batch_size):
+        for start in range(state.position, length, batch_size):
             share, samples = shares[start // batch_size], min(batch_size, length - start)
             loss = task_model(take(data, share, task_model), state)
             weight = len(share) * sampler.num_replicas / samples
             for callback in self._callbacks.values():
                 callback.on_before_step(self, samples, start + batch_size >= length)
             step(loss * weight if is_module and weight != 1 else loss)
-            exact = loss.detach().to(_exact(loss.device)) if is_module else float(loss)
-            total = total + exact * len(share)
+            exact = loss.detach().to(groups.exact(loss.device)) if is_module else float(loss)
+            state.loss = state.loss + exact * len(share)
             state.num_steps += 1
             state.num_samples += samples
             state.position += samples
             if start + batch_size < length:
-                self._after_step(task_model)
-        state.epoch, state.position, state.order = state.epoch + 1, 0, {}
-        return self._sum(float(total)) / (length - begin)
+                self._after_step()
+        total = float(state.loss)
+        state.epoch, state.position, state.order, state.loss = state.epoch + 1, 0, {}, 0.0
+        return self._sum(total) / length
 
-    def _end_epoch(
-        self, task_model: Any, loss: float, held_out: Data | None, batch_size: int
-    ) -> None:
+    def _end_epoch(self, loss: float, held_out: Data | None, batch_size: int) -> None:
         metrics = {"loss": loss}
         if held_out is not None:
             metrics[HELD_OUT] = self.evaluate(held_out, batch_size=batch_size)
@@ -327,38 +340,45 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._log(metrics)
         for callback in self._callbacks.values():
             callback.on_metrics(self, metrics)
-        self._after_step(task_model)
+        self._after_step()
 
-    def _after_step(self, task_model: Any) -> None:
+    def _after_step(self) -> None:
         every = self.config.checkpoint.save_every_n_steps
         if every and self.state.num_steps % every == 0:
-            self._save(task_model)
-
-    def _save(self, task_model: Any) -> None:
-        only_last = self.config.checkpoint.only_save_most_recent
-        self._checkpoints.save(task_model, self._optimizer, self.state, self._callbacks, only_last)
+            self._save(_CHECKPOINTS)
 
     def save_checkpoint(self, folder: str) -> None:
         """Write a checkpoint, the only one, to ``exp_dir/<folder>``; a collective call."""
-        checkpoints = self._others.setdefault(folder, Checkpoints(self.exp_dir / folder))
-        checkpoints.save(self.task_model, self._optimizer, self.state, self._callbacks, True)
+        self._save(folder)
 
-    def _finish(self) -> None:
-        """Return when all checkpoints are whole, on all ranks, which raise if one is not."""
-        problem: Exception | None = None
-        try:
-            for checkpoints in (self._checkpoints, *self._others.values()):
-                checkpoints.finish()
-        except Exception as error:
-            if self._network is not None:  # its group tells the others
-                raise
-            problem = error
-        # A module's are written by rank 0 alone, for which the others wait here.
-        failed = self._network is None and self._sum(float(problem is not None)) > 0
-        if problem is not None:
-            raise problem
-        if failed:
-            raise OSError("rank 0 could not write a checkpoint; its own error tells why")
+    def _save(self, folder: str) -> None:
+        """Let a checkpoint be written unless there is one after as many steps; collective."""
+        if self._saved.get(folder) != self.state.num_steps and not self._stands_by:
+            self._saved[folder] = self.state.num_steps
+            self._in_folder(folder).save(self.state.num_steps)
+
+    def _in_folder(self, name: str) -> Checkpoints:
+        """Return the checkpoints of a folder in `exp_dir`; a collective call."""
+        if name not in self._folders:
+            only_last = name != _CHECKPOINTS or self.config.checkpoint.only_save_most_recent
+            made = self.task_model, self._optimizer, self.state, self._callbacks, self.world_size
+            keep = 1 if only_last else sys.maxsize
+            self._folders[name] = Checkpoints(
+                self.exp_dir / name, {PART: Training(*made)}, keep=keep
+            )
+        return self._folders[name]
+
+    @property
+    def _stands_by(self) -> bool:
+        """Whether this is one of several processes that train a module each, of which one saves."""
+        return self._network is None and self.world_size == 1 and groups.rank_and_size()[0] > 0
+
+    def _close_folders(self) -> None:
+        """Let what is being written come to its end."""
+        with ExitStack() as stack:
+            for checkpoints in self._folders.values():
+                stack.callback(checkpoints.close)
+            self._folders = {}
 
     def _sum(self, value: float) -> float:
         """Return the sum of all ranks' values."""
@@ -368,18 +388,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             total = np.array([value])
             self._network.communicator.all_reduce(total)
             return float(total[0])
-        device = next(self.task_model.parameters()).device
-        tensor = torch.tensor([value], dtype=_exact(device), device=device)
-        dist.all_reduce(tensor)
-        return tensor.item()
+        return groups.sum_of(value, next(self.task_model.parameters()).device)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         if self.rank == 0:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             with open(self.log_dir / f"{self.exp_name}.jsonl", "a") as file:
                 file.write(json.dumps({**self.state.counts(), **metrics}) + "\n")
-
-
-def _exact(device: torch.device) -> torch.dtype:
-    """Return the dtype that losses are added up in: float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -15,14 +15,17 @@ from torch import nn
 
 from parallel.support import flat, torch_group
 from parallel.test_mixin import BATCH, SAMPLES, SGD, Fit, data, settings, tagi_net, torch_net
+from tagi_ddp import accelerate
+from tagi_ddp.checkpoint import CheckpointError, Checkpoints
 from tagi_ddp.checkpoint.folder import Folder
+from tagi_ddp.checkpoint.tree import Snapshot
+from tagi_ddp.communicators import PeerLost
 from tagi_ddp.parallel import (
     BestCheckpoint,
     Callback,
     CheckpointConfig,
     CSVLogger,
     ParallelMixin,
-    checkpoints,
 )
 
 
@@ -65,14 +68,32 @@ def test_an_epoch_that_has_begun_is_not_cut_otherwise(tmp_path: Path) -> None:
         made.train(task, net, more_data(), epochs=3, batch_size=4, seed=1)  # at an epoch's end
 
 
-def test_a_checkpoint_of_an_earlier_version(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(checkpoints, "asdict", lambda state: state.counts())
+def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    """Its entries lay in the file without those of a part."""
+    folder, snapshot = Folder(tmp_path / "checkpoints"), Snapshot()
+    snapshot.take({"task": {}, "run": {}, "state": {"epoch": 1, "position": 0}, "callbacks": {}})
+    run = {"step": 3, "ranks": 1, "state": {"epoch": 1}}
+    folder.write(folder.checkpoint(1, 3), 0, snapshot.write, run)
+    with trainer(tmp_path) as made:
+        with pytest.raises(ValueError, match=r"000001-step-3 is of an earlier version of the tr"):
+            made.load_checkpoint(Fit(), tagi_net())
+        made.train(Fit(), tagi_net(), data(), epochs=1, batch_size=BATCH)  # beside it
+        assert made.load_checkpoint(Fit(), tagi_net()).num_steps == 3
+
+
+def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
     with trainer(tmp_path) as made:
         made.train(Fit(), tagi_net(), data(), epochs=1, batch_size=BATCH)
-        with pytest.raises(ValueError, match=r"rank-0\.safetensors is of an earlier version"):
+        with pytest.raises(ValueError, match=r"model must be a TAGI network, .*, got a Sequential"):
+            made.load_checkpoint(Fit(), torch_net())
+    with trainer(tmp_path / "module") as made:
+        made.train(Fit(), torch_net(), data(), epochs=1, batch_size=BATCH, optimizer=SGD)
+        with pytest.raises(ValueError, match=r"model must be a torch module, .*, got a Sequential"):
             made.load_checkpoint(Fit(), tagi_net())
+    with accelerate(tagi_net()) as model, Checkpoints(tmp_path / "other", model) as checkpoints:
+        checkpoints.save(1)
+    with pytest.raises(ValueError, match="000001-step-1 is of no trainer: it holds model"):
+        made.load_checkpoint(Fit(), tagi_net(), tmp_path / "other" / "latest")
 
 
 class WithSpare(nn.Sequential):
@@ -175,13 +196,14 @@ def test_the_best_of_several_metrics(tmp_path: Path) -> None:
 def full_disk(comm: Any, path: str, folder: str) -> str:
     """Return the error of a rank when rank 0 cannot write its file."""
 
-    def write(*_: Any) -> None:
-        raise OSError("the disk is full")
+    def write(folder: Folder, checkpoint: Any, rank: int, *_: Any) -> None:
+        if rank == 0:
+            raise OSError("the disk is full")
 
     with pytest.MonkeyPatch.context() as patch, torch_group(comm, path):
         patch.setattr(Folder, "write", write)
         arguments: Any = {"epochs": 1, "batch_size": BATCH, "optimizer": SGD}
-        failed = pytest.raises(OSError, match=r"disk is full|could not write a checkpoint")
+        failed = pytest.raises(CheckpointError, match="disk is full")
         with failed as caught, ParallelMixin(settings(folder)) as made:
             made.train(Fit(), torch_net(), data(), **arguments)
     return str(caught.value)
@@ -189,8 +211,30 @@ def full_disk(comm: Any, path: str, folder: str) -> str:
 
 def test_all_ranks_wait_for_the_file_of_rank_0(shm: RankPool, tmp_path: Path) -> None:
     first, second = shm.run(full_disk, str(tmp_path / "f"), str(tmp_path / "run"), size=2)
-    assert first == "the disk is full"
-    assert "rank 0 could not write a checkpoint" in second
+    assert first.startswith("the disk is full. The folder is")
+    assert "are refused by rank 0: CheckpointError: the disk is full" in second
+
+
+class Fails(Callback):
+    """Raises an error on a rank, which the others do not know of."""
+
+    def on_epoch_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.rank == 1:
+            raise KeyError("a callback of rank 1")
+
+
+def failing(comm: Any, path: str, folder: str) -> str:
+    with torch_group(comm, path, "gloo"), ParallelMixin(settings(folder)) as made:
+        arguments: Any = {"epochs": 1, "batch_size": BATCH, "optimizer": SGD}
+        with pytest.raises((KeyError, PeerLost)) as caught:
+            made.train(Fit(), torch_net(), data(), callbacks=[Fails()], **arguments)
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_to_save_learns_of_an_error(shm: RankPool, tmp_path: Path) -> None:
+    arguments = (str(tmp_path / "f"), str(tmp_path / "run"))
+    for text in shm.run(failing, *arguments, size=2, fresh=True):
+        assert "a callback of rank 1" in text
 
 
 class Flat(Fit):
