@@ -187,14 +187,19 @@ def load(folder: Path, path: str | Path | None, task: Any, model: Any) -> tuple[
 
 
 def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a state; what would be rounded to a narrower dtype gets the wider one."""
+    """Load a state; what would be rounded to a narrower dtype gets the wider one.
+
+    Names are those of a module that torch.compile has not wrapped, nor any part of it.
+    """
+    own = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        value = saved.get(name)
+        plain = name.replace("_orig_mod.", "")
+        own[plain], value = name, saved.get(plain)
         if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor):
             wide = torch.promote_types(tensor.dtype, value.dtype)
             if value.is_floating_point() or value.is_complex():
                 tensor.data = tensor.data.to(wide)
-    module.load_state_dict(saved)
+    module.load_state_dict({own.get(name, name): value for name, value in saved.items()})
 
 
 def _is_module(part: Any) -> bool:

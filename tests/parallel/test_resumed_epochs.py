@@ -37,6 +37,14 @@ def noisy_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
 
 
+class WithoutState(nn.Module, Fit):
+    """A task that is a module without a parameter."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        Fit.__init__(self)
+
+
 def run(kind: str, folder: Path, path: Path | None = None, every: int | None = 1) -> Any:
     """Train, from a checkpoint on if there is a path; return losses, rows and parameters."""
     is_module = kind != "tagi"
@@ -138,6 +146,32 @@ def test_what_one_trainer_saved_the_other_goes_on_from(tmp_path: Path) -> None:
             found.append((trainer.train(task, net, data(), **arguments), losses))
     for resumed, whole in found:
         np.testing.assert_allclose(resumed, whole, rtol=1e-3)
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize(("saved", "loaded"), [(True, False), (False, True), (True, True)])
+def test_compiled_modules(tmp_path: Path, saved: bool, loaded: bool, part: bool) -> None:
+    """A checkpoint is the same whether torch compiles the module, a part of it, or nothing."""
+
+    def made(compiled: bool) -> nn.Module:
+        net = noisy_net()
+        if compiled and part:
+            net[0] = torch.compile(net[0], backend="eager")
+        elif compiled:
+            return torch.compile(net, backend="eager")
+        return net
+
+    arguments: Any = {"batch_size": BATCH, "optimizer": ADAM}
+    with ParallelMixin(settings(str(tmp_path / "whole"))) as trainer:
+        torch.manual_seed(3)
+        whole = trainer.train(WithoutState(), made(False), data(), epochs=2, **arguments)
+    with ParallelMixin(settings(str(tmp_path / "parts"))) as trainer:
+        torch.manual_seed(3)
+        trainer.train(WithoutState(), made(saved), data(), epochs=1, **arguments)
+    task, net = WithoutState(), made(loaded)
+    with ParallelMixin(settings(str(tmp_path / "parts"))) as trainer:
+        trainer.load_checkpoint(task, net)
+        assert trainer.train(task, net, data(), epochs=2, **arguments) == whole[1:]
 
 
 # --- dtypes ----------------------------------------------------------------------------------
