@@ -421,6 +421,23 @@ def test_generators_that_only_some_ranks_have(shm: RankPool, tmp_path: Path, see
             assert now == (states.pop() if restored else alone[rank][place])
 
 
+def given_by_one(comm: Any, folder: str) -> list[Report]:
+    """Give a generator, or a part, on rank 1 only."""
+    model, net = DDPSequential(fresh("mlp"), communicator=comm), nn.Linear(1, 1)
+    mine = comm.rank == 1
+    return [
+        report(lambda: Checkpoints(folder, model, generators={"a": random} if mine else None)),
+        report(lambda: Checkpoints(folder, {"m": model, "net": net} if mine else {"m": model})),
+    ]
+
+
+def test_what_one_rank_alone_gives_is_named(shm: RankPool, tmp_path: Path) -> None:
+    for generator, part in shm.run(given_by_one, str(tmp_path), size=2):
+        assert generator[0] == part[0] == "CheckpointError"
+        assert "generators of rank 1: ['a']; rank 0 has generators: []" in generator[1]
+        assert "parts of rank 1: ['m', 'net']; rank 0 has parts: ['m']" in part[1]
+
+
 def recovering(comm: Any, folder: str) -> list[Report]:
     """One rank is not ready, or gives what cannot be saved; the group can go on after it."""
     model = DDPSequential(fresh("mlp"), communicator=comm)

@@ -15,7 +15,7 @@ from support.rank_pool import RankPool
 from torch import nn
 
 from parallel.support import launched, torch_group
-from parallel.test_mixin import BATCH, SAMPLES, Fit, WithScale, data, settings, tagi_net
+from parallel.test_mixin import BATCH, SAMPLES, Fit, WithScale, data, settings, tagi_net, torch_net
 from tagi_ddp.checkpoint import read_tree
 from tagi_ddp.checkpoint.folder import Folder
 from tagi_ddp.parallel import (
@@ -55,6 +55,8 @@ def run(kind: str, folder: Path, path: Path | None = None, every: int | None = 1
         use_double_weight_precision="double" in kind,
     )
     net, task = (noisy_net(), WithScale()) if is_module else (tagi_net(), Fit())
+    if kind == "plain":
+        net = torch_net()
     with ParallelMixin(config) as trainer:
         torch.manual_seed(7 + trainer.rank)  # where dropout begins
         if path is not None:
@@ -111,19 +113,21 @@ def test_losses_of_a_resumed_epoch(shm: RankPool, tmp_path: Path, kind: str, siz
     assert found == [EPOCHS * PER_EPOCH] * size
 
 
-def on_other_ranks(comm: Any, job: str, folder: Path, step: int | None) -> list[float]:
+def on_other_ranks(comm: Any, kind: str, job: str, folder: Path, step: int | None) -> list[float]:
     path = None if step is None else folder / "2" / "checkpoints" / f"{step:06}-step-{step}"
-    with launched(comm.rank, comm.size, job):
-        return run("tagi", folder / str(comm.size), path)[0]
+    group = torch_group(comm, f"{folder}.{job}") if comm.size > 1 else nullcontext()
+    with launched(comm.rank, comm.size, job), group:
+        return run(kind, folder / str(comm.size), path)[0]
 
 
-def test_losses_on_another_number_of_ranks(shm: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tagi", "plain"])
+def test_losses_on_another_number_of_ranks(shm: RankPool, tmp_path: Path, kind: str) -> None:
     """Other ranks take over what was added up before."""
     job = secrets.token_hex(4)
-    whole = shm.run(on_other_ranks, job, tmp_path, None, size=2)[0]
+    whole = shm.run(on_other_ranks, kind, job, tmp_path, None, size=2)[0]
     for size in (1, 3):
         for step in (1, 2):
-            found = shm.run(on_other_ranks, f"{job}.{step}", tmp_path, step, size=size)
+            found = shm.run(on_other_ranks, kind, f"{job}{size}{step}", tmp_path, step, size=size)
             np.testing.assert_allclose(found, [whole] * size, rtol=1e-3)
 
 
