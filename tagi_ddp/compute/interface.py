@@ -42,7 +42,12 @@ class Compute(Protocol):
 
     #: the state, wherever it is kept
     replica: Replica
-    output_z_buffer: Any
+
+    @property
+    def output_z_buffer(self) -> Any:
+        """The last outputs in an object of the engine; None before the first forward."""
+        ...
+
     input_delta_z_buffer: Any
 
     def forward(
@@ -83,6 +88,10 @@ class Compute(Protocol):
     @property
     def output_size(self) -> int:
         """The number of outputs of a sample, as of the last forward pass."""
+        ...
+
+    def set_outputs(self, given: Shown) -> None:
+        """Copy hidden states of as many outputs to ``output_z_buffer``."""
         ...
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:

@@ -124,9 +124,8 @@ class EngineCompute:
         """The last outputs."""
         return self._model.output_z_buffer
 
-    @output_z_buffer.setter
-    def output_z_buffer(self, value: Any) -> None:
-        self._model.output_z_buffer = value
+    def set_outputs(self, given: Shown) -> None:
+        self.output_z_buffer.copy_from(given.states, given.mean.size)
 
     @property
     def input_delta_z_buffer(self) -> Any:
@@ -254,21 +253,23 @@ class EngineCompute:
     def _begin_forward(self, size: int) -> None:
         """Make room for a forward pass of ``size`` input elements.
 
-        The engine makes all its buffers once: those of deltas if it trains, those of a series for
-        the ``num_samples`` of that time. For greater batches it writes beyond the ends of some.
+        The engine makes its buffers once, for the batch and the ``num_samples`` of that time. For
+        greater batches it writes beyond the ends of some.
         """
-        engine, training = self._model._cpp_backend, self._layers[0].training
+        engine = self._model._cpp_backend
         self._to_input = self._forgotten = False
-        lacks = training and self._model.input_delta_z_buffer is None
+        fits = size <= self._room
         if self._series:
             length, self._length = self._length, int(engine.num_samples)
-            lacks |= length != self._length
-            if training:
+            fits &= length == self._length
+            if self._layers[0].training or not self._length:
                 self._series.require_room(self._length)
                 self._series.log()
-        if (size > self._room or lacks) and engine.z_buffer_block_size:
+        if not fits and engine.z_buffer_block_size:
             engine.z_buffer_size //= engine.z_buffer_block_size
             engine.z_buffer_block_size = 0
+        if not engine.z_buffer_block_size:
+            self._room = 0  # the buffers will be for the batch that comes next
 
 
 def _zeros(states: LSTMStates) -> LSTMStates:

@@ -149,9 +149,8 @@ class NativeCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return self._show().states if self.samples else None
 
-    @output_z_buffer.setter
-    def output_z_buffer(self, value: Any) -> None:
-        self._show().states = value
+    def set_outputs(self, given: Shown) -> None:
+        self._show().write_states(given.mean, given.variance, given.jacobian)
 
     @property
     def input_delta_z_buffer(self) -> Any:

@@ -243,9 +243,8 @@ class TorchCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return None if self.states is None else self._show().states
 
-    @output_z_buffer.setter
-    def output_z_buffer(self, value: Any) -> None:
-        self._show().states = value
+    def set_outputs(self, given: Shown) -> None:
+        self._show().write_states(given.mean, given.variance, given.jacobian)
 
     @property
     def input_delta_z_buffer(self) -> Any:

@@ -27,19 +27,9 @@ class OutputBuffers:
         hidden, delta = _located()
         self.batch, self.width = batch, width
         self.states = hidden(batch * width, batch)
-        self.states.address = self.states_address
+        self.states_address = self.states.address = address_of(self.states, "BaseHiddenStates")
         self.deltas = delta(batch * width, batch)
         self.deltas.address = self.deltas_address
-
-    @property
-    def states(self) -> Any:
-        """The engine's object of the outputs."""
-        return self._states
-
-    @states.setter
-    def states(self, value: Any) -> None:
-        self._states = value
-        self.states_address = address_of(value, "BaseHiddenStates")
 
     @property
     def deltas(self) -> Any:

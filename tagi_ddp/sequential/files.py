@@ -83,17 +83,32 @@ class FileInterface(MergeInterface):
         Raises, on all ranks, ParameterFileError, where rank 0 may have an OSError of its own,
         before a parameter changes.
         """
+        self._read(lambda: read_parameters(filename, self.model, self._replica.state()))
+
+    def load_csv(self, filename: str) -> None:
+        """Load the parameters that pytagi's ``save_csv`` wrote; a collective call, as `load`."""
+        self._read(lambda: self.model.load_csv(filename))
+
+    def params_from(self, other: Any) -> None:
+        """Take over the parameters and running statistics of another network; a collective call.
+
+        ``other`` is a DDPSequential or a pytagi Sequential. Raises as `load_state_dict` does.
+        """
+        self.load_state_dict(other.state_dict())
+
+    def _read(self, read: Callable[[], object]) -> None:
+        """Let rank 0 ``read`` into its engine's memory, and give the result to all."""
         with self._or_abort():
             self._replica.pull()
             self._replica.export()
 
-        def read() -> list[Entry]:
+        def read_on_first() -> list[Entry]:
             if self.communicator.rank == 0:
-                read_parameters(filename, self.model, self._replica.state())
+                read()
             return []
 
         remedy = "Nothing was loaded."
-        require_equal(self.communicator, read, "parameters", remedy, ParameterFileError)
+        require_equal(self.communicator, read_on_first, "parameters", remedy, ParameterFileError)
         with self._or_abort():
             self._replica.push()
             self._replica.share(self.communicator)

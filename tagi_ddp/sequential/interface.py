@@ -10,7 +10,7 @@ import numpy as np
 
 from tagi_ddp.checks import flat_floats, integer
 from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
-from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states
+from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, read_states
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
@@ -55,7 +55,7 @@ class SequentialInterface:
 
     def set_threads(self, num_threads: int) -> None:
         """Compute with this many threads; torch's are shared by the whole process."""
-        (self._by_batch or self.compute).set_threads(num_threads)
+        (self._by_batch or self.compute).set_threads(integer("num_threads", num_threads, 1))
 
     def to_device(self, device: str) -> None:
         """Raise ValueError unless the replica lives on ``device`` already: it cannot be moved."""
@@ -89,7 +89,15 @@ class SequentialInterface:
 
     @output_z_buffer.setter
     def output_z_buffer(self, value: Any) -> None:
-        self.compute.output_z_buffer = value
+        """Copy hidden states of as many outputs, for an output updater to read."""
+        given = read_states(value) if hasattr(value, "mu_a") else None
+        size = self.compute.samples * self.compute.output_size
+        if given is None or given.mean.size != size or not size:
+            raise ValueError(
+                f"output_z_buffer takes hidden states of the {size} outputs of the last forward(), "
+                f"got {'None' if given is None else given.mean.size}"
+            )
+        self.compute.set_outputs(given)
 
     @property
     def input_delta_z_buffer(self) -> Any:
@@ -98,6 +106,11 @@ class SequentialInterface:
 
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
+        if not hasattr(value, "delta_mu"):
+            raise ValueError(
+                "input_delta_z_buffer takes an innovation like another network's "
+                f"output_delta_z_buffer, got a {type(value).__name__}"
+            )
         self.compute.input_delta_z_buffer = value
 
     @property

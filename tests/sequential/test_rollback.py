@@ -266,7 +266,7 @@ def test_one_process(name: str, compute: str, events: list[tuple[str, int]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "compute"), CASES)
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(events=programs(SAMPLES // 3))
 def test_one_process_at_length(name: str, compute: str, events: list[tuple[str, int]]) -> None:
     assert not go_through(SingleCommunicator(), name, compute, events, {"average": False})
