@@ -26,6 +26,7 @@ from tagi_ddp.compute.states import Deltas, Dense, Jacobian, States
 from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
 from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.series import NOT_SMOOTHING
+from tagi_ddp.engine.threads import new_lock, torch_threads
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.protocol import Replica
 
@@ -36,6 +37,7 @@ _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
 }
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NOTHING = contextlib.nullcontext()
+_switches = new_lock()
 T = TypeVar("T", FloatArray, torch.Tensor)
 Results = tuple[States | None, Deltas | None, Deltas | None]
 
@@ -264,7 +266,7 @@ class TorchCompute:
     def set_threads(self, count: int) -> None:
         """Set torch's threads, which all of this process share, and the engine's."""
         self._engine.set_threads(count)
-        torch.set_num_threads(count)
+        torch.set_num_threads(torch_threads(count))
 
     def memory(self) -> Memory:
         states = self.get_lstm_states()
@@ -314,14 +316,15 @@ def _precision(tf32: bool) -> Iterator[None]:
     """Let GPUs use TF32 if it was asked for, and only then; torch's default does, in part."""
     cudnn: Any = torch.backends.cudnn  # whose parts have no types
     switches = (torch.backends.cuda.matmul, cudnn.conv)
-    before = [switch.fp32_precision for switch in switches]
-    for switch in switches:
-        switch.fp32_precision = "tf32" if tf32 else "ieee"
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value
+    with _switches:  # of the whole process
+        before = [switch.fp32_precision for switch in switches]
+        for switch in switches:
+            switch.fp32_precision = "tf32" if tf32 else "ieee"
+        try:
+            yield
+        finally:
+            for switch, value in zip(switches, before, strict=True):
+                switch.fp32_precision = value
 
 
 @functools.cache

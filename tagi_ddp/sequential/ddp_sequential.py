@@ -27,6 +27,7 @@ from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray, read_states
 from tagi_ddp.engine.layers import swaps_in_samples
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
+from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
@@ -133,6 +134,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         elastic: bool | float = False,
     ) -> None:
         """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
+        self._calls = new_lock()
         self._own_communicator = communicator is None
         if elastic is not False:
             check_elastic(sync_every, node_size, sharded, device)
@@ -227,6 +229,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """Call `forward`."""
         return self.forward(mu_x, var_x)
 
+    @one_at_a_time
     @traced("forward")
     def forward(
         self, mu_x: ArrayLike, var_x: ArrayLike | None = None
@@ -286,6 +289,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             self._give_up(error)
             raise
 
+    @one_at_a_time
     @traced("backward")
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
@@ -310,6 +314,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             self._give_up(error)
             raise
 
+    @one_at_a_time
     @traced("step")
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
@@ -351,6 +356,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """
         return self._accumulation.no_sync()
 
+    @one_at_a_time
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.
 

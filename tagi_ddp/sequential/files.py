@@ -9,6 +9,7 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.parameter_file import (
     ParameterFileError,
     check_state_dict,
@@ -26,6 +27,7 @@ class FileInterface(MergeInterface):
     communicator: Communicator
     _or_abort: Callable[[], AbstractContextManager[None]]
 
+    @one_at_a_time
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load parameters; a collective call. What rank 0 gives is copied to all ranks.
 
@@ -59,6 +61,7 @@ class FileInterface(MergeInterface):
                 stacklevel=2,
             )
 
+    @one_at_a_time
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing.
 
@@ -70,13 +73,14 @@ class FileInterface(MergeInterface):
                 f"{filename!r} gets what rank 0 alone has learned in {self.unmerged_steps} steps "
                 "since the last merge: call merge() on all ranks before save()",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         if self.communicator.rank == 0:
             self._replica.pull()
             self._replica.export()
             write_parameters(filename, self.model, self._replica.state())
 
+    @one_at_a_time
     def load(self, filename: str) -> None:
         """Load what `save`, or the engine, wrote; a collective call: rank 0 reads, others receive.
 

@@ -11,6 +11,7 @@ import numpy as np
 from tagi_ddp.checks import flat_floats, integer
 from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
 from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, read_states
+from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Exchange
@@ -28,6 +29,7 @@ class SequentialInterface:
 
     model: Any
     compute: Compute
+    _calls: AbstractContextManager[Any]  # the lock of all that computes
     _by_batch: ComputeByBatch | None = None  # who chooses ``compute``
     _accumulation: Accumulation
     _replica: Replica
@@ -45,14 +47,17 @@ class SequentialInterface:
         """Whether the last `forward` was given no samples."""
         return self._accumulation.forwarded == 0
 
+    @one_at_a_time
     def train(self) -> None:
         """Set the network to training mode."""
         self.model.train()
 
+    @one_at_a_time
     def eval(self) -> None:
         """Set the network to evaluation mode."""
         self.model.eval()
 
+    @one_at_a_time
     def set_threads(self, num_threads: int) -> None:
         """Compute with this many threads; torch's are shared by the whole process."""
         (self._by_batch or self.compute).set_threads(integer("num_threads", num_threads, 1))
@@ -66,6 +71,7 @@ class SequentialInterface:
                 "choose by device= when the network is wrapped"
             )
 
+    @one_at_a_time
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last forward pass's outputs, each flat."""
         return self.compute.get_outputs()
@@ -82,12 +88,14 @@ class SequentialInterface:
         return "cpu:0"
 
     @property
+    @one_at_a_time
     def output_z_buffer(self) -> Any:
         """The output hidden states of the last forward pass; empty if that had no samples."""
         empty = self._accumulation.forwarded == 0
         return empty_states() if empty else self.compute.output_z_buffer
 
     @output_z_buffer.setter
+    @one_at_a_time
     def output_z_buffer(self, value: Any) -> None:
         """Copy hidden states of as many outputs, for an output updater to read."""
         given = read_states(value) if hasattr(value, "mu_a") else None
@@ -100,11 +108,13 @@ class SequentialInterface:
         self.compute.set_outputs(given)
 
     @property
+    @one_at_a_time
     def input_delta_z_buffer(self) -> Any:
         """The innovation of the outputs, from which backward starts."""
         return self.compute.input_delta_z_buffer
 
     @input_delta_z_buffer.setter
+    @one_at_a_time
     def input_delta_z_buffer(self, value: Any) -> None:
         if not hasattr(value, "delta_mu"):
             raise ValueError(
@@ -114,6 +124,7 @@ class SequentialInterface:
         self.compute.input_delta_z_buffer = value
 
     @property
+    @one_at_a_time
     def output_delta_z_buffer(self) -> Any:
         """The innovation of the last inputs, for the network that made them.
 
@@ -121,6 +132,7 @@ class SequentialInterface:
         """
         return self.compute.output_delta_z_buffer
 
+    @one_at_a_time
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         """Set the innovation of the outputs: means and variances, each flat.
 
@@ -166,14 +178,17 @@ class SequentialInterface:
     def num_samples(self, value: int) -> None:
         self.model.num_samples = value
 
+    @one_at_a_time
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         """Return the innovation of the last inputs: means and variances, each flat."""
         return self.compute.get_input_states()
 
+    @one_at_a_time
     def reset_lstm_states(self) -> None:
         """Forget what LSTM and SLSTM layers know of the batches before; another series begins."""
         self.compute.reset_lstm_states()
 
+    @one_at_a_time
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
         """Return what LSTM layers remember, by the layer's index.
 
@@ -182,6 +197,7 @@ class SequentialInterface:
         """
         return self.compute.get_lstm_states(time_step)
 
+    @one_at_a_time
     def set_lstm_states(self, states: LSTMStates) -> None:
         """Replace the states of LSTM layers by those that `get_lstm_states` has returned.
 
@@ -207,6 +223,7 @@ class SequentialInterface:
         if any(len(parts[0]) for parts in now.values()):
             self.compute.set_lstm_states(states)
 
+    @one_at_a_time
     def smoother(self) -> tuple[FloatArray, FloatArray]:
         """Smooth the series since the last call, of ``num_samples`` steps, backwards in time.
 
@@ -214,10 +231,12 @@ class SequentialInterface:
         """
         return self.compute.smoother()
 
+    @one_at_a_time
     def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
         """Return what the last `smoother` returned."""
         return self.compute.get_outputs_smoother()
 
+    @one_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters by layer: (mu_w, var_w, mu_b, var_b).
 
@@ -237,11 +256,13 @@ class SequentialInterface:
 class MergeInterface:
     """For ``reduction="precision"``, and the counters of what was not as it should be."""
 
+    _calls: AbstractContextManager[Any]
     _exchange: Exchange
     _replica: Replica
     _or_abort: Callable[[], AbstractContextManager[None]]
     _together: Callable[[Callable[[], object]], None]
 
+    @one_at_a_time
     def merge(self) -> None:
         """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
 
@@ -282,11 +303,13 @@ class MergeInterface:
         with self._or_abort():
             self._together(merging.end_share)
 
+    @one_at_a_time
     def begin_epoch(self, batches: int) -> None:
         """Tell the schedule how many steps an epoch has, the same number on all ranks."""
         with self._or_abort():
             self._merging("begin_epoch", ScheduledMerging).begin_epoch(batches)
 
+    @one_at_a_time
     def end_epoch(self, loss: float) -> float:
         """Merge what is left, and tell the schedule the mean of the ranks' losses; return it.
 

@@ -15,6 +15,7 @@ from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.trace.timeline import timeline
@@ -52,6 +53,7 @@ class LearnInterface(SequentialInterface):
             alone = alone and isinstance(self._exchange, Queued)
             self._graphs = make_step_graphs(self.compute, self._rollback, alone)
 
+    @one_at_a_time
     def learn(
         self,
         mu_x: ArrayLike,

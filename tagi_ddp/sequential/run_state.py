@@ -15,6 +15,7 @@ from tagi_ddp.compute.interface import Memory
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.update.merging import Merging
@@ -37,6 +38,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
     communicator: Communicator
     _options: dict[str, Any]
 
+    @one_at_a_time
     def run_state(self) -> dict[str, Any]:
         """Return all that `load_run_state` needs to go on from here; a collective call.
 
@@ -67,6 +69,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 "lasting": self.compute.memory().lasting,
             }
 
+    @one_at_a_time
     def load_run_state(self, entry: Entries, ranks: int) -> None:
         """Go on from where `run_state` was called on ``ranks`` ranks; a collective call.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tagi_ddp.checks import integer
+from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.sequential import accelerate
 from tagi_ddp.sklearn.likelihoods import Classes, Likelihood, Normal
 from tagi_ddp.sklearn.training import (
@@ -37,7 +38,8 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     """A network of linear layers; what `TAGIRegressor` and `TAGIClassifier` have in common.
 
     A fitted network keeps its settings: what `set_params` changes of them counts from the next
-    `fit`. A `fit` that fails leaves the estimator as it was.
+    `fit`. A `fit` or `partial_fit` that fails leaves the estimator as it was. Several threads may
+    use one estimator: their calls run one after the other.
 
     Parameters:
         hidden_layer_sizes: the widths of the hidden layers.
@@ -96,19 +98,28 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     @property
+    @one_at_a_time
     def posterior_(self) -> Posterior:
         """By layer: means and variances of the weights, and of the biases, flat float32 arrays."""
         check_is_fitted(self)
         return posterior_of(self._fitted())
 
+    @one_at_a_time
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: parameters as arrays, not the network."""
         state = dict(super().__getstate__())
+        state.pop("_lock", None)
         if state.pop("_model", None) is not None:
             state["_posterior"] = self.posterior_
         return state
 
     # --- for the estimators -------------------------------------------------------------------
+
+    @property
+    def _calls(self) -> AbstractContextManager[Any]:
+        """The lock of this estimator's methods; scikit-learn forbids to make it in __init__."""
+        lock: AbstractContextManager[Any] = self.__dict__.setdefault("_lock", new_lock())
+        return lock
 
     @abstractmethod
     def _likelihood(self) -> Likelihood:
@@ -209,6 +220,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     they are. Parameters and attributes: `TAGIEstimator`.
     """
 
+    @one_at_a_time
     def fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
         """Train a new network.
 
@@ -221,6 +233,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
             self._train(x, (targets - self.y_mean_) / self.y_scale_)
         return self
 
+    @one_at_a_time
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
         """Learn these samples once, in their order: one observation, or a part of a stream.
 
@@ -236,6 +249,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
             self._learn(x, (targets - self.y_mean_) / self.y_scale_)
         return self
 
+    @one_at_a_time
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
         """Return the means of the predictions, and their standard deviations.
 
@@ -279,6 +293,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     Parameters and attributes: `TAGIEstimator`.
     """
 
+    @one_at_a_time
     def fit(self, X: ArrayLike, y: ArrayLike) -> TAGIClassifier:
         """Train a new network.
 
@@ -291,6 +306,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
             self._train(x, self._numbers(labels))
         return self
 
+    @one_at_a_time
     def partial_fit(
         self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None = None
     ) -> TAGIClassifier:
@@ -313,10 +329,12 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
             self._learn(x, self._numbers(labels))
         return self
 
+    @one_at_a_time
     def predict_proba(self, X: ArrayLike) -> Array:
         """Return the probabilities of ``classes_``, [samples, classes]."""
         return np.asarray(self._predicted(X))
 
+    @one_at_a_time
     def predict(self, X: ArrayLike) -> Array:
         """Return the most probable label of each sample."""
         numbers = self.predict_proba(X).argmax(axis=1)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.data import share_of
+from tagi_ddp.engine.threads import engine_generator
 from tagi_ddp.launcher.launch import launch
 from tagi_ddp.sequential import DDPConfig, DDPSequential, accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood, begin_noise_even
@@ -42,13 +43,14 @@ class Network:
         import pytagi
         from pytagi import nn
 
-        pytagi.manual_seed(self.seed)
         layers: list[Any] = []
         width = self.inputs
-        for hidden in self.hidden:
-            layers += [nn.Linear(width, hidden), getattr(nn, ACTIVATIONS[self.activation])()]
-            width = hidden
-        layers.append(nn.Linear(width, self.likelihood.outputs))
+        with engine_generator:
+            pytagi.manual_seed(self.seed)
+            for hidden in self.hidden:
+                layers += [nn.Linear(width, hidden), getattr(nn, ACTIVATIONS[self.activation])()]
+                width = hidden
+            layers.append(nn.Linear(width, self.likelihood.outputs))
         if self.likelihood.learns_noise:
             layers.append(nn.EvenExp())
         network = nn.Sequential(*layers)
