@@ -17,7 +17,7 @@ class TagiDdpEngineFinder:
         if name != "cutagi":
             return None
         try:
-            from .loader import answer_without_driver, preload
+            from .loader import answer_without_driver, preload, seed_embeddings
         except ImportError:  # half uninstalled: not ours to report
             return None
         preload()
@@ -30,6 +30,7 @@ class TagiDdpEngineFinder:
             def exec_module(module):  # type: ignore[no-untyped-def]
                 execute(module)
                 answer_without_driver(module)
+                seed_embeddings(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -112,6 +112,39 @@ def _needing_driver(to_device: Callable[[Any, str], None]) -> Callable[[Any, str
     return checked
 
 
+def seed_embeddings(extension: ModuleType) -> None:
+    """Let Embedding draw its means by the seed of ``manual_seed``, as all other layers do.
+
+    The engine draws them from std::random_device, and still does before the first seed.
+    """
+    layer, seed_engine = extension.Embedding, extension.manual_seed
+    generator: Any = None  # numpy's, of the last seed
+
+    @functools.wraps(seed_engine)
+    def manual_seed(seed: int) -> None:
+        nonlocal generator
+        seed_engine(seed)
+        import numpy as np  # here, as each start of Python imports this module
+
+        generator = np.random.default_rng(seed % 2**32)
+
+    def redrawing(draw: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(draw)
+        def drawn(self: Any, *args: Any, **kwargs: Any) -> None:
+            draw(self, *args, **kwargs)
+            if generator is not None:
+                deviations = generator.standard_normal(len(self.var_w), "float32")
+                deviations *= [value**0.5 for value in self.var_w]
+                self.mu_w = deviations.tolist()
+
+        return drawn
+
+    manual_seed.__qualname__ = "manual_seed"  # by which it is pickled
+    extension.manual_seed = manual_seed  # type: ignore[attr-defined]
+    layer.__init__ = redrawing(layer.__init__)
+    layer.init_weight_bias = redrawing(layer.init_weight_bias)
+
+
 def _driver_sees_devices() -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -13,6 +13,7 @@ from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object, init
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.init import adopted
+from tagi_ddp.sequential.results import from_text, to_text
 
 T = TypeVar("T")
 
@@ -55,8 +56,9 @@ def map_networks(
     ranks as cores.
 
     Args:
-        train: gets an item; returns None, a bool, a number, a text, or lists and dicts of these.
-            Arrays become lists.
+        train: gets an item; returns None, a bool, a number, a text, bytes, or lists, tuples and
+            dicts of these. Arrays become lists, numpy's scalars Python's. An item that returns
+            anything else, like a date, has failed, and one that calls ``sys.exit``, too.
         items: the same on all ranks.
         weights: about how long each item takes, in any unit, so that ranks end together; by
             default all as long.
@@ -69,6 +71,8 @@ def map_networks(
         the results in the order of the items, on all ranks. Who is ready waits for the others, a
         week at most, but over your ``communicator`` its ``timeout`` at most, after which all
         results are lost: make that longer than any two ranks can be apart.
+
+    One call at a time in a process: the generators are those of all its threads.
 
     Raises:
         MapError: on all ranks, at the end, where items failed; it has the other results.
@@ -95,12 +99,16 @@ def map_networks(
         remedy = "Give the same items, weights and seed on all ranks."
         require_equal(group, described, "arguments of map_networks", remedy)
         own = _shares(loads, group.size)[group.rank]
-        done: dict[int, Any] = {}
+        done: dict[int, str] = {}
         errors: dict[int, str] = {}
         for count, index in enumerate(own, start=1):
             try:
-                done[index] = _plain(_seeded(train, everything[index], seed + index))
-            except Exception:
+                text = to_text(_seeded(train, everything[index], seed + index))
+                from_text(text)  # what cannot be read must not be found at the end
+                done[index] = text
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # also sys.exit(), which must end neither script nor others
                 errors[index] = traceback.format_exc()
             if progress is not None:
                 progress(count, len(own))
@@ -109,7 +117,7 @@ def map_networks(
     errors = {}
     for theirs, failed in gathered:
         for index, result in theirs:
-            results[index] = result
+            results[index] = from_text(result)
         errors |= dict(failed)
     if errors:
         first = min(errors)
@@ -139,18 +147,3 @@ def _seeded(train: Callable[[T], Any], item: T, seed: int) -> Any:
     pytagi.manual_seed(seed)
     np.random.seed(seed)
     return train(item)
-
-
-def _plain(value: Any) -> Any:
-    """Return a result without numpy's types and tuples; TypeError for others."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(
-        f"train returned a {type(value).__name__}; return numbers, texts, lists, dicts or arrays"
-    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytagi
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +73,62 @@ def test_errors_by_item(shm: RankPool) -> None:
         assert sorted(errors) == [1, 3]
         assert all("a series without an end" in trace for trace in errors.values())
         assert items == [4, None, 6, None]
+
+
+def ends(item: str) -> str:
+    """Return the item, or end as a script that does not expect to be called by others."""
+    if item == "exit":
+        sys.exit(0)
+    if item == "cancelled":
+        raise asyncio.CancelledError
+    if item == "interrupt":
+        raise KeyboardInterrupt
+    return item
+
+
+def with_ends(comm: Any) -> Any:
+    try:
+        map_networks(ends, ["a", "exit", "b", "cancelled", "c"], communicator=comm)
+    except MapError as error:
+        return error.errors, error.results
+
+
+def test_an_item_that_ends_the_script_has_failed(shm: RankPool) -> None:
+    for errors, results in [with_ends(None), *shm.run(with_ends, size=2)]:
+        assert {index: text.split()[-1] for index, text in errors.items()} == {
+            1: "0",
+            3: "asyncio.exceptions.CancelledError",
+        }
+        assert "SystemExit: 0" in errors[1]
+        assert results == ["a", None, "b", None, "c"]
+
+
+def test_an_interrupt_ends_the_map() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        map_networks(ends, ["a", "interrupt", "b"])
+
+
+def digest(kind: str) -> tuple[str, str]:
+    """Return the hash of a network that the engine draws, before and after a step."""
+    network = NETWORKS[kind]
+    built = network.build()
+    if kind == "embedding":  # whose means NETWORKS sets
+        built._cpp_backend.layers[0].init_weight_bias()
+    model = accelerate(built)
+    drawn = model.check_replicas()
+    model.learn(*network.batch(0, 4), 0.5)
+    return drawn, model.check_replicas()
+
+
+def test_each_kind_of_layer_is_drawn_again(shm: RankPool) -> None:
+    kinds = [kind for kind in NETWORKS for _ in range(2)]
+    results = map_networks(digest, kinds)
+    assert len({drawn for drawn, _ in results}) == len(kinds)
+    pytagi.manual_seed(7)  # nothing of what was drawn before counts
+    assert map_networks(digest, kinds) == results
+    for theirs in shm.run(lambda comm: map_networks(digest, kinds, communicator=comm), size=3):
+        # Ranks have fewer threads of torch, which round otherwise.
+        assert [drawn for drawn, _ in theirs] == [drawn for drawn, _ in results]
 
 
 def test_what_cannot_travel() -> None:
