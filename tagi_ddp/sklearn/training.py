@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,16 +160,23 @@ def batches_of(
     return [tuple(None if rows is None else rows[part] for rows in arguments) for part in own]
 
 
-def learn(model: Any, likelihood: Likelihood, batches: Sequence[tuple[Array | None, ...]]) -> None:
-    """Learn all batches once."""
+def learn(model: Any, likelihood: Likelihood, batches: Iterable[tuple[Array | None, ...]]) -> None:
+    """Learn all batches once; ValueError if there is none that the network could learn."""
     # A noise that is predicted as zero or infinite leaves nothing to learn from.
     passed_over = (NotFiniteError,) if likelihood.learns_noise else ()
-    step = model.learn
+    step, learned, refused = model.learn, 0, None
     for batch in batches:
         try:
             step(*batch)
-        except passed_over:
-            continue
+        except passed_over as error:
+            refused = error
+        else:
+            learned += 1
+    if refused is not None and not learned:
+        raise ValueError(
+            "no batch could be learned, as the noise predicted for each is zero or infinite: look "
+            "for samples far from all others, or give the noise"
+        ) from refused
 
 
 def outputs_of(model: Any, x: Array) -> tuple[Array, Array]:

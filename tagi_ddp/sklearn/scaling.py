@@ -1,0 +1,101 @@
+"""By what inputs and targets are scaled: their means and deviations by column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# Deviations from the mean. From here on networks learn nothing, or refuse to.
+_FAR = 100.0
+# A value so far off would be all that a stream's deviation shows from then on; it is looked for
+# when so many rows have shown what is usual.
+_ALIEN, _USUAL = 1e6, 100
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of so many rows, by column: means, sums of squared deviations, greatest absolute values."""
+
+    count: int
+    mean: Array
+    squares: Array
+    largest: Array
+
+    @classmethod
+    def of(cls, rows: Array) -> Moments:
+        """Return those of rows, [samples, columns]."""
+        mean = rows.mean(axis=0)
+        largest = np.abs(rows).max(axis=0)
+        return cls(len(rows), mean, np.square(rows - mean).sum(axis=0), largest)
+
+    def with_rows(self, rows: Array) -> Moments:
+        """Return those of the rows so far and of these."""
+        new = Moments.of(rows)
+        count, step = self.count + new.count, new.mean - self.mean
+        return Moments(
+            count,
+            self.mean + step * (new.count / count),
+            self.squares + new.squares + np.square(step) * (self.count * new.count / count),
+            np.maximum(self.largest, new.largest),
+        )
+
+    @property
+    def scale(self) -> Array:
+        """Standard deviations, 1 where all values are the same."""
+        return _one_if_constant(np.sqrt(self.squares / self.count), self.largest)
+
+    def refuse_alien(self, name: str, rows: Array) -> None:
+        """Raise ValueError if a value of ``rows`` is beyond all that the rows so far let expect."""
+        if self.count < _USUAL:
+            return
+        distance = np.abs(rows - self.mean).max(axis=0) / self.scale
+        distance[self.squares == 0] = 0
+        column = int(distance.argmax())
+        if distance[column] > _ALIEN:
+            raise ValueError(
+                f"{name} has a value in column {column} that is {distance[column]:.2g} standard "
+                "deviations from all samples so far: leave it out, or begin anew"
+            )
+
+
+def scale_of(values: Array) -> Array:
+    """Return standard deviations by column, 1 where all values are the same."""
+    return _one_if_constant(values.std(axis=0), np.abs(values).max(axis=0))
+
+
+def _one_if_constant(deviation: Array, largest: Array) -> Array:
+    if not np.isfinite(deviation).all():
+        raise ValueError(f"values as large as {largest.max():.2g} cannot be scaled")
+    return np.where(deviation > 10 * np.finfo(float).eps * largest, deviation, 1)
+
+
+def require_near(name: str, scaled: Array) -> None:
+    """Raise ValueError if most of a column's values are far from all of `fit`'s, as in other units.
+
+    ``scaled``: the rows of the argument ``name``, less the means, in deviations.
+    """
+    distance = np.median(np.abs(scaled), axis=0)
+    column = int(distance.argmax())
+    if distance[column] > _FAR:
+        raise ValueError(
+            f"{name} is {distance[column]:.2g} standard deviations from the samples of fit, in "
+            f"column {column}: give the units of fit, or fit anew"
+        )
+
+
+def refuse_masked(**arguments: Any) -> None:
+    """Raise ValueError that names the first argument with masked values.
+
+    scikit-learn takes what is below the mask.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+            raise ValueError(
+                f"{name} has {np.ma.count_masked(value)} masked values: fill them, as by "
+                f"{name}.filled(), or leave out their samples"
+            )
