@@ -7,6 +7,7 @@ message is JSON, in a packet of its own.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -111,6 +112,11 @@ class Meeting:
             if "over" in message:
                 return None
         raise TimeoutError(f"the launcher did not answer within {patience + _SLACK:g} s")
+
+    def outlive(self, value: bool) -> None:
+        """Ask the launcher to let this rank go on, or not, when another that has asked is lost."""
+        with contextlib.suppress(OSError):  # it is gone, and then this rank is, too
+            self._connection.send(json.dumps({"outlives": value}).encode())
 
     def _take(self, message: dict[str, Any]) -> None:
         if "called" in message:

@@ -39,6 +39,7 @@ class StartedRank:
         self.report: Report = {}
         self.exitcode: int | None = None
         self.failure: Failure | None = None
+        self.outlives = False  # whether it goes on when another rank that does is lost
         self._received = bytearray()
         # The rank finds this package where this process found it.
         code = (

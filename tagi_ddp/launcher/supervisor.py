@@ -132,10 +132,13 @@ class _Team:
     # --- elastic jobs -------------------------------------------------------------------------
 
     def _hear(self, rank: StartedRank, data: bytes) -> None:
-        if self._job is not None:
-            self._job.hear(rank.name, json.loads(data) if data else None, time.monotonic())
-        elif self._nodes is not None and data:
-            self._nodes.say(rank.name, json.loads(data))
+        message = json.loads(data) if data else None
+        if message is not None and "outlives" in message:
+            rank.outlives = message["outlives"]
+        elif self._job is not None:
+            self._job.hear(rank.name, message, time.monotonic())
+        elif self._nodes is not None and message is not None:
+            self._nodes.say(rank.name, message)
 
     def _tell(self, name: str, message: str) -> None:
         for rank in self.ranks:
@@ -229,7 +232,8 @@ class _Team:
                     first = min(failures, key=Failure.order)
                     settled = min(settled, now + _SETTLE)
                     known = not first.consequence and first.rank not in leaving
-                    if known or not (running or more) or now >= settled:
+                    over = known or not (running or more) or now >= settled
+                    if over and not self._goes_on():
                         return self._end_job(first)
                 elif not (running or more):
                     return self._end_job(None)
@@ -238,6 +242,12 @@ class _Team:
                     f"ranks {running} of {self.world_size} were still running after "
                     f"{round(timeout, 2):g} seconds; all were ended"
                 )
+
+    def _goes_on(self) -> bool:
+        """Tell whether ranks of a job of one host outlive those that have failed."""
+        failed = [rank.outlives for rank in self.ranks if rank.failure is not None]
+        left = [rank.outlives for rank in self.ranks if rank.failure is None and self._counts(rank)]
+        return self._nodes is None and all(failed) and any(left)
 
     def _counts(self, rank: StartedRank) -> bool:
         """Tell whether the job waits for its end; not if it has not become one of a group."""

@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators import Communicator, all_gather_object, init
+from tagi_ddp.communicators import Communicator, PeerLost, all_gather_object, init
 from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.guard import or_abort
 from tagi_ddp.communicators.init import adopted
+from tagi_ddp.launcher.meeting import meeting
+from tagi_ddp.sequential.journal import Journals, Outcomes, journals
 from tagi_ddp.sequential.results import from_text, to_text
 
 T = TypeVar("T")
@@ -75,7 +78,10 @@ def map_networks(
     One call at a time in a process: the generators are those of all its threads.
 
     Raises:
-        MapError: on all ranks, at the end, where items failed; it has the other results.
+        MapError: on all ranks, at the end, where items failed; it has the other results. If a rank
+            dies, the others of its host have its results until then, and its other items have
+            failed. ``tagi-ddp run`` and `launch` let them go on to their ends if all ranks are on
+            one host; other launchers may end them at once.
         ValueError: on all ranks, before the first item: ``weights`` has another length than
             ``items``, ranks have different arguments, or a rank has refused one. That rank's own
             may be a TypeError.
@@ -98,26 +104,28 @@ def map_networks(
             group.timeout = _PATIENCE
         remedy = "Give the same items, weights and seed on all ranks."
         require_equal(group, described, "arguments of map_networks", remedy)
-        own = _shares(loads, group.size)[group.rank]
-        done: dict[int, str] = {}
-        errors: dict[int, str] = {}
-        for count, index in enumerate(own, start=1):
+        shares = _shares(loads, group.size)
+        launcher, lost = meeting(), None
+        if launcher is not None:
+            launcher.outlive(True)
+        with journals(group) as kept:
+            with or_abort([group]):  # of an interrupt, or an error of ``progress``
+                own = _outcomes(train, everything, shares[group.rank], seed, progress, kept)
             try:
-                text = to_text(_seeded(train, everything[index], seed + index))
-                from_text(text)  # what cannot be read must not be found at the end
-                done[index] = text
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # also sys.exit(), which must end neither script nor others
-                errors[index] = traceback.format_exc()
-            if progress is not None:
-                progress(count, len(own))
-        gathered = all_gather_object(group, [list(done.items()), list(errors.items())])
+                outcomes = all_gather_object(group, [list(part.items()) for part in own])
+            except PeerLost as error:
+                lost = error  # from here on the launcher waits for this process's end
+                outcomes = [
+                    own if rank == group.rank else kept.read(rank, share, group.timeout)
+                    for rank, share in enumerate(shares)
+                ]
+        if launcher is not None and lost is None:
+            launcher.outlive(False)
     results: list[Any] = [None] * len(everything)
-    errors = {}
-    for theirs, failed in gathered:
-        for index, result in theirs:
-            results[index] = from_text(result)
+    errors: dict[int, str] = {}
+    for theirs, failed in outcomes:
+        for index, text in dict(theirs).items():
+            results[index] = from_text(text)
         errors |= dict(failed)
     if errors:
         first = min(errors)
@@ -126,8 +134,38 @@ def map_networks(
             f"{errors[first]}",
             errors,
             results,
-        )
+        ) from lost
     return results
+
+
+def _outcomes(
+    train: Callable[[T], Any],
+    items: Sequence[T],
+    share: Sequence[int],
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+    kept: Journals,
+) -> Outcomes:
+    """Return what this rank has made of its share of the items, and write it down as it comes."""
+    results: dict[int, str] = {}
+    errors: dict[int, str] = {}
+    for count, index in enumerate(share, start=1):
+        kept.write("begin", index)
+        try:
+            text = to_text(_seeded(train, items[index], seed + index))
+            from_text(text)  # what cannot be read must not be found at the end
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # also sys.exit(), which must end neither script nor others
+            errors[index] = traceback.format_exc()
+            kept.write("error", index, errors[index])
+        else:
+            results[index] = text
+            kept.write("result", index, text)
+        if progress is not None:
+            progress(count, len(share))
+    kept.write("end")
+    return results, errors
 
 
 def _shares(weights: Sequence[float], ranks: int) -> list[list[int]]:

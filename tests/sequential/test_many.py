@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +21,7 @@ from support.networks import NETWORKS
 from support.rank_pool import RankPool
 from support.reports import Report, report
 
-from tagi_ddp import MapError, accelerate, init, launch, map_networks
+from tagi_ddp import LaunchError, MapError, accelerate, init, launch, map_networks
 from tagi_ddp.sequential import many
 from tagi_ddp.sequential.many import _shares
 
@@ -106,6 +109,68 @@ def test_an_item_that_ends_the_script_has_failed(shm: RankPool) -> None:
 def test_an_interrupt_ends_the_map() -> None:
     with pytest.raises(KeyboardInterrupt):
         map_networks(ends, ["a", "interrupt", "b"])
+
+
+def die(item: tuple[str, int]) -> Any:
+    kind, number = item
+    if kind == "exit":
+        os._exit(number)
+    if kind == "signal":
+        os.kill(os.getpid(), number)
+    if kind == "raise":
+        raise ValueError(number)
+    if kind == "sleep":
+        time.sleep(number / 10)
+    return number
+
+
+# The item that ends its rank is number 3; with equal weights that is rank 1's second of 2, or the
+# second of rank 0 of 3.
+DEATHS = [("exit", 0), ("exit", 7), ("signal", signal.SIGKILL), ("signal", signal.SIGSEGV)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "death"),
+    [("shm", 2, DEATHS[0]), ("shm", 2, DEATHS[1]), ("shm", 3, DEATHS[2]), ("gloo", 3, DEATHS[3])],
+)
+def test_a_rank_that_dies_takes_its_own_items_only(
+    tmp_path: Path, backend: str, ranks: int, death: tuple[str, int]
+) -> None:
+    items = [("", 0), ("raise", 1), ("sleep", 20), death, ("", 4), ("", 5), ("sleep", 6)]
+
+    def task() -> None:
+        with init(backend) as comm:
+            try:
+                map_networks(die, items, communicator=comm)
+            except MapError as error:
+                time.sleep(0.5)  # the launcher lets a rank go on after the map
+                (tmp_path / str(comm.rank)).write_text(repr((error.results, error.errors)))
+
+    with pytest.raises(LaunchError):
+        launch(task, ranks, timeout=60)
+    dead = 3 % ranks
+    lost = [index for index in range(3, len(items)) if index % ranks == dead]
+    told = [ast.literal_eval((tmp_path / str(r)).read_text()) for r in range(ranks) if r != dead]
+    assert len(list(tmp_path.iterdir())) == ranks - 1
+    for results, errors in told:
+        assert sorted(errors) == [1, *lost]
+        assert "ValueError: 1" in errors[1]
+        assert f"rank {dead} was lost in this item" in errors[3]
+        assert all(f"rank {dead} was lost before this item" in errors[i] for i in lost[1:])
+        assert results == [None if i in errors else number for i, (_, number) in enumerate(items)]
+
+
+def test_an_interrupted_rank_is_not_waited_for(shm: RankPool) -> None:
+    def task(comm: Any) -> Any:
+        try:
+            return map_networks(ends, ["a", "interrupt", "b", "c"], communicator=comm)
+        except (MapError, KeyboardInterrupt) as error:
+            return type(error).__name__, getattr(error, "results", None)
+
+    assert shm.run(task, size=2) == [
+        ("MapError", ["a", None, "b", None]),
+        ("KeyboardInterrupt", None),
+    ]
 
 
 def digest(kind: str) -> tuple[str, str]:
