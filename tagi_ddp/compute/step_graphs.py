@@ -128,7 +128,7 @@ class StepGraphs:
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            warnings.warn(_text(reason), RuntimeWarning, stacklevel=6)
+            warnings.warn(_text(reason), RuntimeWarning, stacklevel=7)
 
 
 @dataclass(frozen=True)
