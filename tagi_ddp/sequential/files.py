@@ -89,6 +89,7 @@ class FileInterface(MergeInterface):
         """
         self._read(lambda: read_parameters(filename, self.model, self._replica.state()))
 
+    @one_at_a_time
     def load_csv(self, filename: str) -> None:
         """Load the parameters that pytagi's ``save_csv`` wrote; a collective call, as `load`."""
         self._read(lambda: self.model.load_csv(filename))
