@@ -51,6 +51,7 @@ class EngineCompute:
         self.input_size = 0
         self._to_input = False  # whether the last backward pass computed the inputs' innovation
         self._smoothed = False
+        self._given: Any = None  # what a script has put in place of the outputs' innovation
         self._forgotten = False  # whether there are no states, which the engine shows as zeros
         self._room = 0  # input elements for which the engine has buffers
 
@@ -101,7 +102,7 @@ class EngineCompute:
         """Call the model's backward, which tells nothing before its end."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
-        self._require_innovation()
+        self._take_given()
         self._model.backward()
         self._to_input = bool(self._model.input_state_update)
         if done is not None:
@@ -130,11 +131,12 @@ class EngineCompute:
     @property
     def input_delta_z_buffer(self) -> Any:
         """Their innovation."""
-        return self._model.input_delta_z_buffer
+        return self._model.input_delta_z_buffer if self._given is None else self._given
 
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
-        self._model.input_delta_z_buffer = value
+        # Not the engine's from now on: it would take its size for that of the widest layer.
+        self._given = value
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return the last outputs; RuntimeError before the first forward, where the engine dies."""
@@ -158,21 +160,26 @@ class EngineCompute:
         """The innovation of the last inputs, if it was computed."""
         return self._model._cpp_backend.output_delta_z_buffer
 
-    def _require_innovation(self) -> None:
-        """Have a buffer for the widest layer: the engine writes to what stands in its place."""
-        buffer, size = self._model.input_delta_z_buffer, self.samples * self.output_size
-        if buffer.size < size:
+    def _take_given(self) -> None:
+        """Copy the innovation that a script has put in place of the engine's."""
+        if self._given is None:
+            return
+        size = self.samples * self.output_size
+        mean, variance = (
+            np.array(part[:size], np.float32)
+            for part in (self._given.delta_mu, self._given.delta_var)
+        )
+        if not mean.size == variance.size == size:
             raise ValueError(
-                f"input_delta_z_buffer holds {buffer.size} elements, the outputs have {size}"
+                f"input_delta_z_buffer holds {mean.size} elements, the outputs have {size}"
             )
-        if buffer.size < self._model._cpp_backend.z_buffer_size:
-            self.set_delta_z(buffer.delta_mu[:size], buffer.delta_var[:size])
+        self.set_delta_z(mean, variance)
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         # The engine replaces its buffer, which is for the widest layer, by what it is given.
-        size = max(self._model.input_delta_z_buffer.size, self._model._cpp_backend.z_buffer_size)
-        room = np.zeros((2, size), np.float32)
-        room[:, : len(delta_mu)] = delta_mu, delta_var
+        room = np.zeros((2, self._model.input_delta_z_buffer.size), np.float32)
+        room[:, : delta_mu.size] = delta_mu, delta_var
+        self._given = None
         self._model.set_delta_z(*room)
 
     def set_threads(self, count: int) -> None:
@@ -258,6 +265,7 @@ class EngineCompute:
         """
         engine = self._model._cpp_backend
         self._to_input = self._forgotten = False
+        self._given = None
         fits = size <= self._room
         if self._series:
             length, self._length = self._length, int(engine.num_samples)

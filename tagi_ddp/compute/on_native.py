@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy import empty
-from numpy.typing import NDArray
 
 from tagi_ddp._backend import engine_layer
 from tagi_ddp.checks import FLOAT32, require_whole_samples
@@ -78,7 +77,7 @@ class NativeCompute:
 
     def learn(
         self,
-        mean: NDArray[Any],
+        mean: Any,
         variance: Any,
         mu_obs: Any,
         var_obs: Any,

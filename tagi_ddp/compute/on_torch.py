@@ -149,7 +149,7 @@ class TorchCompute:
             self.states = self.network.forward(mean, variance, training, jacobian)
         if training:
             self.replica.updated()  # running statistics
-        self.innovation = None
+        self.innovation = self._input_innovation = None
         self._trained, self._shown = training, False
         return self.states
 

@@ -76,6 +76,11 @@ def read_states(states: Any) -> Shown:
     size = batch * int(states.actual_size)
     views = hidden_states(address_of(states, "BaseHiddenStates"))
     mean, variance, jacobian = (view[:size] for view in views)
+    if not mean.size == variance.size == jacobian.size == size:
+        raise ValueError(
+            f"hidden states of {batch} samples with {states.actual_size} elements hold "
+            f"{mean.size}: give an output_z_buffer after its network's forward()"
+        )
     return Shown(states, batch, mean, variance, jacobian)
 
 

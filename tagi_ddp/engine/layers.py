@@ -85,6 +85,16 @@ def swaps_in_samples(model: Any) -> bool:
     return False
 
 
+def require_even(samples: int) -> None:
+    """Raise ValueError if a part of a batch has an odd number of samples."""
+    if samples % 2:
+        raise ValueError(
+            f"mu_x has {samples} samples, but EvenExp layers of an odd number of outputs count "
+            "them through the whole batch: give each rank and each micro-batch an even number of "
+            "samples, or the layer an even number of outputs"
+        )
+
+
 def input_size_of(first: Any) -> int:
     """Return the elements of a sample, or of a step of a series, that a first layer tells; or 0."""
     return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)

@@ -36,7 +36,8 @@ def check_sizes_of_updates() -> None:
         # The most frequent, and then in microseconds: buffers of our own tell where they are.
         states = getattr(output_states, "address", None)
         deltas = getattr(delta_states, "address", None)
-        if states is not None and deltas is not None:
+        plain = type(mu_obs) is type(var_obs) is np.ndarray  # not masked
+        if states is not None and deltas is not None and plain:
             try:
                 if update_states(states, mu_obs, var_obs, deltas):
                     return

@@ -25,14 +25,14 @@ from tagi_ddp.compute import (
 )
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray, read_states
-from tagi_ddp.engine.layers import swaps_in_samples
+from tagi_ddp.engine.layers import require_even, swaps_in_samples
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.elastic import ElasticInterface, check_elastic
-from tagi_ddp.sequential.equality import ReplicaMismatch, check_state, check_structure
+from tagi_ddp.sequential.equality import check_structure
 from tagi_ddp.sequential.files import FileInterface
 from tagi_ddp.sequential.learning import LearnInterface
 from tagi_ddp.sequential.membership import make_membership
@@ -280,8 +280,10 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             else:
                 outputs = compute.forward_from(shown)
             self._accumulation.forwarded = compute.samples
-            if self._swaps and compute.samples % 2:
-                self._require_whole_batch()
+            if self._swaps:
+                shared = self.communicator.size > 1 and self.reduction != "precision"
+                if shared or self._accumulation.adds:
+                    require_even(compute.samples)
             return outputs
         except BaseException as error:
             if begins:
@@ -356,28 +358,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """
         return self._accumulation.no_sync()
 
-    @one_at_a_time
-    def check_replicas(self) -> str:
-        """Return a hash of all parameters and running statistics, which is equal on all ranks.
-
-        A collective call. Raises ReplicaMismatch, on all ranks, when replicas differ in a single
-        bit, naming the first layer that differs; and NotFiniteError, on all ranks, when a step on
-        the device was refused of which nobody has been told yet.
-        """
-        with self._or_abort():
-            self._exchange.raise_refused(everything=True)
-            self._replica.pull()
-            self._replica.export()
-            try:
-                return check_state(self.communicator, self._replica)
-            except ReplicaMismatch as error:
-                if not self.unmerged_steps:
-                    raise
-                raise ReplicaMismatch(
-                    f"{error} There were {self.unmerged_steps} steps since the last merge: call "
-                    "merge() before."
-                ) from None
-
     def close(self) -> None:
         """Leave the group; the model stays usable on its own. May be called again.
 
@@ -403,16 +383,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def _require_open(self) -> None:
         if self._closed:
             raise CommunicatorError("the model is closed; wrap it again to go on")
-
-    def _require_whole_batch(self) -> None:
-        """Raise ValueError if an odd number of samples is only a part of a batch."""
-        shares = self.communicator.size > 1 and self.reduction != "precision"
-        if shares or self._accumulation.adds:
-            raise ValueError(
-                f"mu_x has {self.compute.samples} samples, but EvenExp layers of an odd number of "
-                "outputs count them through the whole batch: give each rank and each micro-batch "
-                "an even number of samples, or the layer an even number of outputs"
-            )
 
     def _undo(self) -> None:
         """Put back what the step that begins or ends here has changed beside deltas."""

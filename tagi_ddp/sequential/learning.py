@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tagi_ddp.compute.step_graphs import StepGraphs
 
 
+_PLAIN = frozenset((np.ndarray, type(None)))  # a masked array is none of these
+
+
 class LearnInterface(SequentialInterface):
     """`learn` and `join`, for what has forward, backward and step."""
 
@@ -81,7 +84,8 @@ class LearnInterface(SequentialInterface):
         """
         var_obs = _for_all(mu_obs, var_obs)
         natively, accumulation = self._at_once, self._accumulation
-        if natively is not None and type(mu_x) is np.ndarray and not accumulation.adds:
+        given = mu_x, mu_obs, var_obs, selected_idx, var_x
+        if natively is not None and not accumulation.adds and _PLAIN.issuperset(map(type, given)):
             try:
                 learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
             except TypeError:  # not arrays that the backend takes as they are

@@ -17,6 +17,7 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.saved import merge_saved
@@ -33,10 +34,32 @@ class NotBetweenSteps(AllRanksRaise, RuntimeError):
 
 
 class RunStateInterface(MergeInterface, SequentialInterface):
-    """`run_state` and `load_run_state`."""
+    """`run_state`, `load_run_state` and `check_replicas`."""
 
     communicator: Communicator
     _options: dict[str, Any]
+
+    @one_at_a_time
+    def check_replicas(self) -> str:
+        """Return a hash of all parameters and running statistics, which is equal on all ranks.
+
+        A collective call. Raises ReplicaMismatch, on all ranks, when replicas differ in a single
+        bit, naming the first layer that differs; and NotFiniteError, on all ranks, when a step on
+        the device was refused of which nobody has been told yet.
+        """
+        with self._or_abort():
+            self._exchange.raise_refused(everything=True)
+            self._replica.pull()
+            self._replica.export()
+            try:
+                return check_state(self.communicator, self._replica)
+            except ReplicaMismatch as error:
+                if not self.unmerged_steps:
+                    raise
+                raise ReplicaMismatch(
+                    f"{error} There were {self.unmerged_steps} steps since the last merge: call "
+                    "merge() before."
+                ) from None
 
     @one_at_a_time
     def run_state(self) -> dict[str, Any]:

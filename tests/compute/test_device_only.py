@@ -51,8 +51,12 @@ def take_steps(net: Any, inputs: int, update: Callable[[OutputUpdater], None]) -
         model.backward()
         model.step()
 
+    # The host waits where a refused step would have to undo what it keeps itself: that running
+    # statistics have begun, and what size the batches of LSTM layers have.
     for flag in model._replica.statistics.flags:
-        flag[0] = 0  # the host waits for the first batch of running statistics, if for no other
+        flag[0] = 0
+    for lstm in model.compute.network.lstms.values():
+        lstm._batch = BATCH
     step()  # the first one may prepare
     with Watch():
         for _ in range(2):

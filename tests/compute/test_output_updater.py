@@ -35,8 +35,7 @@ def observations(rng: np.random.Generator, way: str, batch: int) -> dict[str, np
     else:
         count, more = batch * (OUTPUTS if way == "update" else OUTPUTS // 2), {}
     y = rng.standard_normal(count).astype(np.float32)
-    if way == "update":  # the engine's other methods let a NaN through
-        y[rng.random(count) < 0.2] = np.nan
+    y[rng.random(count) < 0.2] = np.nan
     given_variance = {"var_obs": rng.uniform(0, 2, count).astype(np.float32)}
     return {"mu_obs": y, **(given_variance if way != "update_heteros" else {}), **more}
 
@@ -72,6 +71,81 @@ def test_equal_to_pytagi(way: str, last: str, batch: int, seed: int, kind: Any) 
         for model in (ours, theirs):
             for got, value in zip(model.state_dict()[name], values, strict=True):
                 np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5)
+
+
+COMPUTES = ["engine", "native", "torch"]
+
+
+@given(
+    way=st.sampled_from(WAYS),
+    compute=st.sampled_from(COMPUTES),
+    own=st.booleans(),
+    masked=st.booleans(),
+    batch=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_missing_observations_are_as_good_as_none(
+    way: str, compute: Any, own: bool, masked: bool, batch: int, seed: int
+) -> None:
+    """The innovation is 0 there, and elsewhere what it is of the others."""
+    from pytagi.nn import OutputUpdater
+
+    rng = np.random.default_rng(seed)
+    model = tagi_ddp.accelerate(network("EvenExp"), compute=compute)
+    seen = observations(rng, way, batch)
+    missing = np.isnan(seen["mu_obs"])
+    innovations = []
+    for values in (
+        np.ma.masked_array(np.where(missing, 7, seen["mu_obs"]), missing)
+        if masked
+        else seen["mu_obs"],
+        np.where(missing, 3, seen["mu_obs"]).astype(np.float32),
+    ):
+        model(rng.standard_normal((batch, INPUTS)).astype(np.float32) * 0)
+        arrays = {**seen, "mu_obs": values}
+        if own:
+            getattr(tagi_ddp.OutputUpdater(model), way)(**arrays)
+        else:
+            states, deltas = model.output_z_buffer, model.input_delta_z_buffer
+            getattr(OutputUpdater("cpu"), way)(output_states=states, delta_states=deltas, **arrays)
+        shown = model.input_delta_z_buffer
+        innovations.append(
+            np.array([part[: batch * OUTPUTS] for part in (shown.delta_mu, shown.delta_var)])
+        )
+    got, full = innovations
+    gone = np.zeros(batch * OUTPUTS, bool)
+    if way == "update_using_indices":
+        numbers = seen["selected_idx"].reshape(batch, -1) + OUTPUTS * np.arange(batch)[:, None]
+        gone[numbers.ravel()[missing] - 1] = True
+    else:
+        gone = missing if way == "update" else np.repeat(missing, 2)
+    assert (got[:, gone] == 0).all()
+    np.testing.assert_array_equal(got[:, ~gone], full[:, ~gone])
+
+
+def test_an_update_does_not_go_on_with_another_ones_sizes() -> None:
+    """As many observations as before, of other samples: the engine would divide by zero."""
+    from pytagi.nn import OutputUpdater
+
+    updater = OutputUpdater("cpu:0")
+    for batch, each in ((2, 4), (4, 2), (8, 1)):
+        model = tagi_ddp.accelerate(network(""), compute="engine")
+        model(np.ones((batch, INPUTS)))
+        y, picks = np.ones(8, np.float32), np.tile(np.arange(1, each + 1), batch)
+        buffers = model.output_z_buffer, model.input_delta_z_buffer
+        if batch * OUTPUTS == y.size:
+            updater.update(buffers[0], y, y, buffers[1])
+        updater.update_using_indices(buffers[0], y, y, picks, buffers[1])
+        innovation = np.array(buffers[1].delta_var[: batch * OUTPUTS]).reshape(batch, -1)
+        assert (innovation[:, :each] < 0).all()
+        assert (innovation[:, each:] == 0).all()
+
+
+def test_masked_numbers_of_outputs_are_refused() -> None:
+    model = tagi_ddp.accelerate(network(""), compute="torch")
+    picks = np.ma.masked_array([1, 2], [False, True])
+    with pytest.raises(ValueError, match="selected_idx has 1 masked"):
+        model.learn(np.ones((2, INPUTS)), np.ones(2), np.ones(2), picks)
 
 
 def test_no_observation_of_unknown_noise() -> None:

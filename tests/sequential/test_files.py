@@ -42,6 +42,47 @@ def has_layer_norm(model: DDPSequential) -> bool:
     return any(type(each).__name__ == "LayerNorm" for each in model.model._cpp_backend.layers)
 
 
+def test_running_statistics_go_on_from_a_file_and_from_a_state_dict(tmp_path: Path) -> None:
+    model, path = trained("batch_norm"), str(tmp_path / "file")
+    model.save(path)
+    loaded, given = alone("batch_norm"), alone("batch_norm")
+    loaded.load(path)
+    given.load_state_dict(model.state_dict())
+    for other in (loaded, given):
+        assert other.check_replicas() == model.check_replicas()
+    x, y = NETWORKS["batch_norm"].batch(1, 8)
+    hashes = []
+    for one in (model, loaded, given):
+        learn(one, x, y)
+        one.step()
+        hashes.append(one.check_replicas())
+    assert hashes[1:] == hashes[:1] * 2
+
+
+def test_a_state_dict_without_running_statistics_warns_by_layer() -> None:
+    model, other = trained("batch_norm"), alone("batch_norm")
+    with pytest.warns(RuntimeWarning, match=r"keep theirs: 1 \(BatchNorm2d.*3\.main_block\.1"):
+        other.load_state_dict(dict(model.state_dict()))
+    assert other.check_replicas() != model.check_replicas()
+
+
+def test_parameters_of_another_network_and_of_csv_files(tmp_path: Path) -> None:
+    model, other, from_csv = trained("batch_norm"), alone("batch_norm"), trained("mlp")
+    other.params_from(model)
+    assert other.check_replicas() == model.check_replicas()
+    mlp, path = trained("mlp"), str(tmp_path / "csv")
+    mlp.save_csv(path)
+    for device in ("cpu", "cpu:0"):
+        from_csv = DDPSequential(
+            fresh("mlp"), communicator=init(rank=0, world_size=1), device=device, compute="torch"
+        )
+        from_csv.load_csv(path)
+        x, _ = NETWORKS["mlp"].batch(2, 3)
+        np.testing.assert_allclose(from_csv(x)[0], mlp(x)[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="state_dict has layers"):
+        mlp.params_from(model)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_engine_reads_ours_and_we_read_its(name: str, tmp_path: Path) -> None:
     model, ours, its = trained(name), tmp_path / "ours", tmp_path / "its"

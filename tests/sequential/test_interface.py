@@ -14,8 +14,10 @@ from support.rank_pool import RankPool
 from support.reports import set_delta_variances, wrap
 
 from tagi_ddp import (
+    CommunicatorError,
     DDPConfig,
     DDPSequential,
+    OutputUpdater,
     accelerate,
 )
 
@@ -164,3 +166,101 @@ def test_world_of_one(backend: str) -> None:
 def test_neither_config_nor_communicator() -> None:
     with pytest.raises(TypeError, match="config or communicator"):
         DDPSequential(fresh("mlp"))
+
+
+@pytest.mark.parametrize("compute", ["engine", "native", "torch"])
+def test_innovation_of_another_networks_outputs(compute: str) -> None:
+    """Of as many inputs as the batch has, whatever batches came before."""
+    from pytagi.nn import Linear, ReLU, Sequential
+
+    first = accelerate(Sequential(Linear(3, 7), ReLU()), compute=compute)
+    second = accelerate(Sequential(Linear(7, 4), ReLU(), Linear(4, 2)), compute=compute)
+    second.input_state_update = True
+    for batch in (5, 3, 5, 2, 6):
+        first(np.ones((batch, 3)))
+        second(first.output_z_buffer)
+        with pytest.raises(RuntimeError, match="input_state_update"):
+            second.get_input_states()
+        OutputUpdater(second).update(np.ones((batch, 2)), np.ones((batch, 2)))
+        second.backward()
+        mean, variance = second.get_input_states()
+        assert mean.size == variance.size == batch * 7
+        shown = second.output_delta_z_buffer
+        np.testing.assert_array_equal(mean, np.array(shown.delta_mu[: mean.size], np.float32))
+
+
+def even_exp(comm: Any, samples: int, width: int) -> Any:
+    import pytagi
+    from pytagi.nn import EvenExp, Linear, Sequential
+
+    pytagi.manual_seed(2)
+    net = Sequential(Linear(3, width), EvenExp())
+    x, y = np.ones((4 * samples, 3), np.float32), np.ones((4 * samples, width), np.float32)
+    x *= np.arange(len(x), dtype=np.float32)[:, None] / 10
+    share = slice(comm.rank * len(x) // comm.size, (comm.rank + 1) * len(x) // comm.size)
+    with DDPSequential(net, communicator=comm, average=False) as model:
+        try:
+            model.learn(x[share], y[share], 1.0)
+        except (ValueError, CommunicatorError) as error:
+            return type(error).__name__
+        return parameters(model)
+
+
+def test_even_exp_of_an_odd_width(shm: RankPool) -> None:
+    """Elements are counted through the batch: an odd share would swap those of the next one."""
+    for size, samples, width in ((2, 1, 3), (4, 2, 3), (4, 1, 4)):
+        (alone,) = shm.run(even_exp, samples, width, size=1)
+        for found in shm.run(even_exp, samples, width, size=size):
+            assert distance(found, alone) < 1e-5
+    assert "ValueError" in shm.run(even_exp, 1, 3, size=4)
+
+
+def test_even_exp_in_micro_batches() -> None:
+    from pytagi.nn import EvenExp, Linear, Sequential
+
+    model = accelerate(Sequential(Linear(3, 3), EvenExp()))
+    model(np.ones((3, 3)))
+    with model.no_sync():
+        model(np.ones((2, 3)))
+        with pytest.raises(ValueError, match="even number of samples"):
+            model(np.ones((3, 3)))
+
+
+def test_states_of_other_layers_and_sizes_are_refused() -> None:
+    from pytagi.nn import LSTM, Linear, Sequential
+
+    model = accelerate(Sequential(LSTM(2, 3, 1), Linear(3, 1)))
+    model(np.ones((1, 2)))
+    states = model.get_lstm_states()
+    with pytest.raises(ValueError, match="states has layer 1"):
+        model.set_lstm_states({1: states[0]})
+    with pytest.raises(ValueError, match=r"states\[0\] has parts of \[6\] elements, not 3"):
+        model.set_lstm_states({0: tuple(np.ones(6, np.float32) for _ in range(4))})  # type: ignore[dict-item]
+
+
+def test_networks_that_cannot_smooth_say_so() -> None:
+    from pytagi.nn import SLSTM, Linear, Sequential, SLinear
+
+    for compute in ("engine", "native"):
+        for layers in (
+            [SLSTM(2, 3, 1), Linear(3, 1)],
+            [SLSTM(2, 3, 1), Linear(3, 4), SLinear(4, 1)],
+        ):
+            net = Sequential(*layers)
+            net.num_samples = 2
+            model = accelerate(net, compute)
+            model.learn(np.ones((1, 2)), np.ones((1, 1)), 1.0)
+            with pytest.raises(RuntimeError, match="needs SLSTM layers and, last, an SLinear"):
+                model.smoother()
+        net = Sequential(SLSTM(2, 3, 1), SLinear(3, 1))
+        net.num_samples = 2
+        model = accelerate(net, compute)
+        with pytest.raises(RuntimeError, match="needs a series"):
+            model.smoother()
+        with pytest.raises(RuntimeError, match="before a smoother"):
+            model.get_outputs_smoother()
+        for _ in range(2):
+            model.learn(np.ones((1, 2)), np.ones((1, 1)), 1.0)
+        with pytest.raises(ValueError, match="more than num_samples = 2"):
+            model.learn(np.ones((1, 2)), np.ones((1, 1)), 1.0)
+        assert model.smoother()[0].size == 2
