@@ -36,7 +36,7 @@ def is_elastic(part: Any) -> bool:
 
 
 def has_run_state(part: Any) -> bool:
-    """Tell whether it has a state of each rank, as models do."""
+    """Return whether it has a state of each rank, as models do."""
     return hasattr(type(part), "check_run_state")
 
 

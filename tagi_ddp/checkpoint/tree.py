@@ -95,7 +95,7 @@ class Snapshot:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Tell whether two trees are the same in value and type, their arrays bit for bit."""
+    """Return whether two trees are the same in value and type, their arrays bit for bit."""
     leaves: tuple[dict[str, Leaf], dict[str, Leaf]] = {}, {}
     headers = (
         # As text, in which 1, 1.0 and True differ.

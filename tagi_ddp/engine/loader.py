@@ -113,7 +113,7 @@ def _needing_driver(to_device: Callable[[Any, str], None]) -> Callable[[Any, str
 
 
 def seed_embeddings(extension: ModuleType) -> None:
-    """Let Embedding draw its means by the seed of ``manual_seed``, as all other layers do.
+    """Make Embedding draw its means by the seed of ``manual_seed``, as all other layers do.
 
     The engine draws them from std::random_device, and still does before the first seed.
     """

@@ -38,7 +38,7 @@ def new_lock() -> AbstractContextManager[Any]:
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Let a call of ``method`` wait for those of other threads on the same object."""
+    """Make calls of ``method`` on one object wait for those of other threads."""
 
     @functools.wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:

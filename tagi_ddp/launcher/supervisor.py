@@ -244,7 +244,7 @@ class _Team:
                 )
 
     def _goes_on(self) -> bool:
-        """Tell whether ranks of a job of one host outlive those that have failed."""
+        """Return whether ranks of a job of one host outlive those that have failed."""
         failed = [rank.outlives for rank in self.ranks if rank.failure is not None]
         left = [rank.outlives for rank in self.ranks if rank.failure is None and self._counts(rank)]
         return self._nodes is None and all(failed) and any(left)

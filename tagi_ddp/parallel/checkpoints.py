@@ -1,4 +1,4 @@
-"""What a trainer's checkpoints hold: a part of `tagi_ddp.checkpoint.Checkpoints`."""
+"""The trainer's part of its checkpoints: see `tagi_ddp.checkpoint.Checkpoints`."""
 
 from __future__ import annotations
 

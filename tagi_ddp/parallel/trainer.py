@@ -352,7 +352,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._save(folder)
 
     def _save(self, folder: str) -> None:
-        """Let a checkpoint be written unless there is one after as many steps; collective."""
+        """Write a checkpoint unless there is one after as many steps; collective."""
         if self._saved.get(folder) != self.state.num_steps and not self._stands_by:
             self._saved[folder] = self.state.num_steps
             self._in_folder(folder).save(self.state.num_steps)
@@ -370,11 +370,11 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
     @property
     def _stands_by(self) -> bool:
-        """Whether this is one of several processes that train a module each, of which one saves."""
+        """Return whether one process of several, which each train a module, saves for all."""
         return self._network is None and self.world_size == 1 and groups.rank_and_size()[0] > 0
 
     def _close_folders(self) -> None:
-        """Let what is being written come to its end."""
+        """Wait for what is being written."""
         with ExitStack() as stack:
             for checkpoints in self._folders.values():
                 stack.callback(checkpoints.close)

@@ -102,7 +102,7 @@ class FileInterface(MergeInterface):
         self.load_state_dict(other.state_dict())
 
     def _read(self, read: Callable[[], object]) -> None:
-        """Let rank 0 ``read`` into its engine's memory, and give the result to all."""
+        """Call ``read`` on rank 0, which fills its engine's memory, and broadcast the result."""
         with self._or_abort():
             self._replica.pull()
             self._replica.export()

@@ -1,4 +1,4 @@
-"""What each rank of a host has made of its items so far, for the others to read if it is lost."""
+"""The outcomes of each rank of a host so far, for the other ranks to read if it is lost."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def journals(group: Communicator) -> Iterator[Journals]:
 
 
 def _is_free(file: int) -> bool:
-    """Tell whether no process holds the lock of a file."""
+    """Return whether no process holds the lock of a file."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

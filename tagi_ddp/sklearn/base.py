@@ -1,4 +1,4 @@
-"""What `TAGIRegressor` and `TAGIClassifier` have in common."""
+"""The common base of `TAGIRegressor` and `TAGIClassifier`."""
 
 from __future__ import annotations
 
