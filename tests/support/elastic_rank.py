@@ -24,9 +24,12 @@ from support.networks import NETWORKS, SIGMA_V, fresh, parameters
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, Timeout
 from tagi_ddp.checkpoint import Checkpoints
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.sequential.equality import check_state
 from tagi_ddp.update.elastic import ElasticSum
 
 SAMPLES, BATCH = 96, 8
+HASHES: dict[int, str] = {}  # of this rank's replica, by the number of steps it had made
 PATIENCE = 3.0  # seconds; on a busy machine a rank may stand still for one or two
 # The rank of this process in its first group, or whose place it takes.
 NUMBER = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK", "0")
@@ -52,6 +55,7 @@ def train(model: Any, what: dict[str, Any], epochs: int) -> None:
         for step, share in model.steps(sampler, BATCH, epochs, checkpoints.resume()):
             happen(model, what, step, folder)
             learn(model, what, share)
+            HASHES.setdefault(model.steps_made, check_state(SingleCommunicator(), model._replica))
             if "save" in what and model.steps_made % what["save"] == 0:
                 checkpoints.save(model.steps_made)
 
@@ -107,6 +111,7 @@ def main() -> None:
             "backend": model.communicator.backend,
             "torch": "torch" in sys.modules,
             "changes": [vars(change) for change in model.changes],
+            "hashes": HASHES,
             "parameters": {
                 name: [part.tolist() for part in parts] for name, parts in parameters(model).items()
             },
