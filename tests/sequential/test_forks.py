@@ -11,11 +11,12 @@ import pytest
 # In a process of its own, of which all is ended when a fork gives no answer.
 SCRIPT = """
 import multiprocessing, sys, threading
+kind, compute, tests = sys.argv[1:]
+sys.path.insert(0, tests)
 import numpy as np
 from tagi_ddp import accelerate
 from support.networks import NETWORKS, fresh
 
-kind, compute = sys.argv[1:]
 data = NETWORKS[kind]
 x, y = (np.tile(part, (200, 1)) for part in data.batch(0, 16))
 
@@ -64,6 +65,6 @@ CASES += [(kind, compute) for kind in ("mlp", "cnn", "lstm") for compute in ("en
 
 @pytest.mark.parametrize(("kind", "compute"), CASES)
 def test_a_fork_computes_as_its_parent(kind: str, compute: str) -> None:
-    command = [sys.executable, "-c", SCRIPT, kind, compute]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", SCRIPT, kind, compute, str(TESTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout == "alike\n", done.stderr
