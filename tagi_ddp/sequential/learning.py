@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tagi_ddp.compute.step_graphs import StepGraphs
 
 
-_PLAIN = frozenset((np.ndarray, type(None)))  # a masked array is none of these
+_PLAIN = (np.ndarray, type(None))  # a masked array is none of these
 
 
 class LearnInterface(SequentialInterface):
@@ -84,8 +84,9 @@ class LearnInterface(SequentialInterface):
         """
         var_obs = _for_all(mu_obs, var_obs)
         natively, accumulation = self._at_once, self._accumulation
-        given = mu_x, mu_obs, var_obs, selected_idx, var_x
-        if natively is not None and not accumulation.adds and _PLAIN.issuperset(map(type, given)):
+        plain = type(mu_x) in _PLAIN and type(mu_obs) in _PLAIN and type(var_obs) in _PLAIN
+        plain &= type(selected_idx) in _PLAIN and type(var_x) in _PLAIN
+        if natively is not None and plain and not accumulation.adds:
             try:
                 learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
             except TypeError:  # not arrays that the backend takes as they are
