@@ -206,6 +206,8 @@ def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
         dtype = str(parts.dtype).removeprefix("torch.")
         if dtype in _DTYPES and held:
             flat = parts.detach().cpu().resolve_neg().contiguous().reshape(-1)
+            if flat.stride(0) != 1:  # of a single element, which any stride leaves contiguous
+                flat = flat.clone(memory_format=torch.contiguous_format)
             kind = "$tensor" if parts is value else "$complex tensor"
             return kind, Leaf(_DTYPES[dtype], tuple(parts.shape), flat.view(torch.uint8).numpy())
         raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
