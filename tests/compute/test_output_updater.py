@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tagi_ddp
@@ -121,6 +121,20 @@ def test_missing_observations_are_as_good_as_none(
         gone = missing if way == "update" else np.repeat(missing, 2)
     assert (got[:, gone] == 0).all()
     np.testing.assert_array_equal(got[:, ~gone], full[:, ~gone])
+
+
+@pytest.mark.slow
+@settings(max_examples=5000)
+@given(
+    way=st.sampled_from(WAYS),
+    compute=st.sampled_from(COMPUTES),
+    own=st.booleans(),
+    masked=st.booleans(),
+    batch=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+)
+def test_many_missing_observations(**drawn: Any) -> None:
+    test_missing_observations_are_as_good_as_none.hypothesis.inner_test(**drawn)  # type: ignore[attr-defined]
 
 
 def test_an_update_does_not_go_on_with_another_ones_sizes() -> None:

@@ -138,7 +138,9 @@ def spoiled(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     return wrong
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 200))]
+)
 def test_calls_that_fail_were_none(seed: int) -> None:
     """Two estimators learn the same; one of them is also called with what fails."""
     rng = np.random.default_rng(seed)

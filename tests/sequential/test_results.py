@@ -123,6 +123,13 @@ def on_ranks(communicator: Any, items: list[Any]) -> Any:
     return outcome(items, communicator)
 
 
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(st.lists(values, max_size=4))
+def test_many_values_travel_whole_or_are_refused(items: list[Any]) -> None:
+    test_a_value_travels_whole_or_is_refused_by_item.hypothesis.inner_test(items)  # type: ignore[attr-defined]
+
+
 @settings(max_examples=40)
 @given(items=st.lists(values, min_size=1, max_size=4))
 def test_all_ranks_have_what_one_alone_has(shm: RankPool, items: list[Any]) -> None:

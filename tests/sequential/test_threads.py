@@ -124,3 +124,13 @@ def test_no_mixture_of_calls_does_harm() -> None:
     mean, variance = model.learn(*data.batch(1, 8), 0.5)
     assert np.isfinite(mean).all()
     assert (variance > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(10))
+def test_threads_at_length(turn: int) -> None:
+    for kind, compute in CASES:
+        if kind != "lstm":
+            test_one_network_predicts_in_several_threads(kind, compute)
+        test_each_thread_trains_a_network_of_its_own(kind, compute)
+    test_no_mixture_of_calls_does_harm()
