@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import pickle
-import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from joblib import parallel_config
 from sklearn.inspection import permutation_importance
+from support.threads import THREADS, in_threads
 
 from tagi_ddp.sklearn import TAGIClassifier, TAGIRegressor
 
-THREADS = 4
 # Of the first the backend's kernels compute all; of the second, torch large batches.
 SIZES = [(20,), (300, 300)]
 
@@ -31,18 +28,6 @@ def fitted(kind: type, sizes: tuple[int, ...], seed: int, noise: float | None) -
     x, y = samples(seed, 120)
     model = kind(sizes, max_iter=2, random_state=seed, noise=noise)
     return model.fit(x, y if kind is TAGIRegressor else (y > 0).astype(int))
-
-
-def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Return the results of calls that several threads begin at once, and take turns often."""
-    gate = threading.Barrier(THREADS, timeout=60)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(THREADS, initializer=gate.wait) as pool:
-            return [future.result(120) for future in [pool.submit(call) for call in calls]]
-    finally:
-        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from support.networks import NETWORKS, fresh
+from support.threads import THREADS, in_threads
 
 from tagi_ddp import accelerate
 
-THREADS = 4
 KINDS = ["mlp", "cnn", "batch_norm", "lstm", "embedding", "layer_norm"]
 Answer = tuple[np.ndarray, ...]
 
@@ -29,18 +26,6 @@ def wrapped(kind: str, compute: str) -> Any:
     model = accelerate(fresh(kind), compute)
     model.set_threads(2)
     return model
-
-
-def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Return the results of calls that several threads begin at once, and take turns often."""
-    gate = threading.Barrier(THREADS, timeout=60)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(THREADS, initializer=gate.wait) as pool:
-            return [future.result(120) for future in [pool.submit(call) for call in calls]]
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def assert_same(got: Any, wanted: Any) -> None:
