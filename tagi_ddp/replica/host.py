@@ -29,7 +29,7 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 from tagi_ddp.replica.codec import HostCodec
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.parameter_file import statistics_of
 from tagi_ddp.replica.staging import host_bucket
 
 
@@ -75,7 +75,7 @@ class HostReplica(ABC):
         self.layers: list[Layer] = []
         self.parameters = Parameters()
         self.statistics = RunningStatistics()
-        self._kept: list[NDArray[Any]] = []  # a copy of them
+        self._kept: dict[str, list[NDArray[Any]]] = {}  # a copy of them, by layer
 
     @property
     def memory(self) -> Parameters:
@@ -151,11 +151,14 @@ class HostReplica(ABC):
 
     def keep_statistics(self) -> None:
         if self.statistics.size:
-            self._kept = [array.copy() for array in statistics_of(self)]
+            kept = statistics_of(self.state())
+            self._kept = {name: [part.copy() for part in parts] for name, parts in kept.items()}
 
     def restore_statistics(self) -> None:
-        for array, kept in zip(statistics_of(self), self._kept, strict=True):
-            array[...] = kept
+        if self.statistics.size:
+            for name, parts in statistics_of(self.state()).items():
+                for part, kept in zip(parts, self._kept[name], strict=True):
+                    part[...] = kept
 
     def restore_statistics_if(self, refused: Any) -> bool:
         return not self.statistics.size
@@ -166,16 +169,6 @@ class HostReplica(ABC):
             self.statistics.pack(values, samples)
             communicator.all_reduce(values)
             self.statistics.unpack(values, total)
-
-
-def statistics_of(replica: Replica) -> list[NDArray[Any]]:
-    """Return views of the running statistics and their flags."""
-    return [
-        array
-        for arrays in replica.arrays()
-        for name, array in arrays.items()
-        if name not in PARAMETERS
-    ]
 
 
 class InPlace(HostReplica):

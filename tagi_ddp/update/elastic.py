@@ -15,7 +15,7 @@ from tagi_ddp._backend import Agreement
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.hierarchy import Hierarchy
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.host import statistics_of
+from tagi_ddp.replica.parameter_file import statistics_of
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Bucket, Exchange, Setting
 from tagi_ddp.update.merging import Merging, Scheme
@@ -112,8 +112,8 @@ class ElasticSum(Bucket, ElasticExchange):
             self._communicator.broadcast(total, source)
 
     def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
-        if not self.progress:
-            return own  # no step has summed them yet
+        if not self.progress and not any(total.any() for total in self._lasting):
+            return own  # neither a step nor a checkpoint has told their sums yet
         return [total * (self._communicator.rank == source) for total in self._lasting]
 
     def count_lasting(self, own: list[FloatArray]) -> None:
@@ -176,8 +176,9 @@ class ElasticMerging(Merging, ElasticExchange):
             return
         replica.pull()
         self._node.take_over(source)
-        for array in statistics_of(replica):
-            comm.broadcast(array if behind else array.copy(), source)
+        for arrays in statistics_of(replica.state()).values():
+            for array in arrays:
+                comm.broadcast(array if behind else array.copy(), source)
         if behind:  # the others have what it has learned, or have left that behind
             self._begin()
             self._node.steps = 0

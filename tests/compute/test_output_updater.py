@@ -76,14 +76,17 @@ def test_equal_to_pytagi(way: str, last: str, batch: int, seed: int, kind: Any) 
 COMPUTES = ["engine", "native", "torch"]
 
 
-@given(
-    way=st.sampled_from(WAYS),
-    compute=st.sampled_from(COMPUTES),
-    own=st.booleans(),
-    masked=st.booleans(),
-    batch=st.integers(1, 5),
-    seed=st.integers(0, 2**31),
-)
+DRAWN = {
+    "way": st.sampled_from(WAYS),
+    "compute": st.sampled_from(COMPUTES),
+    "own": st.booleans(),
+    "masked": st.booleans(),
+    "batch": st.integers(1, 9),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@given(**DRAWN)
 def test_missing_observations_are_as_good_as_none(
     way: str, compute: Any, own: bool, masked: bool, batch: int, seed: int
 ) -> None:
@@ -125,14 +128,7 @@ def test_missing_observations_are_as_good_as_none(
 
 @pytest.mark.slow
 @settings(max_examples=5000)
-@given(
-    way=st.sampled_from(WAYS),
-    compute=st.sampled_from(COMPUTES),
-    own=st.booleans(),
-    masked=st.booleans(),
-    batch=st.integers(1, 9),
-    seed=st.integers(0, 2**31),
-)
+@given(**DRAWN)
 def test_many_missing_observations(**drawn: Any) -> None:
     test_missing_observations_are_as_good_as_none.hypothesis.inner_test(**drawn)  # type: ignore[attr-defined]
 
