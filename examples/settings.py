@@ -81,7 +81,7 @@ def main():
         for row, numbers in zip(axes[:, column], (error, 100 * within), strict=True):
             row.plot(values, numbers, "o-", markersize=3, label=f"noise {noise:g}")
     for column, name in enumerate(SETS):
-        axes[0, column].set_title(name)
+        axes[0, column].set(title=name, ylim=(0, None))
         axes[1, column].axhline(90, linestyle="--", color="#555555", linewidth=1)
         axes[1, column].set(xscale="log", xlabel=options.over, ylim=(0, 100))
         plain_ticks(axes[1, column].xaxis, values)
