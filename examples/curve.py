@@ -19,11 +19,11 @@ HALF = NormalDist().inv_cdf(0.95)  # of a 90 % interval, in standard deviations
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--plot", default="curve.png", help="where the PNG file goes")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
-    x = rng.uniform(-1.7, 1.7, (2000, 1)).astype(np.float32)
+    x = rng.uniform(-1.7, 1.7, (1200, 1)).astype(np.float32)
     y = (np.sin(3 * x) + rng.normal(0, 0.1, x.shape)).astype(np.float32)
 
     pytagi.manual_seed(0)
