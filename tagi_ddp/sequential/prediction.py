@@ -33,12 +33,13 @@ def predict(
             f"the network ends in EvenExp, which makes pairs of a value and its noise, but has "
             f"{outputs} outputs: give it an even number"
         )
-    width = input_size or sample_size(network)
-    if len(flat) % width:
-        raise ValueError(
-            f"x has {len(flat)} elements, no multiple of the network's input size, {width}"
-        )
+    width, shape = input_size or sample_size(network), np.shape(x)
     rows = len(flat) // width
+    # Of several dimensions the first one counts samples, or there is one sample of all.
+    if len(flat) != rows * width or (len(shape) > 1 and rows not in (1, shape[0])):
+        raise ValueError(
+            f"x has shape {tuple(shape)}: give [samples, {width}], or as many in a row"
+        )
     added = None if noise is None else _checked(noise, rows, outputs // (1 + learns_noise))
     mean, variance = np.empty((2, rows, outputs), np.float32)
     # A last chunk of one sample would be the next step of a series to LSTM layers.

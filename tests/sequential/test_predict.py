@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,7 @@ def trained() -> Callable[[str, bool], Any]:
 
 
 @pytest.mark.parametrize("compute", COMPUTES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     rows=ROWS,
     learns_noise=st.booleans(),
@@ -79,7 +80,9 @@ def test_predictions_are_those_by_hand_and_the_noise(
     assert mean.shape == variance.shape == (rows, outputs)
     assert mean.dtype == variance.dtype == np.float32
     expected, spread = by_hand(model, x) if rows else (np.empty((0, 2)), np.empty((0, 2)))
-    added = 0.0 if noise is None else np.reshape(noise, (rows, -1)) if kind == "flat" else noise
+    added = (
+        0.0 if noise is None else np.reshape(noise, (rows, outputs)) if kind == "flat" else noise
+    )
     if learns_noise:
         added = expected[:, 1::2] if noise is None else added
         expected, spread = expected[:, ::2], spread[:, ::2]
@@ -96,14 +99,13 @@ def test_every_kind_of_network_has_as_many_outputs_as_it_computes(name: str) -> 
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("x", [np.zeros((2, 3)), np.zeros(4), "inputs"], ids=["good", "4", "text"])
+@pytest.mark.parametrize("x", [np.zeros((2, 3)), np.zeros(4), np.zeros((9, 2)), "inputs"], ids=str)
 def test_the_mode_is_as_before_also_after_an_error(training: bool, x: Any) -> None:
     model = regression(1)
     model.train() if training else model.eval()
-    try:
+    wrong = pytest.raises((TypeError, ValueError), match=r"x (has shape|must be an array)")
+    with contextlib.nullcontext() if np.shape(x) == (2, 3) else wrong:
         model.predict(x)
-    except (TypeError, ValueError) as error:
-        assert str(error).startswith("x ")  # noqa: PT017  (one of the three raises nothing)
     assert [layer.training for layer in model.layers] == [training] * 3
 
 
