@@ -100,6 +100,19 @@ def input_size_of(first: Any) -> int:
     return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
 
 
+def sample_shape(model: Any) -> tuple[int, ...]:
+    """Return the shape of a sample of a model's inputs, as its first layer has it.
+
+    (channels, height, width) of an image, (steps, inputs) of a series, else (inputs,).
+    """
+    first = next(walk(model))
+    handle = first.handle
+    if first.kind in ("Conv2d", "ConvTranspose2d"):
+        return int(handle.in_channels), int(handle.in_height), int(handle.in_width)
+    inputs = (input_size_of(handle),)
+    return (lstm_steps(handle), *inputs) if first.kind in ("LSTM", "SLSTM") else inputs
+
+
 def initialise(model: Any) -> None:
     """Give every layer its parameters and deltas now, which the engine does as late as in forward.
 
