@@ -115,7 +115,8 @@ def _require_sizes(
             "even number of outputs"
         )
     if count != samples * each or not each:
-        advice = f"give {each} for each sample" if each else "give as many for each sample"
+        chosen = method == "update_using_indices"
+        advice = f"give {'as many' if chosen else each} for each sample"
         if method == "update" and count == samples:
             advice += (
                 f". Classes are given as rows of 0 and 1, numpy.eye({outputs})[labels]; or, for "
