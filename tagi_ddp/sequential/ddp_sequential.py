@@ -340,7 +340,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             if self._by_batch is not None:  # where posteriors are merged, the exchange may undo
                 self.compute = self._by_batch.now
             if self._same_rows is not None:
-                self._compare_rows()
+                self._compare_rows(stepped=True)
         except BaseException as error:
             self._give_up(error)
             raise

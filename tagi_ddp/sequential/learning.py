@@ -169,12 +169,12 @@ class LearnInterface(SequentialInterface):
                 self._replica.pull()
                 all_finished = self._exchange(0, finished=True)
                 if self._same_rows is not None:
-                    self._compare_rows()
+                    self._compare_rows(stepped=False)
 
-    def _compare_rows(self) -> None:
+    def _compare_rows(self, stepped: bool) -> None:
         """Compare the rows of all ranks, after the first exchange; a collective call."""
         assert self._same_rows is not None
-        self._same_rows.compare()
+        self._same_rows.compare(stepped)
         self._same_rows = None
 
     def _replay(

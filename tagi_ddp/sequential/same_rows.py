@@ -27,9 +27,13 @@ class SameRows:
         rows = mean if isinstance(mean, np.ndarray) else mean.detach().cpu().float().numpy()
         self._digest = hashlib.blake2b(rows.data, digest_size=8).hexdigest() if rows.size else ""
 
-    def compare(self) -> None:
-        """Warn on rank 0 if two or more ranks have rows, and all the same; a collective call."""
-        found = [each for each in all_gather_object(self._communicator, self._digest) if each]
+    def compare(self, stepped: bool) -> None:
+        """Warn on rank 0 if two or more ranks have rows, and all the same; a collective call.
+
+        ``stepped``: whether this rank has made a step of the last forward pass.
+        """
+        own = self._digest if stepped else ""
+        found = [each for each in all_gather_object(self._communicator, own) if each]
         if self._communicator.rank == 0 and len(found) > 1 and len(set(found)) == 1:
             warnings.warn(
                 f"{len(found)} ranks have trained on the same rows in the first step, and their "
