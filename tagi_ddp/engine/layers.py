@@ -109,8 +109,9 @@ def sample_shape(model: Any) -> tuple[int, ...]:
     handle = first.handle
     if first.kind in ("Conv2d", "ConvTranspose2d"):
         return int(handle.in_channels), int(handle.in_height), int(handle.in_width)
+    steps = lstm_steps(handle) if first.kind in ("LSTM", "SLSTM") else 1
     inputs = (input_size_of(handle),)
-    return (lstm_steps(handle), *inputs) if first.kind in ("LSTM", "SLSTM") else inputs
+    return inputs if steps == 1 else (steps, *inputs)
 
 
 def initialise(model: Any) -> None:
