@@ -110,7 +110,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of an array, a tensor or lists in lists; () of what has none."""
     try:
         return tuple(value.shape if hasattr(value, "shape") else np.shape(value))
-    except ValueError:  # lists of different lengths
+    except (TypeError, ValueError):  # like lists of different lengths
         return ()
 
 

@@ -34,7 +34,8 @@ class OutputUpdater:
     def update(self, mu_obs: ArrayLike, var_obs: ArrayLike) -> None:
         """Take observations of all outputs, [batch, outputs] or flat; NaN is no observation.
 
-        ``mu_obs`` are their means, ``var_obs`` the variances of their noise.
+        ``mu_obs`` are their means, ``var_obs`` the variances of their noise: finite and not
+        negative, where there is an observation. In tensors on a GPU nothing looks at them.
         """
         update_outputs(self._model, "update", {"mu_obs": mu_obs, "var_obs": var_obs})
 
