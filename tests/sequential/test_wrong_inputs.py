@@ -28,7 +28,7 @@ from pytagi.nn import (
 )
 
 import tagi_ddp
-from tagi_ddp import DDPSequential, accelerate
+from tagi_ddp import DDPSequential, MapError, accelerate, map_networks
 from tagi_ddp.checks import require_rows, require_variances
 
 COMPUTES = pytest.mark.parametrize("compute", ["engine", "native", "torch", "auto"])
@@ -136,6 +136,15 @@ def test_after_a_first_step_rows_are_looked_at_as_before(compute: Any) -> None:
     with pytest.raises(ValueError, match=r"var_x has the shape \(8, 12\)"):
         model.learn(x, y, 0.1, var_x=x.T.copy())
     assert model.check_replicas() == before
+
+
+def test_networks_of_a_map_refuse_the_same() -> None:
+    def train(x: Any) -> float:
+        return float(accelerate(Sequential(Linear(8, 1)))(x)[0].sum())
+
+    with pytest.raises(MapError, match=r"mu_x has the shape \(8, 3\)") as failed:
+        map_networks(train, [np.ones((3, 8)), np.ones((8, 3))])
+    assert sorted(failed.value.errors) == [1]
 
 
 # --- variances ------------------------------------------------------------------------------------
