@@ -109,6 +109,9 @@ def require_whole_samples(size: int, width: int) -> None:
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of an array, a tensor or lists in lists; () of what has none."""
     try:
+        if type(value) is np.ndarray:
+            shape: tuple[int, ...] = value.shape
+            return shape
         return tuple(value.shape if hasattr(value, "shape") else np.shape(value))
     except (TypeError, ValueError):  # like lists of different lengths
         return ()

@@ -150,5 +150,7 @@ def _numbers(value: ArrayLike, keep_tensors: bool) -> Any:
 
 
 def _size(value: ArrayLike) -> int:
+    if type(value) is np.ndarray:
+        return value.size
     numel = getattr(value, "numel", None)
     return int(np.size(value) if numel is None else numel())
