@@ -237,8 +237,7 @@ def test_wrong_usage_is_explained(arguments, text):
         ([], ["-n", "4"], "-n 4"),
         ([], ["x", "--max-restarts=3"], "--max-restarts=3"),
         (["-n", "1"], ["-n", "4"], ""),
-        ([], ["x", "--", "-n", "4"], ""),
-        ([], ["--help", "-m", "-nothing", "--timeouts"], ""),
+        ([], ["--help", "-m", "-nothing", "--timeouts", "--", "-n", "4"], ""),
     ],
 )
 def test_options_behind_the_script_are_the_scripts_and_noted(tmp_path, before, behind, noted):

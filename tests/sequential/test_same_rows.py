@@ -47,8 +47,9 @@ FIRST, SECOND, NONE = [0, 1, 2], [3, 4, 5], list[int]()
 SUMS: dict[str, Any] = {"average": False}
 
 
-@pytest.mark.parametrize("compute", ["engine", "native", "torch"])
-@pytest.mark.parametrize("way", ["learn", "four calls", "micro-batches"])
+@pytest.mark.parametrize(
+    ("way", "compute"), [("four calls", "engine"), ("learn", "native"), ("micro-batches", "torch")]
+)
 def test_the_same_rows(shm: RankPool, way: str, compute: str) -> None:
     """At the first step only, on rank 0."""
     rows = [[FIRST, SECOND, FIRST]] * 2
