@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from tagi_ddp._backend import are_variances
 
 FLOAT32 = np.dtype(np.float32)  # numpy looks it up of a type, which takes as long as all else
 
@@ -100,6 +103,64 @@ def require_whole_samples(size: int, width: int) -> None:
     if size % width:
         raise ValueError(
             f"mu_x has {size} elements, no multiple of the network's input size, {width}"
+        )
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array, a tensor or lists in lists; () of what has none."""
+    try:
+        if type(value) is np.ndarray:
+            shape: tuple[int, ...] = value.shape
+            return shape
+        return tuple(value.shape if hasattr(value, "shape") else np.shape(value))
+    except (TypeError, ValueError):  # like lists of different lengths
+        return ()
+
+
+def require_rows(name: str, shape: tuple[int, ...], sample: Sequence[int]) -> None:
+    """Raise ValueError if an array of this shape surely has other rows than samples of ``sample``.
+
+    A flat array has no rows. The last dimensions of any other must make one sample, in its order.
+    The rows of an array of two dimensions may also be the steps of series.
+    """
+    if len(shape) < 2 or 0 in shape:
+        return
+    if len(sample) == len(shape) == 2 and shape[1] == sample[1]:
+        return
+    width, size, first = math.prod(sample), shape[-1], len(shape) - 1
+    while size < width and first:
+        first -= 1
+        size *= shape[first]
+    own, expected = ([n for n in given if n != 1] for given in (shape[first:], sample))
+    if size != width or (own != expected and sorted(own) == sorted(expected)):
+        takes = ", ".join(map(str, sample))
+        raise ValueError(
+            f"{name} has the shape {shape}, but the network takes samples of {width} numbers: give "
+            f"an array of the shape (batch, {takes}), or a flat one"
+        )
+
+
+def require_variances(name: str, values: Any, means: Any = None) -> None:
+    """Raise ValueError unless variances, flat, are finite and not negative.
+
+    That of a mean that is NaN, of ``means``, may be anything. Tensors on another device than the
+    CPU are not looked at, as that would wait for the device.
+    """
+    if not isinstance(values, np.ndarray):
+        if values.device.type != "cpu":
+            return
+        values = np.ascontiguousarray(values.float().numpy())
+    if are_variances(values):
+        return
+    wrong = ~((values >= 0) & np.isfinite(values))
+    if means is not None:
+        seen = means if isinstance(means, np.ndarray) else means.float().cpu().numpy()
+        wrong &= ~np.isnan(seen)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"{name} is {values[index]:g} at element {index}: variances must be finite and not "
+            "negative"
         )
 
 

@@ -19,6 +19,7 @@
 #include "bindings/view.h"
 #include "compute/innovation.h"
 #include "compute/network.h"
+#include "compute/variances.h"
 #include "update/agreement.h"
 #include "update/update.h"
 
@@ -56,6 +57,20 @@ Observations observations_of(const Inputs& mean, const Inputs& variance, const N
         require_size("selected_idx", selected.size(), mean.size());
     }
     return {mean.data(), variance.data(), selected.data(), mean.size()};
+}
+
+// Throws unless rows and variances are as they should be; the caller then looks for what is wrong.
+void require_plain(const Inputs& mean, const Inputs& variance, const Inputs& mu_obs,
+                   const Inputs& var_obs, size_t batch) {
+    const bool rows = mu_obs.dimensions() < 2 || mu_obs.extent(0) == batch;
+    const bool same =
+        !variance || variance.dimensions() <= 1 ||
+        (variance.dimensions() == mean.dimensions() && variance.extent(0) == mean.extent(0));
+    if (!rows || !same) throw std::invalid_argument("an array has other rows than mu_x");
+    if ((variance && !are_variances(variance.data(), nullptr, variance.size())) ||
+        (var_obs && !are_variances(var_obs.data(), mu_obs.data(), var_obs.size()))) {
+        throw std::invalid_argument("a variance is negative, infinite or NaN");
+    }
 }
 
 // Lets other threads run, unless the work takes no longer than changing threads.
@@ -108,7 +123,8 @@ void bind_compute(nb::module_& module) {
                 return values.size() == count;
             };
             if (var_obs.size() != count || !fits(states.mu_a) || !fits(states.var_a) ||
-                !fits(states.jcb) || !fits(deltas.delta_mu) || !fits(deltas.delta_var)) {
+                !fits(states.jcb) || !fits(deltas.delta_mu) || !fits(deltas.delta_var) ||
+                !are_variances(var_obs.data(), mu_obs.data(), count)) {
                 return false;
             }
             const States outputs{
@@ -120,7 +136,12 @@ void bind_compute(nb::module_& module) {
         "states"_a, "mu_obs"_a, "var_obs"_a, "deltas"_a,
         "Write the innovation of verified hidden states to verified delta states, from "
         "observations "
-        "of all outputs. Returns False, with nothing done, unless all are as many.");
+        "of all outputs. Returns False, with nothing done, unless all are as many and variances "
+        "are finite and not negative.");
+    module.def(
+        "are_variances",
+        [](const Inputs& values) { return are_variances(values.data(), nullptr, values.size()); },
+        "values"_a, "Whether all are finite and none is negative.");
     nb::class_<Network>(module, "Network",
                         "A small network's forward, output update and backward over a replica's "
                         "parameters, in the caller's thread.")
@@ -184,6 +205,7 @@ void bind_compute(nb::module_& module) {
                const Outputs& out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
+                require_plain(mean, variance, mu_obs, var_obs, batch);
                 const Unlocked unlocked(self, batch);
                 Keeping keeping(self);
                 self.forward(mean.data(), variance.data(), nullptr, batch, true, true);

@@ -29,6 +29,8 @@ class View {
 
     T* data() const { return static_cast<T*>(buffer_.buf); }
     size_t size() const { return static_cast<size_t>(buffer_.len) / sizeof(T); }
+    size_t dimensions() const { return static_cast<size_t>(buffer_.ndim); }
+    size_t extent(size_t dimension) const { return static_cast<size_t>(buffer_.shape[dimension]); }
     explicit operator bool() const { return buffer_.obj != nullptr; }
 
     // Whether the object is such an array; sets no error.

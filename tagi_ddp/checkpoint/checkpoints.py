@@ -57,7 +57,8 @@ class Checkpoints(Closing):
             ``load_state_dict``, as torch's modules and optimizers, `SyncSchedule` and `DASO`.
         communicator: of all ranks, or a ProcessGroup; None: that of the first part that has one.
         keep: how many whole checkpoints stay; the others go when a newer one is whole.
-        sampler: its length, seed and shuffling are saved and must be the same when resuming.
+        sampler: its length, seed, shuffling and sizes of global batches are saved and must be the
+            same when resuming: with another size of the first batch it raises ValueError.
         generators: of random numbers, by name, that the script draws from: numpy's, Python's,
             torch's. The global ones of all three are always saved.
 
@@ -179,7 +180,9 @@ class Checkpoints(Closing):
         checkpoint = self._folder.checkpoint(self._number, step)
         self._number += 1
         rank = self._communicator.rank
-        self._writing = self._thread.submit(self._write, checkpoint, rank, self._run(step))
+        sizes = [] if self._sampler is None else self._sampler.batch_sizes
+        run = {**self._run(step), "batch_sizes": sizes}
+        self._writing = self._thread.submit(self._write, checkpoint, rank, run)
 
     def _write(self, checkpoint: Checkpoint, rank: int, run: dict[str, Any]) -> None:
         self._folder.write(checkpoint, rank, self._snapshot.write, run)
@@ -231,8 +234,7 @@ class Checkpoints(Closing):
 
         Raises:
             CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
-                this step, the sampler is another one, or a file is damaged.
-            RanksDiffer: a ValueError, on all ranks, too: the network is another one.
+                this step, the network or the sampler is another one, or a file is damaged.
         """
         if self._joined:
             assert self._elastic is not None
@@ -271,15 +273,20 @@ class Checkpoints(Closing):
                         "resume on as many"
                     )
             generators.update(generators_of(found, own))
+            if self._sampler is not None:
+                self._sampler.go_on(found.run.get("batch_sizes", ()))
             self.extra = read_tree(found.file_of(own or 0), "extra")
             return []
 
         self._agree(read)
-        loads = [
-            part.check_run_state(partial(run_state_of, found, name), ranks)
-            for name, part in self._parts.items()
-            if has_run_state(part)
-        ]
+        try:
+            loads = [
+                part.check_run_state(partial(run_state_of, found, name), ranks)
+                for name, part in self._parts.items()
+                if has_run_state(part)
+            ]
+        except RanksDiffer as error:
+            raise CheckpointError(f"{error}. The folder is {str(self._folder.path)!r}") from error
         try:
             for name, part in others.items():
                 part.load_state_dict(states[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from tagi_ddp.checks import positive
 from tagi_ddp.commands.check import Finding, Findings, run_all
@@ -12,7 +13,7 @@ from tagi_ddp.commands.check import Finding, Findings, run_all
 _GPU_CHECKS = ("CUDA", "NCCL", "compute on GPUs")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add ``doctor`` to the commands."""
     parser = commands.add_parser(
         "doctor",

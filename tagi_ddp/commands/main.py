@@ -28,9 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:
     from tagi_ddp.commands import doctor, run
+    from tagi_ddp.commands.parser import CommandParser
     from tagi_ddp.plan import arguments as plan
 
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
     for command in (run, doctor, plan):
         command.add_parser(commands)
 

@@ -9,16 +9,18 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from tagi_ddp.checks import count, positive
+from tagi_ddp.commands.parser import CommandParser
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.failure import LaunchError, Restarts
 from tagi_ddp.launcher.nodes import Nodes
 from tagi_ddp.launcher.supervisor import supervise
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add ``run`` to the commands."""
     parser = commands.add_parser(
         "run",
@@ -57,10 +59,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     parser.add_argument("target", metavar="SCRIPT", help="the script, or the module's name with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
-    parser.set_defaults(command=_run)
+    parser.set_defaults(command=partial(_run, parser))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(parser: CommandParser, options: argparse.Namespace) -> int:
+    _note_misplaced(parser, options)
     if not options.module and not os.path.exists(options.target):
         print(f"tagi-ddp: there is no script {options.target!r}", file=sys.stderr)
         return 2
@@ -90,6 +93,26 @@ def _run(options: argparse.Namespace) -> int:
         print(f"tagi-ddp: {error.strerror or error}", file=sys.stderr)
         return 2
     return status
+
+
+def _note_misplaced(parser: CommandParser, options: argparse.Namespace) -> None:
+    """Print a note of options of this command behind the script, which gets them."""
+    words = options.arguments
+    target = f"-m {options.target}" if options.module else options.target
+    for index, word in enumerate(words):
+        if word == "--":
+            return
+        name, action, alone = parser.find(word)
+        default = action is not None and getattr(options, action.dest, None) == action.default
+        if not word.startswith(name) or not default or action is None or action.nargs == 0:
+            continue
+        given = " ".join(words[index : index + 1 + alone])
+        print(
+            f"tagi-ddp: note: {given} stands behind {options.target}, so the script gets it. For "
+            f"tagi-ddp run it stands before: tagi-ddp run {given} {target}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _attempt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -10,7 +11,7 @@ import numpy as np
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, Shown
-from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_size, walk
+from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_shape, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
 from tagi_ddp.replica.protocol import Replica
 
@@ -33,7 +34,7 @@ class EngineCompute:
         self.replica = replica
         self._model = model
         self._layers = model._cpp_backend.layers
-        self._sample = sample_size(model)
+        self._sample = math.prod(sample_shape(model))
         self._accumulating = [layer for layer in replica.layers if layer.accumulates]
         self._series = Series(self._layers)
         self._length = 0  # of the series that the engine's buffers are for

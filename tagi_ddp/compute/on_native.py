@@ -39,8 +39,8 @@ class NativeCompute:
         self.samples = 0
         #: whether a batch is computed as by two ranks, with their bits
         self.by_shares = False
-        #: of inputs, whose batches are computed here as things are: their samples and outputs
-        self.sizes: dict[int, tuple[int, int]] = {}
+        #: of inputs of these shapes, which are computed here as things are: samples and outputs
+        self.sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self._smooths = any(type(layer).__name__ in SMOOTHING for layer in self._engine.layers)
         self._buffers: OutputBuffers | None = None
         self._shown = False  # whether the engine's buffers show the last outputs
@@ -67,13 +67,17 @@ class NativeCompute:
             mean, variance, jacobian, training, self.by_shares, out_mean, out_variance
         )
         self.samples, self._trained = samples, training
-        self.sizes[mean.size] = samples, size
+        self.sizes[(mean.size,)] = samples, size
         return out_mean, out_variance
 
     def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
         """Compute the outputs of another network's outputs."""
         require_whole_samples(inputs.mean.size, self.input_size)
         return self.forward(inputs.mean, inputs.variance, inputs.jacobian)
+
+    def know(self, shape: tuple[int, ...]) -> None:
+        """Let `learn` take inputs of this shape, of which the last batch was."""
+        self.sizes[shape] = self.samples, self.samples * self.output_size
 
     def learn(
         self,
@@ -86,11 +90,12 @@ class NativeCompute:
         """Take a whole step of one process, by shares; return the outputs before it.
 
         Means and variances, and the name of the layer with a delta that is NaN or infinite, if
-        there is one: then nothing was applied. Returns None if no batch of this size was computed
+        there is one: then nothing was applied. Returns None if no batch of this shape was computed
         before, or not in training mode; raises TypeError for what are not arrays of float32, and
-        int32 for ``selected``. The innovation of the inputs is not computed.
+        int32 for ``selected``, and ValueError for sizes, rows or variances that do not fit. The
+        innovation of the inputs is not computed.
         """
-        sizes = self.sizes.get(mean.size)
+        sizes = self.sizes.get(mean.shape)
         if sizes is None or not self._first.training:
             return None
         if self._smooths:

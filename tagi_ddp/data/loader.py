@@ -137,6 +137,7 @@ class _Shares:
 
     def __iter__(self) -> Iterator[list[int]]:
         order = None
+        self.sampler.begin(self._size)
         for step in self.steps:
             epoch, number = divmod(step, self.per_epoch)
             if order is None or number == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Literal
 
 import numpy as np
@@ -66,11 +66,44 @@ class DistributedSampler:
         self.seed = integer("seed", seed, 0)
         self.uneven = uneven
         self.epoch = 0
+        self._drawn: set[int] = set()  # sizes of global batches
+        self._before: set[int] = set()  # the same, of the run that was resumed
 
     @property
     def settings(self) -> dict[str, int]:
         """What decides on the order of each epoch, the same on all ranks, by name."""
         return {"length": self._length, "shuffle": int(self.shuffle), "seed": self.seed}
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The sizes of the global batches so far, of this run and of the one that it goes on."""
+        return sorted(self._drawn | self._before)
+
+    def go_on(self, batch_sizes: Sequence[int]) -> None:
+        """Go on from batches of these sizes; none: of any.
+
+        Raises ValueError if batches of other sizes only were drawn; if none were, the first draw
+        raises it. A number of steps counts batches of one size.
+        """
+        self._before = set(batch_sizes)
+        if self._before and self._drawn and self._before.isdisjoint(self._drawn):
+            self._refuse(max(self._drawn))
+
+    def begin(self, global_batch_size: int) -> int:
+        """Return the checked size of the global batches that are drawn next."""
+        size = integer("global_batch_size", global_batch_size, 1)
+        if self._before and not self._drawn and size not in self._before:
+            self._refuse(size)
+        self._drawn.add(size)
+        return size
+
+    def _refuse(self, size: int) -> None:
+        sizes = " or ".join(map(str, sorted(self._before)))
+        raise ValueError(
+            f"global_batch_size is {size}, but the run that was resumed had {sizes}, and its steps "
+            "are counted in such batches: give the same size, or train in a new folder; for "
+            "evaluation give another DistributedSampler"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch; call it with the same number on all ranks."""
@@ -89,7 +122,7 @@ class DistributedSampler:
         All ranks get equally many slices. The slices of one batch differ by at most one in length;
         that of a small last batch may be empty.
         """
-        size = integer("global_batch_size", global_batch_size, 1)
+        size = self.begin(global_batch_size)
         order = self.order()
         return [self._slice(order[start : start + size]) for start in range(0, len(order), size)]
 
@@ -101,7 +134,7 @@ class DistributedSampler:
         Steps are numbered from 0 over all epochs; a run that has made ``first`` steps goes on with
         that one, which costs what drawing one order costs. `epoch` is set on the way.
         """
-        size = integer("global_batch_size", global_batch_size, 1)
+        size = self.begin(global_batch_size)
         per_epoch = -(-self._length // size)
         order = None
         for step in range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch):

@@ -102,11 +102,18 @@ def input_size_of(first: Any) -> int:
     return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
 
 
-def sample_size(model: Any) -> int:
-    """Return the elements of a sample of the network's inputs, all steps of a series; or 0."""
-    first = model._cpp_backend.layers[0]
-    steps = lstm_steps(first) if type(first).__name__ in ("LSTM", "SLSTM") else 1
-    return steps * input_size_of(first)
+def sample_shape(model: Any) -> tuple[int, ...]:
+    """Return the shape of a sample of a model's inputs, as its first layer has it.
+
+    (channels, height, width) of an image, (steps, inputs) of a series, else (inputs,).
+    """
+    first = next(walk(model))
+    handle = first.handle
+    if first.kind in ("Conv2d", "ConvTranspose2d"):
+        return int(handle.in_channels), int(handle.in_height), int(handle.in_width)
+    steps = lstm_steps(handle) if first.kind in ("LSTM", "SLSTM") else 1
+    inputs = (input_size_of(handle),)
+    return inputs if steps == 1 else (steps, *inputs)
 
 
 def initialise(model: Any) -> None:

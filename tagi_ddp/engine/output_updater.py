@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tagi_ddp._backend import update_states
-from tagi_ddp.checks import flat_floats, whole_numbers
+from tagi_ddp.checks import flat_floats, require_variances, whole_numbers
 
 
 @functools.cache  # once a process
@@ -49,6 +49,7 @@ def check_sizes_of_updates() -> None:
         outputs, _ = _outputs(output_states, delta_states)
         _require("mu_obs", mu, outputs, "one for each output")
         _require("var_obs", var, outputs, "one for each output")
+        require_variances("var_obs", var, mu)
         engines_own["update"](self, output_states, mu, var, delta_states)
 
     def update_using_indices(
@@ -71,6 +72,7 @@ def check_sizes_of_updates() -> None:
             )
         _require("mu_obs", mu, chosen.size, "one for each of selected_idx")
         _require("var_obs", var, chosen.size, "one for each of selected_idx")
+        require_variances("var_obs", var, mu)
         if chosen.min() < 1 or chosen.max() > width:
             raise ValueError(
                 f"selected_idx has numbers from {chosen.min()} to {chosen.max()}, but outputs "

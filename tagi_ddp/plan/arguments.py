@@ -18,7 +18,7 @@ _count_or_zero = partial(count, low=0)
 _positive_or_zero = partial(positive, zero=True)
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add ``plan`` to the commands."""
     parser = commands.add_parser(
         "plan",

@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.checks import flat_floats
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.guard import CanAbort, Closing, or_abort, report
 from tagi_ddp.communicators.single import SingleCommunicator
@@ -24,8 +22,8 @@ from tagi_ddp.compute import (
     make_compute,
 )
 from tagi_ddp.compute.rollback import Rollback
-from tagi_ddp.engine.buffers import FloatArray, read_states
-from tagi_ddp.engine.layers import require_even, swaps_in_samples
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
@@ -34,6 +32,7 @@ from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.elastic import ElasticInterface, check_elastic
 from tagi_ddp.sequential.equality import check_structure
 from tagi_ddp.sequential.files import FileInterface
+from tagi_ddp.sequential.inputs import Inputs
 from tagi_ddp.sequential.learning import LearnInterface
 from tagi_ddp.sequential.membership import make_membership
 from tagi_ddp.sequential.placement import (
@@ -43,6 +42,7 @@ from tagi_ddp.sequential.placement import (
     threads_for,
 )
 from tagi_ddp.sequential.run_state import RunStateInterface
+from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.trace.timeline import traced
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
@@ -200,6 +200,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 self.model, self.compute, partial(make_compute, "torch", *kit)
             )
         self._swaps = swaps_in_samples(self.model)
+        self._inputs = Inputs(sample_shape(self.model))
         self._replica = self.compute.replica
         self._accumulation = Accumulation(self._replica)
         self._rollback = Rollback(self.model, self._by_batch or self.compute, self._replica)
@@ -211,6 +212,8 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             assert not isinstance(sync_every, SyncSchedule)  # `check_elastic`
             self._begin_elastic(scheme, sync_every)
             return
+        if self.reduction == "sum" and self.communicator.size > 1:
+            self._same_rows = SameRows(self.communicator)
         self._replica.share(self.communicator)
         setting = Setting(
             self.communicator, self._replica, self.average, self._rollback, bucket, sharded
@@ -237,10 +240,12 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         """Run the network on this rank's share of a batch.
 
         Args:
-            mu_x: means of the inputs, flat or not, batch * input size floats; a rank without a
-                share of this batch passes none, and contributes nothing at `step`. Or another
-                network's ``output_z_buffer``, which has variances and jacobians, too.
-            var_x: their variances, of the same size; None: the inputs are exact.
+            mu_x: means of the inputs, [batch, inputs] or flat: of images [batch, channels, height,
+                width], of series [batch, steps, inputs]. A rank without a share of this batch
+                passes none, and contributes nothing at `step`. Or another network's
+                ``output_z_buffer``, which has variances and jacobians, too.
+            var_x: their variances, of the same size, finite and not negative (in tensors on a GPU
+                nothing looks at them); None: the inputs are exact.
 
         Returns:
             means and variances of the outputs, each flat, batch * output size floats; tensors on
@@ -253,21 +258,14 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         try:
             compute, by_batch = self.compute, self._by_batch
             keep = by_batch is not None or compute.takes_tensors
-            shown = None
-            if type(mu_x) is not np.ndarray and hasattr(mu_x, "mu_a"):
-                shown = read_states(mu_x)
-            mean = flat_floats("mu_x", mu_x, keep) if shown is None else shown.mean
-            variance = None if var_x is None else flat_floats("var_x", var_x, keep)
-            if variance is not None and len(variance) != len(mean):
-                raise ValueError(
-                    f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
-                    "each mean"
-                )
+            mean, variance, shown = self._inputs.take(mu_x, var_x, keep)
             if self._misfit is not None:
                 self._undo_misfit()
             if self._rollback.needed and self._accumulation.samples is None:
                 self._rollback.keep()
                 begins = True
+            if self._same_rows is not None:
+                self._same_rows.look(mean)
             if len(mean) == 0:
                 self._accumulation.forwarded = 0
                 return mean, mean + 0
@@ -341,6 +339,8 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             self._rollback.drop()
             if self._by_batch is not None:  # where posteriors are merged, the exchange may undo
                 self.compute = self._by_batch.now
+            if self._same_rows is not None:
+                self._compare_rows(stepped=True)
         except BaseException as error:
             self._give_up(error)
             raise

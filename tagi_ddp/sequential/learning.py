@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Real
@@ -19,6 +20,7 @@ from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
+from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.trace.timeline import timeline
 from tagi_ddp.update.exchange import Alone, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN = (np.ndarray, type(None))  # a masked array is none of these
+_NAMES = {"mu_obs": "mu_obs (y)", "var_obs": "var_obs (noise)"}  # of `learn`, in errors
 
 
 class LearnInterface(SequentialInterface):
@@ -42,6 +45,7 @@ class LearnInterface(SequentialInterface):
     _alone: NativeCompute | None = None  # one process's
     _at_once: NativeCompute | None = None  # the same, if whole steps are to be one call
     _graphs: StepGraphs | None = None
+    _same_rows: SameRows | None = None  # until the first exchange
 
     def _find_shorter_ways(self, cuda_graph: bool) -> None:
         """See which whole steps can be one call of the backend, or one CUDA graph."""
@@ -60,20 +64,28 @@ class LearnInterface(SequentialInterface):
     @one_at_a_time
     def learn(
         self,
-        mu_x: ArrayLike,
-        mu_obs: ArrayLike,
+        mu_x: ArrayLike | None = None,
+        mu_obs: ArrayLike | None = None,
         var_obs: ArrayLike | None = None,
         selected_idx: ArrayLike | None = None,
         var_x: ArrayLike | None = None,
+        *,
+        x: ArrayLike | None = None,
+        y: ArrayLike | None = None,
+        noise: ArrayLike | None = None,
     ) -> tuple[FloatArray, FloatArray]:
         """Train on this rank's share of a batch: forward, output update, backward and step.
 
+        ``x``, ``y`` and ``noise`` are other names of ``mu_x``, ``mu_obs`` and ``var_obs``.
+
         Args:
             mu_x, var_x: the inputs, as for `forward`.
-            mu_obs: what was observed, flat or not: a float for each output, for each of
-                ``selected_idx``, or, without ``var_obs``, for each two outputs. NaN: nothing.
-            var_obs: the variances of the observations' noise, as many, or one number for all.
-                None: the noise is unknown, and every second output is its expected variance.
+            mu_obs: what was observed, [batch, outputs] or flat: a float for each output, for each
+                of ``selected_idx``, or, without ``var_obs``, for each two outputs. NaN: nothing.
+            var_obs: the variances of the observations' noise, as many, or one number for all;
+                finite and not negative, where there is an observation (in tensors on a GPU nothing
+                looks at them). None: the noise is unknown, and every second output is its expected
+                variance.
             selected_idx: the numbers of the outputs that were observed, counted from 1, as many
                 for each sample, as hierarchical softmax gives them; None: all.
 
@@ -81,16 +93,30 @@ class LearnInterface(SequentialInterface):
             what `forward` returns: the predictions before the step. `get_input_states` may have
             nothing to tell after it.
 
-        Raises what `forward` and `step` raise, and ValueError where sizes do not fit.
+        Raises what `forward` and `step` raise, ValueError where sizes or variances do not fit, and
+        TypeError for two names of one argument.
         """
-        var_obs = _for_all(mu_obs, var_obs)
+        try:
+            if mu_x is None or mu_obs is None or not (x is y is noise is None):
+                mu_x = _one_of("mu_x", mu_x, "x", x)
+                mu_obs = _one_of("mu_obs", mu_obs, "y", y)
+                var_obs = _one_of("var_obs", var_obs, "noise", noise)
+            var_obs = _for_all(mu_obs, var_obs)
+            if var_obs is None and selected_idx is not None:
+                raise ValueError(
+                    "selected_idx needs var_obs (noise), the variance of the observations' noise: "
+                    "give one number, like 0.1**2, or one for each of mu_obs (y)"
+                )
+        except (TypeError, ValueError):
+            with self._or_abort():
+                raise
         natively, accumulation = self._at_once, self._accumulation
         plain = type(mu_x) in _PLAIN and type(mu_obs) in _PLAIN and type(var_obs) in _PLAIN
         plain &= type(selected_idx) in _PLAIN and type(var_x) in _PLAIN
         if natively is not None and plain and not accumulation.adds:
             try:
                 learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
-            except TypeError:  # not arrays that the backend takes as they are
+            except (TypeError, ValueError):  # what follows takes more, or finds what is wrong
                 learned = None
             if learned is not None:
                 outputs, culprit = learned
@@ -103,8 +129,6 @@ class LearnInterface(SequentialInterface):
         if var_obs is not None:
             observations["var_obs"], method = var_obs, "update"
         if selected_idx is not None:
-            if var_obs is None:
-                raise ValueError("selected_idx needs var_obs, the variances of the observations")
             observations["selected_idx"], method = selected_idx, "update_using_indices"
         if self._graphs is not None and not accumulation.adds:
             with self._or_abort():
@@ -114,12 +138,14 @@ class LearnInterface(SequentialInterface):
         outputs = self.forward(mu_x, var_x)
         try:
             with self._or_abort():
-                update_outputs(self, method, observations)
+                update_outputs(self, method, observations, _NAMES)
         except BaseException:
             self._undo()
             raise
         self.backward()
         self.step()
+        if self.compute is natively and type(mu_x) is np.ndarray and mu_x.size:
+            natively.know(mu_x.shape)
         return outputs
 
     @one_at_a_time
@@ -150,7 +176,7 @@ class LearnInterface(SequentialInterface):
         with self._or_abort():
             self.eval()
             try:
-                return predict(self.model, self.forward, self.compute.input_size, x, noise)
+                return predict(self.model, self.forward, x, noise)
             finally:
                 if training:
                     self.train()
@@ -176,6 +202,14 @@ class LearnInterface(SequentialInterface):
             with self._or_abort():
                 self._replica.pull()
                 all_finished = self._exchange(0, finished=True)
+                if self._same_rows is not None:
+                    self._compare_rows(stepped=False)
+
+    def _compare_rows(self, stepped: bool) -> None:
+        """Compare the rows of all ranks, after the first exchange; a collective call."""
+        assert self._same_rows is not None
+        self._same_rows.compare(stepped)
+        self._same_rows = None
 
     def _replay(
         self, method: UpdateMethod, given: dict[str, Any]
@@ -196,11 +230,26 @@ class LearnInterface(SequentialInterface):
         return outputs
 
 
+def _one_of(name: str, value: Any, short: str, other: Any) -> Any:
+    """Return the argument that was given by one of its two names; only the noise may be missing."""
+    if value is not None and other is not None:
+        raise TypeError(f"learn() got both {name} and {short}, which are the same: give one")
+    if value is None and other is None and short != "noise":
+        raise TypeError(f"learn() needs {name}, or {short} by name")
+    return other if value is None else value
+
+
 def _for_all(mu_obs: Any, var_obs: Any) -> Any:
     """Return a variance for each observation where ``var_obs`` is one number, also numpy's."""
     if getattr(var_obs, "ndim", not isinstance(var_obs, Real)):
         return var_obs
-    number = real("var_obs", var_obs.item() if hasattr(var_obs, "item") else var_obs)
+    name = _NAMES["var_obs"]
+    number = real(name, var_obs.item() if hasattr(var_obs, "item") else var_obs)
+    if not 0 <= number < math.inf:
+        raise ValueError(
+            f"{name} is {number:g}: the variance of the noise is finite and not negative, the "
+            "square of its standard deviation"
+        )
     if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device; of labels, perhaps
         return mu_obs.float().new_full(mu_obs.shape, number)
     return np.full(np.shape(mu_obs), number, np.float32)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.checks import flat_floats, whole_numbers
+from tagi_ddp.checks import flat_floats, require_variances, shape_of, whole_numbers
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.sequential.interface import SequentialInterface
 
@@ -33,7 +34,8 @@ class OutputUpdater:
     def update(self, mu_obs: ArrayLike, var_obs: ArrayLike) -> None:
         """Take observations of all outputs, [batch, outputs] or flat; NaN is no observation.
 
-        ``mu_obs`` are their means, ``var_obs`` the variances of their noise.
+        ``mu_obs`` are their means, ``var_obs`` the variances of their noise: finite and not
+        negative, where there is an observation. In tensors on a GPU nothing looks at them.
         """
         update_outputs(self._model, "update", {"mu_obs": mu_obs, "var_obs": var_obs})
 
@@ -56,11 +58,15 @@ class OutputUpdater:
 
 
 def update_outputs(
-    model: SequentialInterface, method: UpdateMethod, observations: Mapping[str, ArrayLike]
+    model: SequentialInterface,
+    method: UpdateMethod,
+    observations: Mapping[str, ArrayLike],
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Compute the innovation of the last outputs, where they are.
 
-    Raises RuntimeError before a forward, ValueError for a number of observations that does not fit.
+    ``names`` are what errors call the observations. Raises RuntimeError before a forward,
+    ValueError for numbers of observations, or variances, that do not fit.
     """
     compute = model.compute
     if model.has_empty_share and not any(map(_size, observations.values())):
@@ -72,24 +78,68 @@ def update_outputs(
     arrays = {
         name: _numbers(value, compute.takes_tensors)
         if name == "selected_idx"
-        else flat_floats(name, value, compute.takes_tensors)
+        else flat_floats(names.get(name, name), value, compute.takes_tensors)
         for name, value in observations.items()
     }
-    counts = {name: _size(array) for name, array in arrays.items()}
-    count = counts["mu_obs"]
-    expected = {"update": samples * outputs, "update_heteros": samples * outputs // 2}
-    if count != expected.get(method, count) or count % samples or set(counts.values()) != {count}:
-        raise ValueError(
-            f"{method}() got {counts} elements for {samples} samples of {outputs} outputs; "
-            "give one for each observed output, and in all arrays as many"
-        )
+    sizes = {names.get(name, name): _size(array) for name, array in arrays.items()}
+    _require_sizes(method, sizes, shape_of(observations["mu_obs"]), samples, outputs)
     selected = arrays.get("selected_idx")
     if isinstance(selected, np.ndarray) and not ((selected >= 1) & (selected <= outputs)).all():
         raise ValueError(
             f"selected_idx has numbers from {selected.min()} to {selected.max()}, but outputs are "
             f"numbered from 1 to {outputs}"
         )
+    if "var_obs" in arrays:
+        name = names.get("var_obs", "var_obs")
+        require_variances(name, arrays["var_obs"], arrays["mu_obs"])
     compute.update_outputs(method, arrays)
+
+
+def _require_sizes(
+    method: UpdateMethod,
+    sizes: Mapping[str, int],
+    shape: tuple[int, ...],
+    samples: int,
+    outputs: int,
+) -> None:
+    """Raise ValueError unless there are as many observations as the method takes.
+
+    ``sizes`` are those of all arrays by their names in errors, the observations' first; these have
+    a ``shape``.
+    """
+    (name, count), *others = sizes.items()
+    each = {"update": outputs, "update_heteros": outputs // 2}.get(method, count // samples)
+    if method == "update_heteros" and outputs % 2:
+        raise ValueError(
+            f"the noise of {name} is unknown, so outputs must be pairs of a value and the variance "
+            f"of its noise, but there are {outputs}: give the noise's variance, or the network an "
+            "even number of outputs"
+        )
+    if count != samples * each or not each:
+        chosen = method == "update_using_indices"
+        advice = f"give {'as many' if chosen else each} for each sample"
+        if method == "update" and count == samples:
+            advice += (
+                f". Classes are given as rows of 0 and 1, numpy.eye({outputs})[labels]; or, for "
+                "hierarchical softmax, by the observations and selected_idx that "
+                "pytagi.Utils().label_to_obs(labels, classes) returns"
+            )
+        raise ValueError(
+            f"{name} has {count} elements for {samples} samples of {outputs} outputs: {advice}"
+        )
+    # Rows that are parts of samples are in order, too: the steps of series.
+    in_order = len(shape) < 2 or shape[0] in (1, samples)
+    if not in_order and (each % shape[-1] or shape[0] == each):
+        raise ValueError(
+            f"{name} has the shape {shape}, but there are {samples} samples: give an array of the "
+            f"shape ({samples}, {each}), or a flat one"
+        )
+    for other, size in others:
+        if size != count:
+            single = ", or one number for all" if other.startswith("var_obs (") else ""
+            raise ValueError(
+                f"{other} has {size} elements, and {name} has {count}: give one for each{single}"
+            )
 
 
 def _numbers(value: ArrayLike, keep_tensors: bool) -> Any:
@@ -100,5 +150,7 @@ def _numbers(value: ArrayLike, keep_tensors: bool) -> Any:
 
 
 def _size(value: ArrayLike) -> int:
+    if type(value) is np.ndarray:
+        return value.size
     numel = getattr(value, "numel", None)
     return int(np.size(value) if numel is None else numel())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.checks import flat_floats
+from tagi_ddp.checks import flat_floats, require_rows, shape_of
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.layers import sample_size, widths
+from tagi_ddp.engine.layers import sample_shape, widths
 
 # Samples of a forward pass. Even: an EvenExp layer of an odd width counts through the whole batch.
 _CHUNK = 256
@@ -19,12 +20,9 @@ Forward = Callable[[FloatArray], tuple[Any, Any]]
 
 
 def predict(
-    network: Any, forward: Forward, input_size: int, x: ArrayLike, noise: ArrayLike | None
+    network: Any, forward: Forward, x: ArrayLike, noise: ArrayLike | None
 ) -> tuple[FloatArray, FloatArray]:
-    """Return what `LearnInterface.predict` returns, by ``forward``, and in the present mode.
-
-    ``input_size``: the inputs of a sample; 0: the first layer has the number.
-    """
+    """Return what `LearnInterface.predict` returns, by ``forward``, and in the present mode."""
     flat = flat_floats("x", x, False)
     *_, (last, outputs) = widths(network)
     learns_noise = last.kind == "EvenExp"
@@ -33,13 +31,11 @@ def predict(
             f"the network ends in EvenExp, which makes pairs of a value and its noise, but has "
             f"{outputs} outputs: give it an even number"
         )
-    width, shape = input_size or sample_size(network), np.shape(x)
-    rows = len(flat) // width
-    # Of several dimensions the first one counts samples, or there is one sample of all.
-    if len(flat) != rows * width or (len(shape) > 1 and rows not in (1, shape[0])):
-        raise ValueError(
-            f"x has shape {tuple(shape)}: give [samples, {width}], or as many in a row"
-        )
+    sample = sample_shape(network)
+    require_rows("x", shape_of(x), sample)
+    rows, left = divmod(len(flat), width := math.prod(sample))
+    if left:
+        raise ValueError(f"x has {len(flat)} numbers: give [samples, {width}], or as many in a row")
     added = None if noise is None else _checked(noise, rows, outputs // (1 + learns_noise))
     mean, variance = np.empty((2, rows, outputs), np.float32)
     # A last chunk of one sample would be the next step of a series to LSTM layers.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.compute.interface import Memory
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.layers import PARAMETERS
+from tagi_ddp.engine.layers import PARAMETERS, walk
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
@@ -86,6 +88,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             return {
                 "options": {name: self._options[name] for name in _DECISIVE},
                 "layout": self._layout(),
+                "layers": [layer.name for layer in walk(self.model)],
                 "parameters": named_parameters(self._replica) if own else {},
                 "exchange": self._exchange.state_dict(),
                 "memory": self._memory(),
@@ -122,6 +125,8 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             if same:
                 own.update((name, entry(rank, name)) for name in names)
             if rank == 0:
+                with suppress(KeyError):  # of an earlier version
+                    self._check_layers(entry(0, "layers"))
                 first.update(parameters=entry(0, "parameters"))
                 self._check_fits(first["parameters"])
             return [("whether all is as it was", str(same))]
@@ -183,6 +188,15 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         if not self._accumulation.between_steps:
             raise NotBetweenSteps("there are deltas of a backward() that no step() has applied")
         return []
+
+    def _check_layers(self, saved: list[str]) -> None:
+        own = [layer.name for layer in walk(self.model)]
+        for mine, other in zip_longest(own, saved, fillvalue="none"):
+            if mine != other:
+                raise RanksDiffer(
+                    f"the layer saved as {other} is {mine} in this network, and the layers before "
+                    "are the same: give the network that was saved, or another folder"
+                )
 
     def _check_fits(self, parameters: Mapping[str, NDArray[Any]]) -> None:
         own = {name: array.size for name, array in named_parameters(self._replica).items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster.slurm import LIMIT, Slurm, cluster, missing
+from support.pages import ROOT, blocks
 from support.resumes import RESUMES
 
 pytestmark = [
@@ -90,18 +91,22 @@ def test_sbatch(slurm: Slurm, script: Path) -> None:
     assert sorted(output.read_text().splitlines()) == expected("gloo")
 
 
-def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    """A step fails, the batch script asks for another start, and that begins at the checkpoint."""
+def test_the_job_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
+    """It begins again at its checkpoint after a rank has died."""
+    pytest.importorskip("torch")
+    (job,) = (b.text for b in blocks(ROOT / "docs" / "clusters.md") if "#SBATCH" in b.text)
     (tmp_path / "train.py").write_text(RESUMES)
-    output, folder = tmp_path / "output", tmp_path / "checkpoints"
-    batch = tmp_path / "job.sh"
-    batch.write_text(
-        f"""#!/bin/sh
-#SBATCH --requeue --open-mode=append --nodes=1 --ntasks-per-node=2 --output={output}
-srun {sys.executable} {tmp_path / "train.py"} {folder} 0:5 || scontrol requeue $SLURM_JOB_ID
-"""
-    )
-    assert slurm.run("sbatch", batch).returncode == 0
+    secret = tmp_path / ".tagi_ddp_secret"
+    secret.write_text(slurm.environment["TAGI_DDP_SECRET"])
+    secret.chmod(0o600)
+    script = f"{sys.executable} {tmp_path / 'train.py'} {tmp_path / 'checkpoints'} 0:5"
+    for name, value in {"$HOME": str(tmp_path), ".venv/bin/python script.py": script}.items():
+        assert job.count(name) == 1
+        job = job.replace(name, value)
+    (tmp_path / "job.sh").write_text(job)
+    output = tmp_path / "output"
+    done = slurm.run("sbatch", "--ntasks-per-node=2", f"--output={output}", tmp_path / "job.sh")
+    assert done.returncode == 0, done.stderr
     deadline = time.monotonic() + 5 * LIMIT
     while not output.exists() or "hash" not in output.read_text():
         assert time.monotonic() < deadline, output.read_text() if output.exists() else "no output"

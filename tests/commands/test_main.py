@@ -214,7 +214,11 @@ def test_a_closed_pipe_ends_all_quietly(tmp_path):
         (["run", "-n", "0", "x.py"], "must be an integer from 1 up, got '0'"),
         (["run", "-n", "two", "x.py"], "must be an integer from 1 up, got 'two'"),
         (["run", "--timeout", "-1", "x.py"], "must be a number greater than 0, got '-1'"),
-        (["run"], "SCRIPT"),
+        (["run"], "tagi-ddp run: error: the following arguments are required: SCRIPT\n"),
+        (["run", "--procs", "4", "x.py"], "there is no option --procs: did you mean --nprocs?"),
+        (["run", "-np", "4", "x.py"], "there is no option -np: did you mean -n?"),
+        (["run", "--quiet", "x.py"], "no option --quiet: tagi-ddp run --help lists them"),
+        (["doctor", "--jason"], "there is no option --jason: did you mean --json?"),
         (["walk"], "invalid choice: 'walk'"),
     ],
 )
@@ -222,6 +226,27 @@ def test_wrong_usage_is_explained(arguments, text):
     done = run(*arguments)
     assert done.returncode == 2
     assert text in done.stderr
+    if arguments[-1] != "missing.py":
+        own = "" if arguments == ["walk"] else f" {arguments[0]}"
+        assert done.stderr.startswith(f"usage: tagi-ddp{own} [")
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "noted"),
+    [
+        ([], ["-n", "4"], "-n 4"),
+        ([], ["x", "--max-restarts=3"], "--max-restarts=3"),
+        (["-n", "1"], ["-n", "4"], ""),
+        ([], ["--help", "-m", "-nothing", "--timeouts", "--", "-n", "4"], ""),
+    ],
+)
+def test_options_behind_the_script_are_the_scripts_and_noted(tmp_path, before, behind, noted):
+    path = script(tmp_path, "if rank == 0: print(sys.argv[1:])")
+    done = run("run", *before, path, *behind)
+    assert (done.returncode, done.stdout) == (0, f"[0] {behind}\n")
+    note = f"tagi-ddp: note: {noted} stands behind {path}, so the script gets it. For tagi-ddp run "
+    note += f"it stands before: tagi-ddp run {noted} {path}\n"
+    assert done.stderr == (note if noted else "")
 
 
 OPENMPI = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}

@@ -161,14 +161,14 @@ def test_learn_refuses(compute: Any) -> None:
     for wrong, error in [
         ((x, y[:3], 0.1), "mu_obs"),
         ((x, y, np.ones(3, np.float32)), "var_obs"),
-        ((x[:, :5], y, 0.1), "mu_x has 20 elements, no multiple of the network's input size, 12"),
+        ((x[:, :5], y, 0.1), r"mu_x has the shape \(4, 5\), but the network takes samp"),
         ((x, y, None, np.ones((4, 1), np.int32)), "selected_idx needs var_obs"),
         ((x, y[:, :1], 0.1, np.full((4, 1), 6, np.int32)), "selected_idx has number"),
         ((x, y), "pairs|update_heteros"),
     ]:
         with pytest.raises(ValueError, match=error):
             model.learn(*wrong)
-    with pytest.raises(TypeError, match="mu_obs must be an array of numbers"):
+    with pytest.raises(TypeError, match=r"mu_obs \(y\) must be an array of numbers"):
         model.learn(x, np.array(["a"] * y.size), 0.1)
     model.eval()
     with pytest.raises(RuntimeError, match="train"):

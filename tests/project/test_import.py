@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,14 @@ def test_a_clone_without_the_backend_says_so(tmp_path: Path) -> None:
     message = done.stderr.splitlines()[-1]
     assert message.startswith(f"ImportError: {tmp_path / 'tagi_ddp'} has no C++ backend")
     assert "pip install --editable" in message
+
+
+def test_what_users_install_replaces_no_torch() -> None:
+    """Only the extra for developers pins a release; the engine, whose memory is read, is pinned."""
+    required = importlib.metadata.requires("tagi-ddp") or []
+    exact = [each for each in required if "==" in each.partition(";")[0]]
+    assert [each.partition("==")[0] for each in exact] == ["pytagi", "torch"]
+    assert re.search("extra == .dev", exact[1])
 
 
 def test_public_names() -> None:

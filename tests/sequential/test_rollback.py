@@ -171,7 +171,7 @@ class Program:
                 model.learn(x, y[:, :0], noise)
             return True
         if event == "wrong input":
-            with pytest.raises(ValueError, match=r"elements|index"):
+            with pytest.raises(ValueError, match=r"elements|index|shape"):
                 model.learn(np.full((2, self.kind.inputs - 1), 1e6, np.float32), y, noise)
             return True
         if guilty:
