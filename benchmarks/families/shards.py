@@ -83,7 +83,9 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
                 task.step(model, samples(0, RANKS * LOCAL))
             return rate_labels(task, model, data)
         if name == "agreement":
-            model._exchange = _OneOfMany(Setting(alone, replica, average=False))
+            model._exchange = _OneOfMany(
+                Setting(alone, replica, average=False, rollback=model._rollback)
+            )
         samples, merge = _forever(_shards(data.y_train, skew)), RULES[name](replica)
         for _ in range(max(1, EPOCHS * len(data.y_train) // (RANKS * LOCAL * EVERY))):
             posteriors = np.empty((RANKS, len(prior)), np.float32)
