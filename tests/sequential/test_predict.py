@@ -103,7 +103,7 @@ def test_every_kind_of_network_has_as_many_outputs_as_it_computes(name: str) -> 
 def test_the_mode_is_as_before_also_after_an_error(training: bool, x: Any) -> None:
     model = regression(1)
     model.train() if training else model.eval()
-    wrong = pytest.raises((TypeError, ValueError), match=r"x (has shape|must be an array)")
+    wrong = pytest.raises((TypeError, ValueError), match=r"x (has|must be an array)")
     with contextlib.nullcontext() if np.shape(x) == (2, 3) else wrong:
         model.predict(x)
     assert [layer.training for layer in model.layers] == [training] * 3
