@@ -194,5 +194,5 @@ def _omegaconf() -> type[OmegaConf]:
     try:
         from omegaconf import OmegaConf
     except ImportError as error:
-        raise ImportError("settings need omegaconf: pip install omegaconf") from error
+        raise ImportError("settings need omegaconf: pip install '.[parallel]'") from error
     return OmegaConf

@@ -14,6 +14,7 @@ from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, r
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.sequential.wrapped import WrappedNetwork
 from tagi_ddp.update.exchange import Exchange
 from tagi_ddp.update.merging import Merging, ScheduledMerging
 from tagi_ddp.update.micro_batches import Accumulation
@@ -21,26 +22,14 @@ from tagi_ddp.update.micro_batches import Accumulation
 M = TypeVar("M", bound=Merging)
 
 
-class SequentialInterface:
-    """pytagi's methods and properties that are no collective calls, on whatever computes.
+class SequentialInterface(WrappedNetwork):
+    """pytagi's methods and properties that are no collective calls, on whatever computes."""
 
-    What is not here, like ``layers`` or ``get_layer_stack_info``, is the model's own.
-    """
-
-    model: Any
     compute: Compute
     _calls: AbstractContextManager[Any]  # the lock of all that computes
     _by_batch: ComputeByBatch | None = None  # who chooses ``compute``
     _accumulation: Accumulation
-    _replica: Replica
     _misfit: tuple[str, Any] | None = None  # what set_delta_z got; the buffer before
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what only the model has."""
-        if name.startswith("_") or name in ("model", "compute"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._replica.export()
-        return getattr(self.model, name)
 
     @property
     def has_empty_share(self) -> bool:

@@ -11,15 +11,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import real
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.sequential.membership import Membership
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.trace.timeline import timeline
-from tagi_ddp.update.exchange import Alone, Queued
+from tagi_ddp.update.exchange import Alone, Exchange, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ class LearnInterface(SequentialInterface):
     forward: Callable[..., tuple[FloatArray, FloatArray]]
     backward: Callable[[], None]
     step: Callable[[], None]
+    communicator: Communicator
+    _membership: Membership | None
+    _exchange: Exchange
     _or_abort: Callable[[], AbstractContextManager[None]]
     _rollback: Rollback
     _undo: Callable[[], None]

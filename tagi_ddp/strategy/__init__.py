@@ -1,5 +1,10 @@
 """Which ranks work together: groups that share a model, a reader, or an ensemble."""
 
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("tagi_ddp.strategy needs torch: pip install '.[torch]'")
+
 from tagi_ddp.strategy.group_strategy import DDPEnsGroupStrategy, DDPGroupStrategy
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.mixture import mixture
