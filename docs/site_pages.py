@@ -1,7 +1,7 @@
 """What the site has beside the pages of this folder: a hook of mkdocs, which `make docs` runs.
 
-Pages are made of the README, of the examples, of the docstrings (`site_reference`), of the notebooks
-with their outputs, and of the JSON that the benchmarks write.
+Pages are made of the README, of the examples, of the docstrings (`site_reference`), of the
+notebooks with their outputs, and of the JSON that the benchmarks write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Let a method's heading name its class, so that it is read and found as `Class.method`."""
     return re.sub(
-        r'(<h\d id="[\w.]+?\.(\w+)\.\w+" class="doc doc-heading">\s*<span class="[^"]*">)',
+        r'(<h4 id="[\w.]+?\.(\w+)\.\w+" class="doc doc-heading">\s*<span class="[^"]*">)',
         lambda found: f'{found[1]}<span class="doc-owner">{found[2]}.</span>',
         html,
     )
@@ -61,6 +61,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links lead to the pages of the site, and blocks be marked by their language alone."""
     if page.file.src_uri.startswith("reference/"):
         return markdown
+    if page.file.src_uri == "README.md":
+        page.meta["hide"] = ["toc"]  # its doors stand beside each other
     for pattern, place in PLACES:
         markdown = re.sub(pattern, place, markdown)
     markdown = site_reference.linked(markdown, ("tagi_ddp",))

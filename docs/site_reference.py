@@ -1,7 +1,7 @@
 """The reference of the site: pages of the public names, and links from names in prose to them.
 
-`site_pages` adds the pages to the site. `Docstrings` is an extension of griffe, by which mkdocstrings
-reads the package. A public name without a docstring, or without a group, is an error.
+`site_pages` adds the pages to the site. `Docstrings` is an extension of griffe, by which
+mkdocstrings reads the package. A public name without a docstring or a group is an error.
 """
 
 from __future__ import annotations
@@ -68,10 +68,16 @@ GROUPS: dict[str, dict[str, str]] = {
 }
 MODULES = list(GROUPS)
 
+# The members of DDPSequential that most scripts use stand before the others.
+FIRST = (
+    "learn forward backward step train eval no_sync join steps merge save load state_dict "
+    "load_state_dict check_replicas close"
+)
+
 # Types of other packages that signatures name.
 TYPES = {
-    "numpy.typing.ArrayLike": "A numpy array, or what numpy makes one of: a number, nested lists, a "
-    "tensor on the CPU.",
+    "numpy.typing.ArrayLike": "A numpy array, or what numpy makes one of: a number, nested lists, "
+    "a tensor on the CPU.",
     "numpy.typing.DTypeLike": "A dtype of numpy, or what numpy makes one of, like `float` or "
     '`"int32"`.',
     "numpy.typing.NDArray": "A numpy array with the dtype in brackets.",
@@ -79,7 +85,9 @@ TYPES = {
     "torch.nn.Module": "A module of torch.",
     "torch.optim.Optimizer": "An optimizer of torch.",
 }
-_CODE = re.compile(r"(```.*?```|``.+?``|`[^`]+`(?:\{[^}]*\})?|\[[^\]]*\]\([^)]*\)|^#.*$)", re.S | re.M)
+_CODE = re.compile(
+    r"(```.*?```|``.+?``|`[^`]+`(?:\{[^}]*\})?|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)", re.S | re.M
+)
 _SECTIONS = re.compile(r"^(Args|Parameters|Attributes):$", re.MULTILINE)
 
 
@@ -97,7 +105,10 @@ def target(thing: Object | Alias) -> Object:
 def at(path: str) -> Object:
     """Return the object of a path, like "tagi_ddp.checkpoint.Checkpoints"."""
     inner = path.removeprefix("tagi_ddp").removeprefix(".")
-    return target(package()[inner]) if inner else package()
+    thing = target(package()[inner]) if inner else package()
+    if isinstance(thing, griffe.Module) and path not in MODULES:
+        return target(thing.members[thing.name])  # a function with the name of its file
+    return thing
 
 
 def public_names(module: str) -> list[str]:
@@ -141,9 +152,8 @@ def described(owner: Class, name: str, member: Object) -> bool:
 @cache
 def entries() -> dict[str, Object]:
     """Return all public names, and the members of classes, by the identifiers of their entries."""
-    found = {}
+    found = {module: at(module) for module in MODULES[1:]}
     for module in MODULES:
-        found[module] = at(module)
         for name in public_names(module):
             thing = found[f"{module}.{name}"] = at(f"{module}.{name}")
             found |= {f"{module}.{name}.{each}": it for each, it in members(thing).items()}
@@ -191,12 +201,23 @@ def literal(text: str) -> str:
     return "".join(parts)
 
 
+def show_functions(package: griffe.Module) -> None:
+    """Let "tagi_ddp.plan.search" be the function, not the file of that name where it is defined."""
+    for module in MODULES[1:]:
+        home = target(package[module.removeprefix("tagi_ddp.")])
+        for name in map(str, home.exports or []):
+            if isinstance(file := home.members[name], griffe.Module):
+                home.members[name] = Alias(name, file.members[name], parent=home)
+
+
 class Docstrings(griffe.Extension):
     """Prepare docstrings for the site: links, angle brackets, and the sections of base classes."""
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         """Rewrite all docstrings of the package."""
         self._rewrite(pkg)
+        loader.resolve_aliases()
+        show_functions(pkg)
 
     def _rewrite(self, thing: Object) -> None:
         if isinstance(thing, Class):
@@ -219,16 +240,18 @@ class Docstrings(griffe.Extension):
             if isinstance(member, griffe.Attribute) and member.docstring is None:
                 found = [base.members[name].docstring for base in bases if name in base.members]
                 member.docstring = next((copied(each, member) for each in found if each), None)
-        if (init := thing.members.get("__init__")) is not None and thing.docstring is not None:
-            init.docstring = None  # the class describes its parameters
-        if thing.docstring is None or "__init__" in original.members:
+        if thing.docstring is None:
             return
-        sections = dict.fromkeys(_SECTIONS.findall(thing.docstring.value))
-        for base in bases:
-            text = "" if base.docstring is None else base.docstring.value
-            if not sections and (found := _SECTIONS.search(text)):
-                thing.docstring.value += "\n\n" + text[found.start() :]
-                break
+        if (init := thing.members.get("__init__")) is not None:
+            init.docstring = None  # the class describes its parameters
+        elif not _SECTIONS.search(thing.docstring.value):
+            texts = [base.docstring.value for base in bases if base.docstring is not None]
+            found = next(filter(None, map(_SECTIONS.search, texts)), None)
+            thing.docstring.value += "" if found is None else f"\n\n{found.string[found.start() :]}"
+        _, _, attributes = thing.docstring.value.partition("\nAttributes:\n")
+        for name in re.findall(r"^ {4}(\w+):", attributes, re.MULTILINE):
+            if name not in original.all_members:  # griffe takes the type of the one before for it
+                thing.members[name] = griffe.Attribute(name, parent=thing)
 
 
 def copied(docstring: griffe.Docstring, parent: Object) -> griffe.Docstring:
@@ -247,13 +270,31 @@ def pages() -> dict[str, str]:
 
 def reference(module: str) -> str:
     """Return a page of all public names of a package, in groups."""
-    public_names(module)
-    lines = [f"# {module} {{#{module}}}", "", linked(docstring(at(module)), (module,)), ""]
+    lines = ["---", "search: { boost: 2 }", "---", f"# {module} {{#{module}}}", ""]
+    lines += [linked(docstring(at(module)), (module,)), ""]
     for group, names in GROUPS[module].items():
         lines += [f"## {group}", "", *table(module, names.split()), ""]
         for name in names.split():
-            lines += [f"::: {module}.{name}", ""]
+            lines += [f"::: {module}.{name}", *options(at(f"{module}.{name}")), ""]
     return "\n".join(lines)
+
+
+def options(thing: Object) -> list[str]:
+    """Return how an entry differs from others: the order of its members, and its bases."""
+    if not isinstance(thing, Class):
+        return []
+    first = [name for name in FIRST.split() if name in members(thing)]
+    order = [*first, *(name for name in members(thing) if name not in first)]
+    public = {each.name for each in entries().values()}
+    bases = all(
+        str(base) in public or str(base).endswith(("Error", "Exception")) for base in thing.bases
+    )
+    return [
+        "    options:",
+        f"      show_bases: {str(bases and bool(thing.bases)).lower()}",
+        f"      members: [{', '.join(order)}]",
+        f"      inherited_members: [{', '.join(order)}]",
+    ]
 
 
 def overview() -> str:
@@ -281,10 +322,11 @@ def table(module: str, names: list[str]) -> list[str]:
         + " |"
         for name in names
     ]
-    return ["| name | |", "|---|---|", *rows]
+    return ["| name | summary |", "|---|---|", *rows]
 
 
 def docstring(thing: Object) -> str:
+    """Return the docstring that a public name has."""
     assert thing.docstring is not None
     return thing.docstring.value
 
@@ -298,15 +340,21 @@ def types() -> str:
     """Return a page of the types in signatures that are no public names."""
     lines = ["# Types", "", "The types in the signatures of the [reference](index.md).", ""]
     public = {thing.path for thing in entries().values()}
-    found = dict(TYPES)
+    found = {path: [text] for path, text in TYPES.items()}
     for path in sorted({name for thing in entries().values() for name in named_types(thing)}):
         if path.startswith("tagi_ddp.") and (kind := at(path)).path not in public:
             text = " ".join(filter(None, [definition(kind), first_line_or_none(kind)]))
             if text:
-                found[kind.path] = text
-    for path, text in sorted(found.items(), key=lambda each: each[0].rpartition(".")[2].lower()):
-        lines += [f"## {path.rpartition('.')[2]} {{#{path}}}", "", text, ""]
+                found.setdefault(kind.path, [text]).append(path)
+    for path, (text, *others) in sorted(found.items(), key=lambda each: name_of(each[0]).lower()):
+        aliases = [f"[](){{#{other}}}" for other in others if other != path]
+        lines += [*aliases, f"## {name_of(path)} {{#{path}}}", "", text, ""]
     return "\n".join(lines)
+
+
+def name_of(path: str) -> str:
+    """Return the last part of a path."""
+    return path.rpartition(".")[2]
 
 
 def named_types(thing: Object) -> Iterator[str]:
@@ -334,4 +382,5 @@ def definition(kind: Object) -> str | None:
 
 
 def first_line_or_none(kind: Object) -> str | None:
+    """Return the first paragraph of a docstring, if there is one."""
     return linked(literal(first_line(kind)), ("tagi_ddp",)) if kind.has_docstring else None
