@@ -48,6 +48,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def title_of(found: re.Match[str]) -> str:
+    """Return a link that is written by a file's name, "[merging.md](merging.md)", by its title."""
+    path = ROOT / "docs" / f"{found[1]}.md"
+    title = path.read_text().partition("\n")[0].removeprefix("# ") if path.exists() else found[1]
+    return f"[{title}]("
+
+
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Let a method's heading name its class, so that it is read and found as `Class.method`."""
     return re.sub(
@@ -63,8 +70,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     if page.file.src_uri == "README.md":
         page.meta["hide"] = ["toc"]  # its doors stand beside each other
+    if page.file.src_uri == "getting-started.md":
+        markdown = re.sub(r"^# .*", "# Overview", markdown)
     for pattern, place in PLACES:
         markdown = re.sub(pattern, place, markdown)
+    markdown = re.sub(r"\[(?:docs/)?([\w-]+)\.md\]\(", title_of, markdown)
     markdown = site_reference.linked(markdown, ("tagi_ddp",))
     return re.sub(r"^( *```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)  # marks for the tests
 

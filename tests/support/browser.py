@@ -72,7 +72,9 @@ class Browser:
         """Type into an element in place of what it holds."""
         self.evaluate(f"document.querySelector({selector!r}).focus()")
         self.evaluate(f"document.querySelector({selector!r}).select()")
-        self.call("Input.insertText", text=text)
+        for key in text:
+            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
+            self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def screenshot(self, path: Path, width: int = 1280, height: int = 900) -> None:
         """Write a picture of the page in a window of this size."""
