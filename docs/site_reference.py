@@ -226,7 +226,8 @@ class Docstrings(griffe.Extension):
             owner = thing if isinstance(thing, Class) or thing.parent is None else thing.parent
             home = ".".join(thing.path.split(".")[:2])
             scope = (owners().get(owner.path, ""), home, "tagi_ddp", "tagi_ddp.DDPSequential")
-            thing.docstring.value = linked(literal(thing.docstring.value), scope)
+            text = linked(literal(thing.docstring.value), scope)
+            thing.docstring.value = re.sub(r"docs/([a-z-]+)\.md", page_link, text)
         for member in thing.members.values():
             if not isinstance(member, Alias):
                 self._rewrite(member)
@@ -254,6 +255,12 @@ class Docstrings(griffe.Extension):
                 thing.members[name] = griffe.Attribute(name, parent=thing)
 
 
+def page_link(found: re.Match[str]) -> str:
+    """Return a link from an entry to a page of docs/, by the page's title."""
+    title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../../{found[1]}/)"
+
+
 def copied(docstring: griffe.Docstring, parent: Object) -> griffe.Docstring:
     """Return the docstring of a base class's member for one that has none."""
     return griffe.Docstring(docstring.value, parser="google", parent=parent)
@@ -271,7 +278,8 @@ def pages() -> dict[str, str]:
 def reference(module: str) -> str:
     """Return a page of all public names of a package, in groups."""
     lines = ["---", "search: { boost: 2 }", "---", f"# {module} {{#{module}}}", ""]
-    lines += [linked(docstring(at(module)), (module,)), ""]
+    text = linked(docstring(at(module)), (module,))
+    lines += [re.sub(r"docs/([a-z-]+\.md)", r"[\1](../\1)", text), ""]
     for group, names in GROUPS[module].items():
         lines += [f"## {group}", "", *table(module, names.split()), ""]
         for name in names.split():

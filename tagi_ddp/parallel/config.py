@@ -106,7 +106,7 @@ class Config:
 
 @dataclass
 class ParallelConfig(Config):
-    """How a model is trained by several processes.
+    """The settings by which several processes train a model.
 
     Args:
         use_fsdp: shard parameters, gradients and the optimizer's state; False: every rank has all.

@@ -352,7 +352,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     # --- beyond the engine's interface --------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let the deltas of several micro-batches add up before one `step` exchanges their sum.
+        """Add up the deltas of several micro-batches before one `step` exchanges their sum.
 
         ``with model.no_sync():`` forward and backward of every micro-batch; then `step`, outside.
         """

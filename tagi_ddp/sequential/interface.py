@@ -33,7 +33,7 @@ class SequentialInterface(WrappedNetwork):
 
     @property
     def has_empty_share(self) -> bool:
-        """Whether the last `forward` was given no samples."""
+        """True if the last `forward` was given no samples."""
         return self._accumulation.forwarded == 0
 
     @one_at_a_time
@@ -151,7 +151,7 @@ class SequentialInterface(WrappedNetwork):
 
     @property
     def input_state_update(self) -> bool:
-        """Whether backward computes the innovation of the inputs too."""
+        """True if backward computes the innovation of the inputs too."""
         return bool(self.model.input_state_update)
 
     @input_state_update.setter
@@ -294,7 +294,7 @@ class MergeInterface:
 
     @one_at_a_time
     def begin_epoch(self, batches: int) -> None:
-        """Tell the schedule how many steps an epoch has, the same number on all ranks."""
+        """Begin an epoch of the schedule with this many steps, the same number on all ranks."""
         with self._or_abort():
             self._merging("begin_epoch", ScheduledMerging).begin_epoch(batches)
 

@@ -128,7 +128,7 @@ class LearnInterface(SequentialInterface):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks run out of batches at different times.
+        """Allow ranks to run out of batches at different times.
 
         All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
         following the others' updates, contributing nothing, until all have left. No other

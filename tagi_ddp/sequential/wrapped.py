@@ -37,7 +37,7 @@ class WrappedNetwork:
             """Write the parameters to CSV files, as the engine does."""
 
         def preinit_layer(self) -> None:
-            """Let the engine initialize layers that wait for the first `forward`."""
+            """Initialize the engine's layers that wait for the first `forward`."""
 
         def params_to_device(self) -> None:
             """Copy the engine's own parameters to its device; nothing to do on the CPU."""

@@ -1,4 +1,4 @@
-"""Which ranks work together: groups that share a model, a reader, or an ensemble."""
+"""Groups of ranks that share a model, a reader, or an ensemble."""
 
 import importlib.util
 
