@@ -38,7 +38,6 @@ def on_files(files: Any, config: Any) -> Any:
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "examples.md": examples(),
-        "numbers.md": numbers(),
         **site_reference.pages(),
     }
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
@@ -70,6 +69,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     if page.file.src_uri == "README.md":
         page.meta["hide"] = ["toc"]  # its doors stand beside each other
+    if page.file.src_uri == "benchmarks.md":
+        markdown += numbers()
     if page.file.src_uri == "getting-started.md":
         markdown = re.sub(r"^# .*", "# Overview", markdown)
     for pattern, place in PLACES:
@@ -108,17 +109,13 @@ def notebook(path: Path) -> dict[str, str | bytes]:
 
 
 def numbers() -> str:
-    """Return a table of what the benchmarks have measured here the last time."""
-    lines = ["# The last run of the benchmarks", ""]
+    """Return a section with the last run of the benchmarks here; "" if there was none."""
     if not BENCH.exists():
-        lines.append(
-            "None has run where this site was built: `make bench` writes what stands here."
-        )
-        return "\n".join(lines)
+        return ""
     rows = json.loads(BENCH.read_text())
-    lines += [
-        rows[0]["machine"] + ".",
-        "",
+    lines = [
+        "\n\n## The last run on the machine that built this site\n",
+        f"{rows[0]['machine']}.\n",
         "| | ours | other | unit | times better |",
         "|---" * 5 + "|",
     ]

@@ -258,7 +258,7 @@ class Docstrings(griffe.Extension):
 def page_link(found: re.Match[str]) -> str:
     """Return a link from an entry to a page of docs/, by the page's title."""
     title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
-    return f"[{title}](../../{found[1]}/)"
+    return f"[{title}](../{found[1]}.md)"
 
 
 def copied(docstring: griffe.Docstring, parent: Object) -> griffe.Docstring:
@@ -279,7 +279,7 @@ def reference(module: str) -> str:
     """Return a page of all public names of a package, in groups."""
     lines = ["---", "search: { boost: 2 }", "---", f"# {module} {{#{module}}}", ""]
     text = linked(docstring(at(module)), (module,))
-    lines += [re.sub(r"docs/([a-z-]+\.md)", r"[\1](../\1)", text), ""]
+    lines += [re.sub(r"docs/([a-z-]+)\.md", page_link, text), ""]
     for group, names in GROUPS[module].items():
         lines += [f"## {group}", "", *table(module, names.split()), ""]
         for name in names.split():

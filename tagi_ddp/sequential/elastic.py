@@ -75,6 +75,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     config: DDPConfig
     reduction: Reduction
     changes: list[GroupChange]
+    """The changes of the group so far, in an elastic job."""
     _options: dict[str, Any]
     _groups: Callable[[], Iterator[CanAbort]]
     _rollback: Rollback
