@@ -194,11 +194,23 @@ def linked(text: str, scope: tuple[str, ...]) -> str:
     return _CODE.sub(link, text)
 
 
+def one_by_one(text: str) -> str:
+    """Return a docstring in which "a, b: ..." describes parameters, or errors, one by one."""
+
+    def split(found: re.Match[str]) -> str:
+        names = found[1].split(", ")
+        if names[0][0].isupper():
+            return f"    {' | '.join(names)}: {found[2]}"  # errors, with one cause
+        return "\n".join(f"    {name}: {found[2]}" for name in names)
+
+    return re.sub(r"^ {4}(\w+(?:, \w+)+): (.*(?:\n {8}.*)*)", split, text, flags=re.MULTILINE)
+
+
 def literal(text: str) -> str:
     """Return a docstring whose angle brackets stay: "cuda:<number>" has no element of HTML."""
     parts = _CODE.split(text)
     parts[::2] = [re.sub(r"<(?=[A-Za-z/!])", "&lt;", part) for part in parts[::2]]
-    return "".join(parts)
+    return re.sub("::$", ":", "".join(parts), flags=re.MULTILINE)
 
 
 def show_functions(package: griffe.Module) -> None:
@@ -226,7 +238,7 @@ class Docstrings(griffe.Extension):
             owner = thing if isinstance(thing, Class) or thing.parent is None else thing.parent
             home = ".".join(thing.path.split(".")[:2])
             scope = (owners().get(owner.path, ""), home, "tagi_ddp", "tagi_ddp.DDPSequential")
-            text = linked(literal(thing.docstring.value), scope)
+            text = linked(literal(one_by_one(thing.docstring.value)), scope)
             thing.docstring.value = re.sub(r"docs/([a-z-]+)\.md", page_link, text)
         for member in thing.members.values():
             if not isinstance(member, Alias):
@@ -386,7 +398,7 @@ def definition(kind: Object) -> str | None:
     value = getattr(kind, "value", None)
     if value is None or str(value).startswith("TypeVar("):
         return None
-    return f"`{value}`."
+    return f"Another name for `{value}`."
 
 
 def first_line_or_none(kind: Object) -> str | None:
