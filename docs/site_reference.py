@@ -251,8 +251,11 @@ class Docstrings(griffe.Extension):
         bases = [target(base) for base in original.mro()]
         for name, member in thing.members.items():
             if isinstance(member, griffe.Attribute) and member.docstring is None:
-                found = [base.members[name].docstring for base in bases if name in base.members]
-                member.docstring = next((copied(each, member) for each in found if each), None)
+                declared = (base.members[name] for base in bases if name in base.members)
+                found = next((each for each in declared if each.docstring is not None), None)
+                if isinstance(found, griffe.Attribute):
+                    member.docstring = copied(found.docstring, member)
+                    member.annotation, member.value = found.annotation, None
         if thing.docstring is None:
             return
         if (init := thing.members.get("__init__")) is not None:

@@ -38,6 +38,7 @@ class LearnInterface(SequentialInterface):
     backward: Callable[[], None]
     step: Callable[[], None]
     communicator: Communicator
+    """The communicator of all ranks; in an elastic job, that of the present group."""
     _membership: Membership | None
     _exchange: Exchange
     _or_abort: Callable[[], AbstractContextManager[None]]

@@ -37,7 +37,6 @@ class RunStateInterface(MergeInterface, SequentialInterface):
     """`run_state`, `load_run_state` and `check_replicas`."""
 
     communicator: Communicator
-    """The communicator of all ranks; in an elastic job, that of the present group."""
     reduction: Reduction
     """The reduction in use: "sum", "mean" or "precision"."""
     _options: dict[str, Any]

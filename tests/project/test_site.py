@@ -266,4 +266,4 @@ def test_a_reader_chooses_the_dark_and_walks_on(browser: Browser, address: str) 
     browser.wait_for(f"{scheme} === 'slate'")
     browser.evaluate("document.querySelector('.md-footer__link--next').click()")
     browser.wait_for("document.querySelector('h1')?.textContent.startsWith('Installation')")
-    assert browser.evaluate(scheme) == "slate"
+    browser.wait_for(f"{scheme} === 'slate'")
