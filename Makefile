@@ -5,13 +5,14 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test slow lint format sanitize chaos bench gpu gpu-wheels docs wheels
+.PHONY: help demo check test slow lint format sanitize chaos bench gpu gpu-wheels docs wheels
 
-# Two processes train on handwritten digits; compared with one process.
-demo: .venv/.installed-examples
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: .venv/.installed-examples ## train on handwritten digits with two processes and with one, and compare
 	.venv/bin/python examples/demo.py
 
-# For the inner loop: style, types, and the tests that together take a minute or two.
 SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.py shm.py \
     stand_in.py trust.py) \
     $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
@@ -19,38 +20,36 @@ SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.
     $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py memory.py nccl.py) \
     tests/chaos tests/clients tests/cluster tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
     tests/strategy/test_lightning.py tests/torch_backend
-check: lint
+check: lint ## style, types, and tests of a minute or two: for the inner loop
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) $(SLOW:%=--ignore=%)
 
-# Style, types, then all tests but those that take longest (marker slow).
-# Five files at a time there, as ranks often wait.
+# Five files at a time, as ranks often wait.
 PARALLEL = --dist loadfile --no-loadscope-reorder --numprocesses 5
-test: lint
+test: lint ## style, types, and all tests but the longest (marker slow)
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
 
-# What test leaves out: long examples, installations, benchmarks, SLURM, training for minutes.
 # Fewer at a time: jobs of which ranks are killed at random times take long on a crowded machine.
-slow: .venv/.installed-dev
+slow: .venv/.installed-dev ## the tests that test leaves out: long examples, installations, SLURM
 	.venv/bin/python -m pytest -m slow $(PARALLEL) --numprocesses 3
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.
-lint: .venv/.installed-dev
+lint: .venv/.installed-dev ## check style and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
 	cp $$(dirname $$(.venv/bin/python -c 'from tagi_ddp import _backend; print(_backend.__file__)'))/_backend.pyi tagi_ddp
 	.venv/bin/mypy
 
-format: .venv/.installed-dev
+format: .venv/.installed-dev ## mend the style
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 	.venv/bin/clang-format -i $(CPP)
 
 # The backend's tests under the address and undefined-behaviour sanitizers: a virtual environment
 # with an instrumented build of the package, and all else from .venv.
-sanitize: .venv/.installed-dev
+sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	$(PYTHON) -m venv --clear build/sanitize
 	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	    $$(build/sanitize/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
@@ -67,34 +66,33 @@ sanitize: .venv/.installed-dev
 	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
 
 # Jobs in which one rank does something random at a random time; jobs that outlive their ranks.
-chaos: .venv/.installed-dev
+chaos: .venv/.installed-dev ## jobs whose ranks fail at random
 	.venv/bin/python tests/chaos/campaign.py --faults 1000 --alone
 	.venv/bin/python tests/chaos/elastic.py --events 1000
 
-# Side by side with what a user would pick instead; writes build/bench.json.
-bench: .venv/.installed-bench
+bench: .venv/.installed-bench ## measure beside what others use; writes build/bench.json
 	.venv/bin/python -m benchmarks
 
 # All that needs a GPU, in eight minutes at most: its report, build/gpu.txt and build/gpu.json, grows as
 # results come. PYTHON has a torch with CUDA; what else it takes lies in WHEELS, so no network is needed.
 WHEELS ?= wheels
-gpu:
+gpu: ## all that needs a GPU, in eight minutes at most; writes build/gpu.txt
 	$(PYTHON) benchmarks/gpu_report.py --wheels $(WHEELS)
 
 # These wheels, for the machine's Python.
 FOR ?= 3.12
-gpu-wheels:
+gpu-wheels: ## the wheels that gpu needs on a machine without a network
 	$(PYTHON) benchmarks/gpu_report.py --wheels $(WHEELS) --collect $(FOR)
 
-# The site, in build/site; broken links, public names without a docstring and cells of notebooks that
+# Broken links, public names without a docstring and cells of notebooks that
 # fail are errors.
-docs: .venv/.installed-docs
+docs: .venv/.installed-docs ## the site, in build/site
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
 # Wheels for these interpreters, in dist: repaired by auditwheel, each tried in a fresh environment.
 # How old a system they are for follows from this one's compiler; cibuildwheel builds a release's.
 PYTHONS ?= $(PYTHON)
-wheels: .venv/.installed-wheels
+wheels: .venv/.installed-wheels ## wheels for PYTHONS, in dist
 	mkdir -p dist
 	set -e; for python in $(PYTHONS); do \
 	    folder=build/wheels/$$($$python -c 'import sys; print(sys.implementation.cache_tag)'); \

@@ -26,6 +26,7 @@ TORCH_FAMILIES = (
     ("checkpoints", 2),
     ("elastic", 1),
     ("uci", 2),
+    ("estimators", 2),
     ("scaling", 2),
     ("memory", 1),
     ("overlap", 2),

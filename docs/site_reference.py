@@ -70,7 +70,7 @@ MODULES = list(GROUPS)
 
 # The members of DDPSequential that most scripts use stand before the others.
 FIRST = (
-    "learn forward backward step train eval no_sync join steps merge save load state_dict "
+    "learn predict forward backward step train eval no_sync join steps merge save load state_dict "
     "load_state_dict check_replicas close"
 )
 

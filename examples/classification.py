@@ -16,9 +16,9 @@ from networks import NETWORKS
 from pytagi import HRCSoftmaxMetric, Utils
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, progress, reduce_metrics
+from tagi_ddp.data import share_of
 
 CLASSES = 10
-SIGMA_V = 0.5  # standard deviation of the observations, which are -1 and 1
 
 
 def train(options):
@@ -35,7 +35,7 @@ def train(options):
     config = DDPConfig.from_env()
     with DDPSequential(net, config, average=False, compute=options.compute) as model:
         seconds = fit(model, metric, data.x_train, data.y_train, options)
-        error = test(model, metric, data.x_test, data.y_test, options.batch_size)
+        error = test(model, metric, data.x_test, data.y_test)
         replicas = model.check_replicas()
         if model.communicator.rank == 0:
             print(f"test error {error:.2%}; the replicas are equal: {replicas[:16]}", flush=True)
@@ -52,7 +52,7 @@ def fit(model, metric, x, y, options):
         sampler.set_epoch(epoch)
         start, wrong, seen = time.perf_counter(), 0, 0
         for share in sampler.batches(options.batch_size):  # this rank's part of each batch
-            mean, variance = model.learn(x[share], targets[share], SIGMA_V**2, nodes[share])
+            mean, variance = model.learn(x[share], targets[share], options.sigma_v**2, nodes[share])
             wrong += np.sum(metric.get_predicted_labels(mean, variance) != y[share])
             seen += len(share)
         seconds += time.perf_counter() - start
@@ -61,11 +61,11 @@ def fit(model, metric, x, y, options):
     return seconds
 
 
-def test(model, metric, x, y, batch_size):
-    model.eval()
-    shares = DistributedSampler(x, shuffle=False).batches(batch_size)
-    wrong = sum(np.sum(metric.get_predicted_labels(*model(x[i])) != y[i]) for i in shares)
-    return reduce_metrics(model.communicator, wrong, sum(map(len, shares)))
+def test(model, metric, x, y):
+    share = share_of(len(x), model.communicator.rank, model.communicator.size)
+    mean, variance = model.predict(x[share])
+    wrong = metric.get_predicted_labels(mean.ravel(), variance.ravel()) != y[share]
+    return reduce_metrics(model.communicator, np.sum(wrong), len(wrong))
 
 
 def arguments():
@@ -76,6 +76,7 @@ def arguments():
     parser.add_argument("--model", choices=NETWORKS, default="mlp")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--sigma-v", type=float, default=0.5, help="deviation of the labels' noise")
     parser.add_argument("--limit", type=int, help="take only so many images")
     parser.add_argument("--threads", type=int, help="of each process; default: its share of cores")
     parser.add_argument("--compute", choices=("auto", "engine", "torch"), default="auto")

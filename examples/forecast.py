@@ -77,13 +77,11 @@ def main():
     months = range(YEAR, known)
 
     model, smoothed, noise = train(growth, months, options.epochs)
-    model.eval()
     growth[known:] = np.nan  # nobody knows them
     variances = np.empty(AHEAD)
     for month in range(known, len(level)):
-        mean, variance = model(inputs(growth, month))
-        growth[month] = mean[0]
-        variances[month - known] = variance[0] + noise
+        mean, variance = model.predict(inputs(growth, month), noise)
+        growth[month], variances[month - known] = mean.item(), variance.item()
     middle = level[known - 1] + scale * np.cumsum(growth[known:], dtype=float)
     low, middle, high = forecast = np.exp(interval(middle, scale**2 * np.cumsum(variances)))
     actual = np.exp(level[known:])

@@ -17,6 +17,7 @@ from sklearn.datasets import load_diabetes
 
 import tagi_ddp
 from tagi_ddp import DistributedSampler, progress, reduce_metrics
+from tagi_ddp.data import share_of
 
 BATCH = 16  # of all ranks together
 FOLDS = 5
@@ -42,16 +43,13 @@ def train(comm, x, y, sigma, epochs):
 
 def score(model, x, y, sigma):
     """Return the means over all of x: squared error, log-likelihood, hits by level."""
-    sums, count = np.zeros(2 + len(LEVELS)), 0
-    sampler = DistributedSampler(x, model.communicator.size, model.communicator.rank, shuffle=False)
-    for share in sampler.batches(BATCH):
-        mean, variance = model(x[share])
-        z = (y[share] - mean) / (deviation := np.sqrt(variance + sigma**2))
-        log_likelihood = -(z**2 + np.log(2 * np.pi * deviation**2)) / 2
-        hits = np.sum(np.abs(z)[:, None] <= QUANTILES, axis=0)
-        sums += [np.sum((y[share] - mean) ** 2), np.sum(log_likelihood), *hits]
-        count += len(share)
-    return reduce_metrics(model.communicator, sums, count)
+    share = share_of(len(x), model.communicator.rank, model.communicator.size)
+    mean, variance = (part[:, 0] for part in model.predict(x[share], sigma**2))
+    z = (y[share] - mean) / np.sqrt(variance)
+    log_likelihood = -(z**2 + np.log(2 * np.pi * variance)) / 2
+    hits = np.sum(np.abs(z)[:, None] <= QUANTILES, axis=0)
+    sums = [np.sum((y[share] - mean) ** 2), np.sum(log_likelihood), *hits]
+    return reduce_metrics(model.communicator, sums, len(z))
 
 
 def cross_validate(comm, epochs):

@@ -213,7 +213,10 @@ def regressor(
         noise=dataset.sigma_v * split.y.std() if kind == PLAIN else None,
         max_iter=epochs,
         batch_size=dataset.batch,
+        n_networks=1,
         early_stopping=stops,
+        n_iter_no_change=5,
+        tol=0.01,
         random_state=0,
     )
 

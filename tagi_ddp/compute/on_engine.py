@@ -10,7 +10,7 @@ import numpy as np
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, Shown
-from tagi_ddp.engine.layers import input_size_of, lstm_samples, lstm_steps, walk
+from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_size, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
 from tagi_ddp.replica.protocol import Replica
 
@@ -33,8 +33,7 @@ class EngineCompute:
         self.replica = replica
         self._model = model
         self._layers = model._cpp_backend.layers
-        steps = lstm_steps(first) if type(first).__name__ in ("LSTM", "SLSTM") else 1
-        self._sample = steps * self._width  # elements of a sample
+        self._sample = sample_size(model)
         self._accumulating = [layer for layer in replica.layers if layer.accumulates]
         self._series = Series(self._layers)
         self._length = 0  # of the series that the engine's buffers are for

@@ -64,25 +64,27 @@ def lstm_samples(handles: Sequence[Any], states: Mapping[int, Sequence[Any]]) ->
     return 0
 
 
+def widths(model: Any) -> Iterator[tuple[Layer, int]]:
+    """Yield each layer of `walk` with the number of its outputs for a sample."""
+    width = 0
+    for layer in walk(model):
+        handle = layer.handle
+        if layer.kind in ("LSTM", "SLSTM"):
+            width = lstm_steps(handle) * int(handle.output_size)
+        elif layer.kind == "Embedding":
+            width = int(handle.input_size * handle.embedding_dim)
+        else:  # those without a size of their own keep that of the layer before
+            width = int(handle.output_size) or width
+        yield layer, width
+
+
 def swaps_in_samples(model: Any) -> bool:
     """Return whether an EvenExp layer of the model has an odd number of outputs.
 
     The engine counts elements through the whole batch, so that it treats the outputs of every other
     sample the other way round.
     """
-    width = 0
-    for layer in walk(model):
-        handle = layer.handle
-        if layer.kind == "EvenExp" and width % 2:
-            return True
-        if layer.kind in ("LSTM", "SLSTM"):
-            width = lstm_steps(handle) * int(handle.output_size)
-        elif layer.kind == "Embedding":
-            width = int(handle.input_size * handle.embedding_dim)
-        else:
-            images = int(handle.out_width * handle.out_height * handle.out_channels)
-            width = images or int(handle.output_size) or width
-    return False
+    return any(layer.kind == "EvenExp" and outputs % 2 for layer, outputs in widths(model))
 
 
 def require_even(samples: int) -> None:
@@ -98,6 +100,13 @@ def require_even(samples: int) -> None:
 def input_size_of(first: Any) -> int:
     """Return the elements of a sample, or of a step of a series, that a first layer tells; or 0."""
     return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
+
+
+def sample_size(model: Any) -> int:
+    """Return the elements of a sample of the network's inputs, all steps of a series; or 0."""
+    first = model._cpp_backend.layers[0]
+    steps = lstm_steps(first) if type(first).__name__ in ("LSTM", "SLSTM") else 1
+    return steps * input_size_of(first)
 
 
 def initialise(model: Any) -> None:

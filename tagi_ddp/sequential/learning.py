@@ -20,6 +20,7 @@ from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.membership import Membership
 from tagi_ddp.sequential.output_updater import update_outputs
+from tagi_ddp.sequential.prediction import predict
 from tagi_ddp.trace.timeline import timeline
 from tagi_ddp.update.exchange import Alone, Exchange, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
@@ -126,6 +127,39 @@ class LearnInterface(SequentialInterface):
         self.backward()
         self.step()
         return outputs
+
+    @one_at_a_time
+    def predict(
+        self, x: ArrayLike, noise: ArrayLike | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Predict any number of samples in evaluation mode; then the mode is what it was.
+
+        No collective call: each rank predicts what it likes. Layers that remember a series go on
+        with it, as in `forward`, if ``x`` is a single sample.
+
+        Args:
+            x: the inputs, flat or not, samples * input size numbers.
+            noise: the variance of the observations' noise, which is added to the predictions': a
+                number, one for each output, or an array of [samples, outputs]. None: what a
+                network that ends in EvenExp has learned of it; for others, none is added. 0: what
+                the network itself does not know, without any noise.
+
+        Returns:
+            means and variances, float32 arrays of [samples, outputs], also for a single output. Of
+            a network that ends in EvenExp, whose every second output is the noise of the one
+            before, the outputs are the others, half as many.
+
+        Raises:
+            ValueError: ``x`` has no whole samples, or ``noise`` is negative or of another shape.
+        """
+        training = bool(self.model._cpp_backend.layers[0].training)
+        with self._or_abort():
+            self.eval()
+            try:
+                return predict(self.model, self.forward, self.compute.input_size, x, noise)
+            finally:
+                if training:
+                    self.train()
 
     @contextmanager
     def join(self) -> Iterator[None]:

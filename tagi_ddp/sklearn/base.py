@@ -6,6 +6,8 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tagi_ddp.checks import integer
 from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.sequential import accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood
+from tagi_ddp.sklearn.pooling import Pool
 from tagi_ddp.sklearn.scaling import Moments, refuse_masked, require_near, scale_of
 from tagi_ddp.sklearn.training import (
     ACTIVATIONS,
@@ -35,54 +38,34 @@ Array = NDArray[Any]
 
 
 class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
-    """A network of linear layers; what `TAGIRegressor` and `TAGIClassifier` have in common.
+    """The common base of `TAGIRegressor` and `TAGIClassifier`, which describe its parameters.
 
-    A fitted network keeps its settings: what `set_params` changes of them counts from the next
-    `fit`. A `fit` or `partial_fit` that fails leaves the estimator as it was. Several threads may
-    use one estimator: their calls run one after the other.
-
-    Parameters:
-        hidden_layer_sizes: the widths of the hidden layers.
-        activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
-        noise: of a regression, the standard deviation of what the inputs do not tell, in the
-            targets' units; None: it is learned for each input, beside the value (AGVI). Of a
-            classification, that of the noise of each binary decision, which is observed as 1 or
-            -1; None: 1.
-        max_iter: the number of epochs, or the most of them.
-        batch_size: samples of a step.
-        early_stopping: whether to hold out ``validation_fraction`` of the samples, to stop when
-            their mean log-likelihood has not grown by more than ``tol`` for ``n_iter_no_change``
-            epochs, and to keep the best epoch's network.
-        n_ranks: how many processes of this host train together in `fit`, each on its part of each
-            batch, with the result of one, up to rounding where torch computes. It pays for large
-            networks.
-        random_state: of the initial weights, the order of the samples and those held out.
-
-    Attributes:
-        posterior_: by layer, means and variances of weights and biases.
-        n_iter_: how many epochs there were, and calls of `partial_fit`.
-        validation_scores_: the held-out log-likelihood after each epoch of `fit`.
+    A fitted estimator keeps its settings: changes by `set_params` take effect at the next `fit`. A
+    `fit` or `partial_fit` that fails leaves the estimator as it was. Several threads may use one
+    estimator: their calls run one after the other.
     """
 
     n_features_in_: int
 
-    _network: Network  # what has been fitted, whatever the settings are by now
-    _model: Any = None  # of that network; made again where it is missing
+    _networks: list[Network]  # The fitted ones; the settings may have changed since.
+    _models: list[Any] | None = None  # Of these networks; made again where they are missing.
+    _pool: Pool | None = None
     _seen: dict[str, Moments] | None = None  # of x and y, if `partial_fit` came without `fit`
     _noise: float | None = None  # the setting of the first `partial_fit`
 
     def __init__(
         self,
-        hidden_layer_sizes: Sequence[int] = (50,),
+        hidden_layer_sizes: Sequence[int] = (50, 50),
         *,
         activation: str = "relu",
         noise: float | None = None,
-        max_iter: int = 100,
+        max_iter: int = 200,
         batch_size: int = 10,
-        early_stopping: bool = False,
+        n_networks: int = 5,
+        early_stopping: bool = True,
         validation_fraction: float = 0.1,
-        n_iter_no_change: int = 5,
-        tol: float = 0.01,
+        n_iter_no_change: int = 10,
+        tol: float = 0.001,
         n_ranks: int = 1,
         random_state: Any = None,
     ) -> None:
@@ -92,6 +75,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         self.noise = noise
         self.max_iter = max_iter
         self.batch_size = batch_size
+        self.n_networks = n_networks
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.n_iter_no_change = n_iter_no_change
@@ -101,18 +85,32 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
 
     @property
     @one_at_a_time
-    def posterior_(self) -> Posterior:
-        """By layer: means and variances of the weights, and of the biases, flat float32 arrays."""
+    def posteriors_(self) -> list[Posterior]:
+        """Return the parameters of each network, by layer.
+
+        Means and variances of the weights, and of the biases, flat float32 arrays.
+        """
         check_is_fitted(self)
-        return posterior_of(self._fitted())
+        return [posterior_of(model) for model in self._fitted()]
+
+    @property
+    def posterior_(self) -> Posterior:
+        """Return the parameters of the network, if there is only one; else use `posteriors_`."""
+        posteriors = self.posteriors_
+        if len(posteriors) > 1:
+            raise AttributeError(
+                f"posterior_ is of one network, and n_networks has been {len(posteriors)}: use "
+                "posteriors_"
+            )
+        return posteriors[0]
 
     @one_at_a_time
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: parameters as arrays, not the network."""
         state = dict(super().__getstate__())
         state.pop("_lock", None)
-        if state.pop("_model", None) is not None:
-            state["_posterior"] = self.posterior_
+        if state.pop("_models", None) is not None:
+            state["_posteriors"] = self.posteriors_
         return state
 
     # --- for the estimators -------------------------------------------------------------------
@@ -152,34 +150,68 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
                 generator.set_state(drawn)
             raise
 
-    def _train(self, x: Array, targets: Array) -> None:
-        """Train a new network on scaled samples."""
-        self._network, schedule = self._new_network(), self._schedule(len(x))
-        ranks = integer("n_ranks", self.n_ranks, 1)
+    def _train(self, x: Array, targets: Array, stratify: bool = False) -> None:
+        """Train new networks on scaled samples."""
+        ranks, schedule = integer("n_ranks", self.n_ranks, 1), self._schedule()
+        network = self._new_network()
+        parts = self._left_out(len(x), network.seed, targets if stratify else None)
+        self._networks = [
+            replace(network, seed=(network.seed + number) % 2**31) for number in range(len(parts))
+        ]
         self._seen = None
         self.x_mean_, self.x_scale_ = x.mean(axis=0), scale_of(x)
-        self._model, trained = train(self._network, schedule, self._scaled(x), targets, ranks)
-        self.n_iter_ = trained.epochs
-        self.validation_scores_ = list(trained.held_out)
+        x = self._scaled(x)
+        self._models, trained = train(self._networks, parts, schedule, x, targets, ranks)
+        self._pool = None
+        if len(parts) > 1:
+            networks = [partial(self._outputs, number) for number in range(len(parts))]
+            self._pool = Pool.of(network.likelihood, networks, parts, x, targets)
+        self.n_iter_, self.validation_scores_ = trained.epochs, trained.scores
+
+    def _left_out(self, samples: int, seed: int, labels: Array | None) -> list[Array]:
+        """Return the numbers of the samples that each network leaves out.
+
+        With ``labels``, all parts have about equally many samples of each.
+        """
+        count = integer("n_networks", self.n_networks, 1)
+        parts = min(count, samples // 2)  # A network has a sample or more to train on.
+        order = np.random.default_rng(seed).permutation(samples)
+        if parts > 1:
+            if labels is not None:
+                order = order[np.argsort(labels[order, 0], kind="stable")]
+            return [np.sort(order[number::parts]) for number in range(parts)]
+        if not self.early_stopping:
+            return [order[:0]]
+        share = self.validation_fraction
+        held = max(1, round(samples * share)) if 0 < share < 1 else 0
+        if not 0 < held < samples:
+            raise ValueError(
+                f"validation_fraction must be between 0 and 1 and leave a sample to train on, got "
+                f"{share!r} with n_samples = {samples}"
+            )
+        return [np.sort(order[:held])]
 
     def _begin(self, features: int) -> None:
         """Begin with a network that knows nothing, and scales that do not either."""
         self._seen = {}
         self._noise = self._deviation
-        self._network = self._new_network()
+        self._networks, self._pool = [self._new_network()], None
         self.x_mean_, self.x_scale_ = np.zeros(features), np.ones(features)
-        self._model = accelerate(self._network.build())
+        self._models = [accelerate(self._networks[0].build())]
         self.n_iter_ = 0
 
     def _learn(self, x: Array, targets: Array) -> None:
-        """Learn samples once, by the network that there is, or none of them."""
+        """Learn samples once, by each network, or none of them."""
         size = integer("batch_size", self.batch_size, 1)
-        model = self._fitted()
-        state = copy.deepcopy(model.run_state())  # which shows the model's own memory
+        models = self._fitted()
+        states = [copy.deepcopy(model.run_state()) for model in models]  # It shows own memory.
+        batches = list(self._batches(x, targets, size))
         try:
-            learn(model, self._network.likelihood, self._batches(x, targets, size))
+            for model in models:
+                learn(model, self._networks[0].likelihood, batches)
         except BaseException:
-            model.load_run_state(lambda _, name: state[name], 1)
+            for model, state in zip(models, states, strict=True):
+                model.load_run_state(lambda _, name, state=state: state[name], 1)
             raise
         self.n_iter_ += 1
 
@@ -194,11 +226,11 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
             self._see("x", x[part])
             observed = self._observed(targets[part])
             samples = {"mu_x": self._scaled(x[part]), **observed}
-            yield from batches_of(self._fitted().communicator, size, samples)
+            yield from batches_of(self._fitted()[0].communicator, size, samples)
 
     def _observed(self, targets: Array) -> dict[str, Array]:
         """Return the arguments of `learn` that are made of the targets."""
-        return self._network.likelihood.observe(targets)
+        return self._networks[0].likelihood.observe(targets)
 
     def _see(self, name: str, rows: Array) -> None:
         """Scale by all rows of ``name``, "x" or "y", so far; after `fit`, refuse other units."""
@@ -216,18 +248,29 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         setattr(self, f"{name}_mean_", moments.mean)
         setattr(self, f"{name}_scale_", moments.scale)
 
-    def _predicted(self, X: ArrayLike) -> Any:
-        """Return what the likelihood predicts from the outputs, in scaled units."""
+    def _predicted(self, X: ArrayLike) -> Array:
+        """Return the prediction of the targets, in scaled units."""
         check_is_fitted(self)
         refuse_masked(X=X)
-        x = validate_data(self, X, reset=False, dtype=np.float64)
-        return self._network.likelihood.predict(*outputs_of(self._fitted(), self._scaled(x)))
+        x = self._scaled(validate_data(self, X, reset=False, dtype=np.float64))
+        found = [self._outputs(number, x) for number in range(len(self._networks))]
+        if len(found) == 1:
+            return found[0]
+        together = self._networks[0].likelihood.mixture(np.stack(found))
+        return together if self._pool is None else self._pool.predict(x, together)
 
-    def _fitted(self) -> Any:
-        if self._model is None:
-            self._model = accelerate(self._network.build(self._posterior))
-            del self._posterior
-        return self._model
+    def _outputs(self, number: int, x: Array) -> Array:
+        """Return the prediction of one network, in scaled units."""
+        return self._networks[number].likelihood.predict(*outputs_of(self._fitted()[number], x))
+
+    def _fitted(self) -> list[Any]:
+        if self._models is None:
+            self._models = [
+                accelerate(network.build(posterior))
+                for network, posterior in zip(self._networks, self._posteriors, strict=True)
+            ]
+            del self._posteriors
+        return self._models
 
     def _new_network(self) -> Network:
         """Return the network that the settings describe, with a seed of its own."""
@@ -245,20 +288,13 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         return Network(self.n_features_in_, hidden, self.activation, likelihood, seed)
 
-    def _schedule(self, samples: int) -> Schedule:
+    def _schedule(self) -> Schedule:
         epochs = integer("max_iter", self.max_iter, 1)
         size = integer("batch_size", self.batch_size, 1)
         if not self.early_stopping:
             return Schedule(epochs, size)
-        share = self.validation_fraction
-        held = max(1, round(samples * share)) if 0 < share < 1 else 0
-        if not 0 < held < samples:
-            raise ValueError(
-                f"validation_fraction must be between 0 and 1 and leave a sample to train on, got "
-                f"{share!r} with n_samples = {samples}"
-            )
         patience = integer("n_iter_no_change", self.n_iter_no_change, 1)
-        return Schedule(epochs, size, patience, held, float(self.tol))
+        return Schedule(epochs, size, patience, float(self.tol))
 
     def _scaled(self, x: Array) -> Array:
         return np.ascontiguousarray((x - self.x_mean_) / self.x_scale_, np.float32)

@@ -20,10 +20,37 @@ Array = NDArray[Any]
 
 
 class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
-    """Regression with a Gaussian for every weight, and a deviation for every prediction.
+    """Regression with a Gaussian for every weight, and a standard deviation for every prediction.
 
-    Inputs and targets are standardized by the samples of `fit`, or by all those of `partial_fit` so
-    far. Parameters and attributes: `TAGIEstimator`.
+    `fit` trains ``n_networks`` networks, each without one part of the samples, and predicts by all
+    of them together with a linear model, `sklearn.linear_model.BayesianRidge`. Each side counts as
+    much as makes the left-out targets most likely, so the deviations fit samples that no network
+    has seen. Inputs and targets are standardized by the samples of `fit`, or by all those of
+    `partial_fit` so far.
+
+    Parameters:
+        hidden_layer_sizes: the widths of the hidden layers.
+        activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
+        noise: the standard deviation of the targets' noise, in their unit; None: it is learned for
+            each input, beside the value (AGVI).
+        max_iter: the largest number of epochs.
+        batch_size: samples of a step.
+        n_networks: the number of networks. 1 is a single network without a linear model, which
+            leaves out ``validation_fraction`` of the samples if ``early_stopping``, else none.
+        early_stopping: whether to stop when the mean log-likelihood of the left-out samples has not
+            grown by more than ``tol`` for ``n_iter_no_change`` epochs, and to keep the networks of
+            the best epoch.
+        n_ranks: the number of processes of this host that train together in `fit`, each on its part
+            of each batch. The result is that of one process, up to rounding where torch computes.
+            It pays for large networks.
+        random_state: of the initial weights, the order of the samples, and the parts left out.
+
+    Attributes:
+        posteriors_: of each network, by layer, the means and variances of weights and biases.
+        posterior_: that of the only network.
+        n_iter_: the number of epochs, and of calls of `partial_fit`.
+        validation_scores_: the mean log-likelihood of the left-out samples after each epoch of
+            `fit`, of standardized targets.
     """
 
     @one_at_a_time
@@ -60,10 +87,13 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
 
     @one_at_a_time
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
-        """Return the means of the predictions, and their standard deviations.
+        """Return the means of the predictions; with ``return_std``, also their standard deviations.
 
-        These hold what the network does not know and the noise, like GaussianProcessRegressor's
-        with a WhiteKernel. Both have the shape of the targets of `fit`.
+        A deviation is that of a new observation: it contains the uncertainty of the networks, their
+        disagreement, and the noise, like that of GaussianProcessRegressor with a WhiteKernel. The
+        targets are taken as normally distributed around the mean: 90 % of them are expected
+        within 1.645 deviations, 95 % within 1.96. Both arrays have the shape of the targets of
+        `fit`.
         """
         mean, variance = self._predicted(X)
         mean = mean * self.y_scale_ + self.y_mean_
@@ -93,7 +123,8 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     def _observed(self, targets: Array) -> dict[str, Array]:
         self._see("y", targets)
         if self._seen is not None:  # the noise has another size in the scaled units of now
-            self._network = replace(self._network, likelihood=self._likelihood(self._noise))
+            likelihood = self._likelihood(self._noise)
+            self._networks = [replace(self._networks[0], likelihood=likelihood)]
         return super()._observed((targets - self.y_mean_) / self.y_scale_)
 
     def _likelihood(self, deviation: float | None) -> Normal:
@@ -110,8 +141,34 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
 class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     """Classification with a Gaussian for every weight, by hierarchical softmax.
 
-    Inputs are standardized by the samples of `fit`, or by all those of `partial_fit` so far.
-    Parameters and attributes: `TAGIEstimator`.
+    `fit` trains ``n_networks`` networks, each without one part of the samples, and predicts by all
+    of them together with a linear model, `sklearn.linear_model.LogisticRegression`. Each side
+    counts as much as makes the left-out labels most likely. Inputs are standardized by the samples
+    of `fit`, or by all those of `partial_fit` so far.
+
+    Parameters:
+        hidden_layer_sizes: the widths of the hidden layers.
+        activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
+        noise: the standard deviation of the noise of each binary decision, which is observed as 1
+            or -1; None: 1.
+        max_iter: the largest number of epochs.
+        batch_size: samples of a step.
+        n_networks: the number of networks. 1 is a single network without a linear model, which
+            leaves out ``validation_fraction`` of the samples if ``early_stopping``, else none.
+        early_stopping: whether to stop when the mean log-likelihood of the left-out samples has not
+            grown by more than ``tol`` for ``n_iter_no_change`` epochs, and to keep the networks of
+            the best epoch.
+        n_ranks: the number of processes of this host that train together in `fit`, each on its part
+            of each batch. The result is that of one process, up to rounding where torch computes.
+            It pays for large networks.
+        random_state: of the initial weights, the order of the samples, and the parts left out.
+
+    Attributes:
+        posteriors_: of each network, by layer, the means and variances of weights and biases.
+        posterior_: that of the only network.
+        n_iter_: the number of epochs, and of calls of `partial_fit`.
+        validation_scores_: the mean log-likelihood of the left-out samples after each epoch of
+            `fit`.
     """
 
     @one_at_a_time
@@ -124,7 +181,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         with self._unchanged_by_errors():
             x, labels = self._validated(X, y, reset=True)
             self._know(np.unique(labels))
-            self._train(x, self._numbers(labels))
+            self._train(x, self._numbers(labels), stratify=True)
         return self
 
     @one_at_a_time

@@ -5,12 +5,15 @@ Targets are arrays of one row a sample. Both classes travel to the ranks of a tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tagi_ddp.sklearn.lines import LogisticLine, StraightLine, best_powers
 
 Array = NDArray[Any]
 
@@ -20,6 +23,8 @@ _NOISE_GAIN = 0.1
 # The width of a decision, however sure its output is: J.-A. Goulet et al., Tractable approximate
 # Gaussian inference for Bayesian neural networks, JMLR 22 (2021).
 _SPREAD = 1 / 3
+_TURN = 2 * np.pi
+_LEAST_VARIANCE = 1e-24  # of scaled targets; float32 resolves 1e-14
 
 
 class Likelihood(Protocol):
@@ -39,12 +44,33 @@ class Likelihood(Protocol):
         """Return the arguments of `learn` but for the inputs, each with a row a sample."""
         ...
 
-    def predict(self, mean: Array, variance: Array) -> Any:
-        """Return what all outputs, flat, say of the targets: moments, or probabilities."""
+    def predict(self, mean: Array, variance: Array) -> Array:
+        """Return the prediction of the targets by all outputs, flat; samples along its axis -2."""
         ...
 
-    def log(self, mean: Array, variance: Array, targets: Array) -> float:
-        """Return the mean log-likelihood of the targets, given all outputs, flat."""
+    def mixture(self, predictions: Array) -> Array:
+        """Return the prediction of networks that are equally probable, from [networks, ...]."""
+        ...
+
+    def line(self, x: Array, targets: Array) -> Any:
+        """Return a linear model of the targets, whose ``predict(x)`` is a prediction."""
+        ...
+
+    def pooled(self, line: Array, networks: Array, powers: Array) -> Array:
+        """Return the prediction with a density proportional to ``line^a * networks^b``.
+
+        Args:
+            line, networks: predictions.
+            powers: a and b.
+        """
+        ...
+
+    def powers(self, line: Array, networks: Array, targets: Array) -> Array:
+        """Return the powers that make the targets most likely."""
+        ...
+
+    def log(self, prediction: Array, targets: Array) -> Array:
+        """Return the log-likelihood of each target, given a prediction."""
         ...
 
 
@@ -70,18 +96,42 @@ class Normal:
             observed["var_obs"] = np.tile(variances, (len(targets), 1))
         return observed
 
-    def predict(self, mean: Array, variance: Array) -> tuple[Array, Array]:
-        """Return means and variances, [samples, targets], of what will be observed."""
+    def predict(self, mean: Array, variance: Array) -> Array:
+        """Return means and variances, [2, samples, targets], of what will be observed."""
         mean = mean.astype(np.float64).reshape(-1, self.outputs)
         variance = variance.astype(np.float64).reshape(-1, self.outputs)
         if self.deviations is None:
-            return mean[:, ::2], variance[:, ::2] + mean[:, 1::2]
-        return mean, variance + np.square(self.deviations)
+            return np.stack([mean[:, ::2], variance[:, ::2] + mean[:, 1::2]])
+        return np.stack([mean, variance + np.square(self.deviations)])
 
-    def log(self, mean: Array, variance: Array, targets: Array) -> float:
-        mean, variance = self.predict(mean, variance)
-        terms = np.square(targets - mean) / variance + np.log(2 * np.pi * variance)
-        return float(-0.5 * terms.mean())
+    def mixture(self, predictions: Array) -> Array:
+        mean, variance = np.moveaxis(predictions, 1, 0)
+        return np.stack([mean.mean(axis=0), variance.mean(axis=0) + mean.var(axis=0)])
+
+    def line(self, x: Array, targets: Array) -> StraightLine:
+        return StraightLine(x, targets)
+
+    def pooled(self, line: Array, networks: Array, powers: Array) -> Array:
+        """Return the normal density with the weighted sum of precisions; powers: [2, targets]."""
+        mean, variance = np.stack([line, networks], axis=1)
+        precision = powers[:, None] / np.maximum(variance, _LEAST_VARIANCE)
+        total = precision.sum(axis=0)
+        return np.stack([(precision * mean).sum(axis=0) / total, 1 / total])
+
+    def powers(self, line: Array, networks: Array, targets: Array) -> Array:
+        def likelihood(number: int) -> Callable[[Array], float]:
+            one = slice(number, number + 1)
+            parts = line[..., one], networks[..., one]
+            return lambda powers: float(
+                self.log(self.pooled(*parts, powers[:, None]), targets[:, one]).sum()
+            )
+
+        return np.stack([best_powers(likelihood(number)) for number in range(self.targets)], axis=1)
+
+    def log(self, prediction: Array, targets: Array) -> Array:
+        """Return log-likelihoods, [samples, targets]."""
+        mean, variance = prediction
+        return np.asarray(-0.5 * (np.square(targets - mean) / variance + np.log(_TURN * variance)))
 
 
 @dataclass(frozen=True)
@@ -124,14 +174,28 @@ class Classes:
         variance = variance.astype(np.float64).reshape(mean.shape)
         score = (mean / np.sqrt(variance + _SPREAD**2))[:, numbers] * decisions
         logs = _log_normal(score).sum(axis=2)
-        logs -= logs.max(axis=1, keepdims=True)
-        probabilities = np.exp(logs)  # not all leaves of the tree are classes
-        return np.asarray(probabilities / probabilities.sum(axis=1, keepdims=True))
+        return _probabilities(logs)  # Not all leaves of the tree are classes.
 
-    def log(self, mean: Array, variance: Array, targets: Array) -> float:
-        probabilities = self.predict(mean, variance)
-        chosen = probabilities[np.arange(len(targets)), targets[:, 0]]
-        return float(np.log(np.maximum(chosen, np.finfo(float).tiny)).mean())
+    def mixture(self, predictions: Array) -> Array:
+        return np.asarray(predictions.mean(axis=0))
+
+    def line(self, x: Array, targets: Array) -> LogisticLine:
+        return LogisticLine(x, targets, self.count)
+
+    def pooled(self, line: Array, networks: Array, powers: Array) -> Array:
+        smallest = np.finfo(np.float64).tiny
+        logs = [np.log(np.maximum(each, smallest)) for each in (line, networks)]
+        return _probabilities(powers[0] * logs[0] + powers[1] * logs[1])
+
+    def powers(self, line: Array, networks: Array, targets: Array) -> Array:
+        return best_powers(
+            lambda powers: float(self.log(self.pooled(line, networks, powers), targets).sum())
+        )
+
+    def log(self, prediction: Array, targets: Array) -> Array:
+        """Return log-likelihoods, [samples]."""
+        chosen = prediction[np.arange(len(targets)), targets[:, 0]]
+        return np.asarray(np.log(np.maximum(chosen, np.finfo(np.float64).tiny)))
 
 
 def begin_noise_even(network: Any, likelihood: Likelihood) -> None:
@@ -141,6 +205,12 @@ def begin_noise_even(network: Any, likelihood: Likelihood) -> None:
         rows = np.array(getattr(handle, name), np.float32).reshape(likelihood.outputs, -1)
         rows[1::2] *= _NOISE_GAIN if name == "mu_w" else _NOISE_GAIN**2
         setattr(handle, name, rows.ravel().tolist())
+
+
+def _probabilities(logs: Array) -> Array:
+    """Return probabilities, [samples, classes], from their logarithms up to a term by sample."""
+    found = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return np.asarray(found / found.sum(axis=1, keepdims=True))
 
 
 def _log_normal(values: Array) -> Array:

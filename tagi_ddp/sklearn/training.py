@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from tagi_ddp.update.not_finite import NotFiniteError
 Array = NDArray[Any]
 Posterior = dict[str, tuple[Array, ...]]  # by layer: means and variances, weights and biases
 
+# The kernels round otherwise in smaller batches, and a prediction must not depend on others.
+_ROWS = 8
 ACTIVATIONS = {
     "relu": "ReLU",
     "mixture_relu": "MixtureReLU",
@@ -63,87 +66,106 @@ class Network:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long to train.
+    """The length of a training.
 
-    ``patience``: for so many epochs in turn the log-likelihood of ``held_out`` samples may improve
-    by less than ``tolerance``; None: all epochs, on all samples.
+    ``patience``: the number of epochs in turn in which the log-likelihood of left-out samples may
+    grow by less than ``tolerance``; None: all epochs, whose last network is kept.
     """
 
     epochs: int
     batch_size: int
     patience: int | None = None
-    held_out: int = 0
     tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training has led to: the posterior of the best epoch, and how many there were."""
+    """Trained networks: the posteriors of the best epoch, and the number of epochs."""
 
-    posterior: Posterior
+    posteriors: list[Posterior]
     epochs: int
-    held_out: tuple[float, ...]  # log-likelihood after each epoch
+    scores: list[float]  # mean log-likelihood of the left-out samples after each epoch
 
 
 def train(
-    network: Network, schedule: Schedule, x: Array, y: Array, ranks: int
-) -> tuple[DDPSequential, Trained]:
-    """Train a new network; each rank on its part of each batch, so that all is as by one."""
-    if ranks > 1:
-        trained = launch(_train_rank, nprocs=ranks, args=(network, schedule, x, y))[0]
-        return accelerate(network.build(trained.posterior)), trained
-    model = accelerate(network.build())
-    trained = _train(model, network, schedule, x, y)
-    if schedule.patience is not None:  # the best epoch was not the last
-        load(model, trained.posterior)
-    return model, trained
-
-
-def _train_rank(network: Network, schedule: Schedule, x: Array, y: Array) -> Trained:
-    with DDPSequential(network.build(), DDPConfig.from_env(), average=False) as model:
-        return _train(model, network, schedule, x, y)
-
-
-def _train(model: Any, network: Network, schedule: Schedule, x: Array, y: Array) -> Trained:
-    rng = np.random.default_rng(network.seed)
-    likelihood, scores = network.likelihood, list[float]()
-    if schedule.patience is None:
-        _train_epochs(model, likelihood, schedule, rng, x, y, lambda: False)
-        return Trained(posterior_of(model), schedule.epochs, ())
-    held, kept = np.split(rng.permutation(len(x)), [schedule.held_out])
-    best, waited, posterior = -np.inf, 0, posterior_of(model)
-
-    def enough() -> bool:
-        nonlocal best, waited, posterior
-        scores.append(likelihood.log(*outputs_of(model, x[held]), y[held]))
-        waited += 1
-        if scores[-1] > best + schedule.tolerance:
-            best, waited, posterior = scores[-1], 0, posterior_of(model)
-        return waited >= (schedule.patience or 0)
-
-    _train_epochs(model, likelihood, schedule, rng, x[kept], y[kept], enough)
-    return Trained(posterior, len(scores), tuple(scores))
-
-
-def _train_epochs(
-    model: Any,
-    likelihood: Likelihood,
+    networks: Sequence[Network],
+    left_out: Sequence[Array],
     schedule: Schedule,
-    rng: np.random.Generator,
     x: Array,
     y: Array,
-    after_epoch: Callable[[], bool],
-) -> None:
-    ordered = {"mu_x": x, **likelihood.observe(y)}
-    shuffled = {name: np.empty_like(rows) for name, rows in ordered.items()}
-    batches = batches_of(model.communicator, schedule.batch_size, shuffled)
+    ranks: int,
+) -> tuple[list[DDPSequential], Trained]:
+    """Train new networks, each on all samples but those that it leaves out, by equal epochs.
+
+    Several ranks train each network together, each rank on its part of each batch.
+    """
+    given = networks, left_out, schedule, x, y
+    if ranks > 1:
+        trained = launch(_train_rank, nprocs=ranks, args=given)[0]
+        models = [accelerate(network.build()) for network in networks]
+    else:
+        models = [accelerate(network.build()) for network in networks]
+        trained = _train(models, *given)
+    for model, posterior in zip(models, trained.posteriors, strict=True):
+        load(model, posterior)  # The best epoch may not be the last one.
+    return models, trained
+
+
+def _train_rank(networks: Sequence[Network], *given: Any) -> Trained:
+    with ExitStack() as stack:
+        models = [
+            stack.enter_context(DDPSequential(network.build(), DDPConfig.from_env(), average=False))
+            for network in networks
+        ]
+        return _train(models, networks, *given)
+
+
+def _train(
+    models: Sequence[Any],
+    networks: Sequence[Network],
+    left_out: Sequence[Array],
+    schedule: Schedule,
+    x: Array,
+    y: Array,
+) -> Trained:
+    likelihood, scores = networks[0].likelihood, list[float]()
+    trainings = []
+    for model, network, rows in zip(models, networks, left_out, strict=True):
+        kept = np.delete(np.arange(len(x)), rows)
+        trainings.append(_epochs(model, network, schedule.batch_size, x[kept], y[kept]))
+    best, waited, posteriors = -np.inf, 0, [posterior_of(model) for model in models]
     for _ in range(schedule.epochs):
+        for training in trainings:
+            next(training)
+        if schedule.patience is None:
+            continue
+        logs = [
+            likelihood.log(likelihood.predict(*outputs_of(model, x[rows])), y[rows])
+            for model, rows in zip(models, left_out, strict=True)
+        ]
+        scores.append(float(np.concatenate(logs).mean()))
+        waited += 1
+        if scores[-1] > best + schedule.tolerance:
+            best, waited, posteriors = scores[-1], 0, [posterior_of(model) for model in models]
+        if waited >= schedule.patience:
+            break
+    if schedule.patience is None:
+        posteriors = [posterior_of(model) for model in models]
+    return Trained(posteriors, len(scores) or schedule.epochs, scores)
+
+
+def _epochs(model: Any, network: Network, size: int, x: Array, y: Array) -> Iterator[None]:
+    """Train a network by one epoch, in an order of its own, for each item that is asked for."""
+    rng = np.random.default_rng(network.seed)
+    ordered = {"mu_x": x, **network.likelihood.observe(y)}
+    shuffled = {name: np.empty_like(rows) for name, rows in ordered.items()}
+    batches = batches_of(model.communicator, size, shuffled)
+    while True:
         order = rng.permutation(len(x))
         for name, rows in ordered.items():
             np.take(rows, order, axis=0, out=shuffled[name], mode="clip")
-        learn(model, likelihood, batches)
-        if after_epoch():
-            return
+        learn(model, network.likelihood, batches)
+        yield
 
 
 def batches_of(
@@ -181,12 +203,14 @@ def learn(model: Any, likelihood: Likelihood, batches: Iterable[tuple[Array | No
 
 def outputs_of(model: Any, x: Array) -> tuple[Array, Array]:
     """Return means and variances of all outputs, flat; the model goes on in training mode."""
+    rows = max(len(x), _ROWS)
     try:
         model.eval()
-        mean, variance = model(x)
+        mean, variance = model(np.resize(x, (rows, *x.shape[1:])))
     finally:  # also after Ctrl-C
         model.train()
-    return mean, variance
+    values = len(mean) // rows * len(x)
+    return mean[:values], variance[:values]
 
 
 def load(model: Any, posterior: Posterior) -> None:

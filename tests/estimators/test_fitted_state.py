@@ -22,7 +22,8 @@ WRONG = [
     {"noise": -1.0},
     {"max_iter": 0},
     {"batch_size": 0},
-    {"early_stopping": True, "validation_fraction": 0.99},
+    {"n_networks": 0},
+    {"n_networks": 1, "validation_fraction": 0.99},
     {"n_ranks": 0},
     {"random_state": "seed"},
 ]
@@ -113,14 +114,14 @@ def test_predictions_have_the_shape_of_the_first_targets() -> None:
 def test_after_ctrl_c_it_goes_on_as_if_nothing_had_been(
     kind: Any, y: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = kind(max_iter=1, early_stopping=True, random_state=0).fit(X, y)
+    model = kind(max_iter=1, n_networks=2, random_state=0).fit(X, y)
     undisturbed = copy.deepcopy(model)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(model._model), "__call__", interrupt)
+        patch.setattr(type(model._models[0]), "__call__", interrupt)
         arguments = (10 * X, y) if method == "fit" else (X,)
         with pytest.raises(KeyboardInterrupt):
             getattr(model, method)(*arguments)
@@ -131,9 +132,7 @@ def test_after_ctrl_c_it_goes_on_as_if_nothing_had_been(
 @pytest.mark.parametrize("samples", [1, 2, 3, 40])
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.8, 0.9, 0.99])
 def test_samples_are_left_to_train_on(samples: int, fraction: float) -> None:
-    model = TAGIRegressor(
-        max_iter=2, early_stopping=True, validation_fraction=fraction, random_state=0
-    )
+    model = TAGIRegressor(max_iter=2, n_networks=1, validation_fraction=fraction, random_state=0)
     if max(1, round(samples * fraction)) < samples:
         scores = model.fit(X[:samples], VALUES[:samples]).validation_scores_
         assert scores[0] != scores[1]

@@ -18,7 +18,8 @@ x = np.random.default_rng(0).normal(size=(600, 20))
 y = x.sum(axis=1) if kind is TAGIRegressor else x.sum(axis=1) > 0
 
 def fitted(seed):
-    return kind((400, 400), max_iter=1, batch_size=200, noise=1.0, random_state=seed).fit(x, y)
+    settings = {"max_iter": 1, "n_networks": 1, "batch_size": 200, "noise": 1.0}
+    return kind((400, 400), random_state=seed, **settings).fit(x, y)
 
 def answer(model):
     return model.predict(x) if kind is TAGIRegressor else model.predict_proba(x)

@@ -26,7 +26,7 @@ def samples(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def fitted(kind: type, sizes: tuple[int, ...], seed: int, noise: float | None) -> Any:
     x, y = samples(seed, 120)
-    model = kind(sizes, max_iter=2, random_state=seed, noise=noise)
+    model = kind(sizes, max_iter=2, n_networks=2, random_state=seed, noise=noise)
     return model.fit(x, y if kind is TAGIRegressor else (y > 0).astype(int))
 
 
@@ -44,7 +44,7 @@ def test_threads_ask_one_estimator(kind: type, sizes: tuple[int, ...], first: st
             lambda m, x=x: m.predict(x),
             lambda m, x=x: m.predict(x, True) if kind is TAGIRegressor else m.predict_proba(x),
             lambda m, x=x, y=y: [m.score(x, y if kind is TAGIRegressor else y > 0)],
-            lambda m: [part for parts in m.posterior_.values() for part in parts],
+            lambda m: [part for each in m.posteriors_ for pair in each.values() for part in pair],
         ]
         calls.append(kinds[rng.integers(len(kinds))])
     wanted = [call(model) for call in calls]
@@ -60,18 +60,19 @@ def test_threads_ask_one_estimator(kind: type, sizes: tuple[int, ...], first: st
 def test_each_thread_fits_an_estimator(kind: type, sizes: tuple[int, ...]) -> None:
     before = np.random.get_state()[1].copy()
     seeds = range(6 if len(sizes) > 1 else 24)
-    wanted = [fitted(kind, sizes, seed, 1.0).posterior_ for seed in seeds]
-    got = in_threads([lambda s=s: fitted(kind, sizes, s, 1.0).posterior_ for s in seeds])
-    for posterior, right in zip(got, wanted, strict=True):
-        for name, parts in right.items():
-            for a, b in zip(posterior[name], parts, strict=True):
-                np.testing.assert_array_equal(a, b)
+    wanted = [fitted(kind, sizes, seed, 1.0).posteriors_ for seed in seeds]
+    got = in_threads([lambda s=s: fitted(kind, sizes, s, 1.0).posteriors_ for s in seeds])
+    for posteriors, right in zip(got, wanted, strict=True):
+        for posterior, its in zip(posteriors, right, strict=True):
+            for name, parts in its.items():
+                for a, b in zip(posterior[name], parts, strict=True):
+                    np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(np.random.get_state()[1], before)
 
 
 def test_a_prediction_is_that_of_one_fit() -> None:
     """While another thread fits an estimator anew, each prediction is of one fit as a whole."""
-    model = TAGIRegressor((20,), max_iter=2, noise=1.0, random_state=0)
+    model = TAGIRegressor((20,), max_iter=2, n_networks=2, noise=1.0, random_state=0)
     x, y = samples(0, 100)
     right = []
     for factor in (1.0, 1000.0):

@@ -42,7 +42,7 @@ def test_a_stream_of_any_size_is_learned(
         y = (y + offset) * scale
     noises = [None, 0.1 * scale] if chunk > 1 and kind is TAGIRegressor else [None]
     for noise in noises:
-        model = kind(noise=noise, random_state=0)
+        model = kind((50,), noise=noise, random_state=0)
         for _ in range(2):
             for begin in range(0, 500, chunk):
                 rows = slice(begin, min(500, begin + chunk))
@@ -108,10 +108,13 @@ def test_noise_that_can_never_be_learned_is_told() -> None:
 
 def everything(model: Any) -> dict[str, Any]:
     """Return all that an estimator is, to the bit, but for its lock and its network's memory."""
-    state = {k: v for k, v in vars(model).items() if k not in ("_lock", "_model", "_posterior")}
-    if hasattr(model, "_network"):
-        posterior = model.posterior_
-        state["parameters"] = [p.tobytes() for parts in posterior.values() for p in parts]
+    state = {k: v for k, v in vars(model).items() if k not in ("_lock", "_models", "_posteriors")}
+    if hasattr(model, "_networks"):
+        pairs = [pair for posterior in model.posteriors_ for pair in posterior.values()]
+        state["parameters"] = [part.tobytes() for pair in pairs for part in pair]
+    if (pool := state.get("_pool")) is not None:
+        line = pool.line.predict(np.random.default_rng(0).normal(size=(20, 3)))
+        state["_pool"] = pool.powers.tobytes(), line.tobytes()
     if isinstance(model.random_state, np.random.RandomState):
         state["random_state"] = model.random_state.get_state()
     state["numpy"] = np.random.get_state()
@@ -148,6 +151,7 @@ def test_calls_that_fail_were_none(seed: int) -> None:
     settings = {"batch_size": int(rng.integers(1, 12)), "max_iter": 2}
     settings["noise"] = [None, 0.4][int(rng.integers(2))]
     settings["early_stopping"] = bool(rng.integers(2))
+    settings["n_networks"] = int(rng.integers(1, 4))
     # Whose generator gives the seed of fit: their own, or the one of numpy.
     one, other = (
         kind(**settings, random_state=np.random.RandomState(seed) if seed % 3 else None)

@@ -117,6 +117,19 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
 
 
 @pytest.mark.slow
+def test_batches_are_compared(tmp_path: Path) -> None:
+    output = tmp_path / "settings.json"
+    command = [sys.executable, "-m", "benchmarks.settings", "--epochs", "1", "--sets", "diabetes"]
+    printed = subprocess.check_output(
+        [*command, "--output", str(output)], cwd=ROOT, text=True, timeout=100
+    )
+    runs = json.loads(output.read_text())
+    assert len(runs) == 5 * 3 * 6  # networks, noises, batches
+    assert f"bad runs, of {len(runs)}\n" in printed
+    assert all(0.5 < run["error"] < 5 for run in runs)
+
+
+@pytest.mark.slow
 def test_the_speed_up_is_plotted(tmp_path: Path) -> None:
     plot = tmp_path / "speed_up.png"
     module = ["-m", "benchmarks.families.scaling", "--quick", "--plot", str(plot)]

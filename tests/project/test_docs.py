@@ -114,15 +114,33 @@ def forked(script: Script, path: Path, nursery: ScriptNursery) -> list[str]:
     return [f"[{rank}] {line}" for rank, text in enumerate(printed) for line in text.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def shown() -> dict[str, list[str]]:
+    """Return what the README says its script prints, by the command, without the hashes."""
+    (block,) = (block for block in blocks(README) if block.kind == "console")
+    found: dict[str, list[str]] = {}
+    for part in block.text.split("$ ")[1:]:
+        command, *lines = part.splitlines()
+        found[command.removesuffix(" script.py")] = [line.rpartition(" ")[0] for line in lines]
+    return found
+
+
 @pytest.mark.parametrize(
-    "launcher", ["python", "tagi-ddp", "mpirun", pytest.param("torchrun", marks=pytest.mark.slow)]
+    ("launcher", "ranks"),
+    [
+        *(("python", 1), ("tagi-ddp", 2), ("tagi-ddp", 4), ("mpirun", 2)),
+        pytest.param("torchrun", 2, marks=pytest.mark.slow),
+    ],
 )
-def test_the_script_of_the_readme(launcher: str, tmp_path: Path) -> None:
-    (script,) = scripts(README)
-    assert len(script.code.splitlines()) <= 22
+def test_the_script_of_the_readme(
+    launcher: str, ranks: int, shown: dict[str, list[str]], tmp_path: Path
+) -> None:
+    _, script = scripts(README)
+    assert len(script.code.splitlines()) <= 24
     (tmp_path / "script.py").write_text(script.code)
+    command = [str(ranks) if word == "2" else word for word in LAUNCHERS[launcher]]
     done = subprocess.run(
-        [*LAUNCHERS[launcher], "script.py"],
+        [*command, "script.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONWARNINGS": "error"},
         capture_output=True,
@@ -130,9 +148,19 @@ def test_the_script_of_the_readme(launcher: str, tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    hashes = re.findall(r"rank ([01]): ([0-9a-f]{16})", done.stdout)
-    assert sorted(rank for rank, _ in hashes) == (["0"] if launcher == "python" else ["0", "1"])
-    assert len({digest for _, digest in hashes}) == 1
+    lines, hashes = zip(*(line.rsplit(" ", 1) for line in done.stdout.splitlines()), strict=True)
+    assert len(set(hashes)) == 1
+    assert re.fullmatch("[0-9a-f]{16}", hashes[0])
+    expected = shown["python" if ranks == 1 else f"tagi-ddp run -n {ranks}"]
+    if launcher in ("mpirun", "torchrun"):  # which put no rank in front
+        expected = [line.partition(" ")[2] for line in expected]
+    assert sorted(lines) == expected
+
+
+def test_the_first_examples_of_the_readme_run(nursery: ScriptNursery, tmp_path: Path) -> None:
+    first, _ = scripts(README)
+    (tmp_path / "script.py").write_text(first.code)
+    assert nursery.run(tmp_path / "script.py", 1) == [""]
 
 
 @every_page
@@ -233,6 +261,13 @@ CHECKS = {
 def test_commands_exist(page: Path, help_of: dict[str, str]) -> None:
     for program, *words in commands(page):
         CHECKS[program](words, help_of)
+
+
+def test_make_lists_all_targets() -> None:
+    printed = subprocess.check_output(["make", "--no-print-directory"], cwd=ROOT, text=True)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    described = re.findall(r"^make ([\w-]+) +\w.*$", printed, re.MULTILINE)
+    assert described == phony.split() == [line.split()[1] for line in printed.splitlines()]
 
 
 def test_the_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,26 @@ def test_noise_is_learned_with_the_values(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_curve_is_learned_and_plotted(tmp_path):
+    plot = tmp_path / "curve.png"
+    output = run(*ranks(1), EXAMPLES / "curve.py", "--plot", plot, cwd=tmp_path).stdout
+    (within,) = re.findall(r"(\d+)% of the test points", output)
+    assert 80 < int(within) < 97
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_settings_are_compared(tmp_path):
+    plot = tmp_path / "settings.png"
+    options = ("--over", "width", "--seeds", 1, "--plot", plot)
+    output = run(*ranks(1), EXAMPLES / "settings.py", *options, cwd=tmp_path).stdout
+    errors = re.findall(r"error +([\d. ]+)\n", output)
+    assert [len(line.split()) for line in errors] == [4] * 15  # sets times noises
+    assert float(errors[2].split()[-1]) < 0.4  # ripples, by their own noise and the widest network
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
 def test_digits_are_learned_one_at_a_time(tmp_path):
     plot = tmp_path / "stream.png"
     output = run(*ranks(1), EXAMPLES / "stream.py", "--plot", plot, cwd=tmp_path).stdout

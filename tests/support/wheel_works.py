@@ -15,7 +15,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def main() -> None:
-    script = README.read_text().split("```python\n")[1].split("```")[0]
+    script = README.read_text().split("```python\n# python script.py\n")[1].split("```")[0]
     commands = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "script.py").write_text(script)
@@ -34,7 +34,7 @@ def main() -> None:
         assert ready["one process"], ready
         assert ready["one host"], ready
         lines = run(commands / "tagi-ddp", "run", "-n", "2", "script.py").splitlines()
-        replicas = {line.split()[-1] for line in lines if "rank" in line}
+        replicas = {line.split()[-1] for line in lines if "network" in line}
         assert len(lines) == 2, lines
         assert len(replicas) == 1, lines
     print(f"{where} on Python {sys.version.split()[0]}: {lines[0]}")

@@ -1,0 +1,72 @@
+"""Predictions of any number of samples, with the noise of what will be observed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tagi_ddp.checks import flat_floats
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.layers import sample_size, widths
+
+# Samples of a forward pass. Even: an EvenExp layer of an odd width counts through the whole batch.
+_CHUNK = 256
+
+Forward = Callable[[FloatArray], tuple[Any, Any]]
+
+
+def predict(
+    network: Any, forward: Forward, input_size: int, x: ArrayLike, noise: ArrayLike | None
+) -> tuple[FloatArray, FloatArray]:
+    """Return what `LearnInterface.predict` returns, by ``forward``, and in the present mode.
+
+    ``input_size``: the inputs of a sample; 0: the first layer has the number.
+    """
+    flat = flat_floats("x", x, False)
+    *_, (last, outputs) = widths(network)
+    learns_noise = last.kind == "EvenExp"
+    if learns_noise and outputs % 2:
+        raise ValueError(
+            f"the network ends in EvenExp, which makes pairs of a value and its noise, but has "
+            f"{outputs} outputs: give it an even number"
+        )
+    width, shape = input_size or sample_size(network), np.shape(x)
+    rows = len(flat) // width
+    # Of several dimensions the first one counts samples, or there is one sample of all.
+    if len(flat) != rows * width or (len(shape) > 1 and rows not in (1, shape[0])):
+        raise ValueError(
+            f"x has shape {tuple(shape)}: give [samples, {width}], or as many in a row"
+        )
+    added = None if noise is None else _checked(noise, rows, outputs // (1 + learns_noise))
+    mean, variance = np.empty((2, rows, outputs), np.float32)
+    # A last chunk of one sample would be the next step of a series to LSTM layers.
+    for begin in range(0, rows - (rows > 1), _CHUNK):
+        end = rows if rows - begin <= _CHUNK + 1 else begin + _CHUNK
+        found = forward(flat[begin * width : end * width])
+        mean[begin:end], variance[begin:end] = (part.reshape(-1, outputs) for part in found)
+    if learns_noise:
+        added = mean[:, 1::2] if added is None else added
+        mean, variance = mean[:, ::2].copy(), variance[:, ::2].copy()
+    if added is not None:
+        variance += added
+    return mean, variance
+
+
+def _checked(noise: ArrayLike, rows: int, outputs: int) -> FloatArray:
+    """Return variances that can be added to those of [rows, outputs]."""
+    flat: FloatArray = flat_floats("noise", noise, False)
+    wrong = flat[~((flat >= 0) & (flat < np.inf))]
+    if len(wrong):
+        raise ValueError(f"noise is a variance, finite and at least 0, got {wrong[0]:g}")
+    shape = np.shape(noise)
+    if len(flat) in (1, outputs) and len(shape) < 2:
+        return flat
+    if len(flat) == rows * outputs and (len(shape) < 2 or shape == (rows, outputs)):
+        return flat.reshape(rows, outputs)
+    raise ValueError(
+        f"noise has shape {shape}: give one number, one for each of the {outputs} outputs, or an "
+        f"array of [{rows}, {outputs}]"
+    )
