@@ -3,8 +3,8 @@
 python examples/noise.py --data boston.npz --plot noise.png
 
 The file holds an array ``data``, [rows, columns], whose last column is the target; without one it
-is scikit-learn's diabetes. The network learns the value, and the expected variance of its noise
-(AGVI), so nobody has to know that. Each row is predicted by a network of other rows.
+is scikit-learn's diabetes. The networks learn the value, and the expected variance of its noise
+(AGVI), so nobody has to know that. Each row is predicted by an estimator of other rows.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from tagi_ddp.sklearn import TAGIRegressor
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="a file of numpy's, .npz; by default diabetes")
-    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--plot", default="noise.png", help="where the PNG file goes")
     options = parser.parse_args()
     if options.data is None:
@@ -35,7 +34,7 @@ def main():
     mean, deviation = np.empty((2, len(y)))
     folds = list(KFold(5, shuffle=True, random_state=0).split(x))
     for known, test in progress(folds, unit="fold"):
-        model = TAGIRegressor(max_iter=options.epochs, random_state=0).fit(x[known], y[known])
+        model = TAGIRegressor(random_state=0).fit(x[known], y[known])
         mean[test], deviation[test] = model.predict(x[test], return_std=True)
     z = (y - mean) / deviation
     likelihood = -(z**2 + np.log(2 * np.pi * deviation**2)) / 2
