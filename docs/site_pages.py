@@ -1,8 +1,7 @@
 """What the site has beside the pages of this folder: a hook of mkdocs, which `make docs` runs.
 
-Pages are made of the README, of the examples, of the public names' docstrings, of the JSON that
-the benchmarks have written, and of the notebooks, which run for it. A public name without a
-docstring is an error, and so is a cell that fails.
+Pages are made of the README, of the examples, of the docstrings (`site_reference`), of the
+notebooks with their outputs, and of the JSON that the benchmarks write.
 """
 
 from __future__ import annotations
@@ -13,27 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import griffe
 import nbformat
-from mkdocs.exceptions import PluginError
+import site_reference
 from mkdocs.structure.files import File
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "build" / "bench.json"
-MODULES = [
-    "tagi_ddp",
-    "tagi_ddp.communicators",
-    "tagi_ddp.checkpoint",
-    "tagi_ddp.sklearn",
-    "tagi_ddp.parallel",
-    "tagi_ddp.sharding",
-    "tagi_ddp.strategy",
-    "tagi_ddp.optim",
-    "tagi_ddp.plan",
-]
 # Where the files lie on the site that pages link to.
 PLACES = [
     (r"\]\((?:\.\./)?README\.md", "](getting-started.md"),
@@ -53,8 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "examples.md": examples(),
-        "numbers.md": numbers(),
-        **{f"reference/{name}.md": reference(name) for name in MODULES},
+        **site_reference.pages(),
     }
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         pages |= notebook(path)
@@ -63,45 +47,37 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def title_of(found: re.Match[str]) -> str:
+    """Return a link that is written by a file's name, "[merging.md](merging.md)", by its title."""
+    path = ROOT / "docs" / f"{found[1]}.md"
+    title = path.read_text().partition("\n")[0].removeprefix("# ") if path.exists() else found[1]
+    return f"[{title}]("
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Let a method's heading name its class, so that it is read and found as `Class.method`."""
+    return re.sub(
+        r'(<h4 id="[\w.]+?\.(\w+)\.\w+" class="doc doc-heading">\s*<span class="[^"]*">)',
+        lambda found: f'{found[1]}<span class="doc-owner">{found[2]}.</span>',
+        html,
+    )
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links lead to the pages of the site, and blocks be marked by their language alone."""
     if page.file.src_uri.startswith("reference/"):
         return markdown
+    if page.file.src_uri == "README.md":
+        page.meta["hide"] = ["toc"]  # its doors stand beside each other
+    if page.file.src_uri == "benchmarks.md":
+        markdown += numbers()
+    if page.file.src_uri == "getting-started.md":
+        markdown = re.sub(r"^# .*", "# Overview", markdown)
     for pattern, place in PLACES:
         markdown = re.sub(pattern, place, markdown)
+    markdown = re.sub(r"\[(?:docs/)?([\w-]+)\.md\]\(", title_of, markdown)
+    markdown = site_reference.linked(markdown, ("tagi_ddp",))
     return re.sub(r"^( *```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)  # marks for the tests
-
-
-def public_names(module: str) -> list[str]:
-    """Return what a package says is public; PluginError if one of it has no docstring."""
-    package = griffe.load(module, search_paths=[ROOT], resolve_aliases=True, allow_inspection=False)
-    names = [name for name in package.exports or [] if not str(name).startswith("_")]
-    bare = [each for name in names for each in undocumented(package[str(name)])]
-    if bare or not names:
-        raise PluginError(f"{module} has public names without a docstring: {', '.join(bare)}")
-    return list(map(str, names))
-
-
-def undocumented(thing: griffe.Object | griffe.Alias) -> list[str]:
-    """Return it, if it has no docstring, and what it has that is public and has none."""
-    if isinstance(thing, griffe.Alias):
-        thing = thing.final_target
-    bare = [] if thing.has_docstring else [thing.path]
-    if isinstance(thing, griffe.Class):
-        for name, member in thing.members.items():
-            inherited = any(name in base.members for base in thing.mro())
-            if member.is_function and not name.startswith("_") and not inherited:
-                bare += undocumented(member)
-    return bare
-
-
-def reference(module: str) -> str:
-    """Return a page of all public names of a package."""
-    names = public_names(module)
-    lines = [f"# {module}", ""]
-    for name in names:
-        lines += [f"::: {module}.{name}", ""]
-    return "\n".join(lines)
 
 
 def examples() -> str:
@@ -121,13 +97,8 @@ def examples() -> str:
 
 
 def notebook(path: Path) -> dict[str, str | bytes]:
-    """Run a notebook, in its folder; return its page and its pictures. PluginError if it fails."""
+    """Return the page of a notebook, with the outputs that it is stored with, and its pictures."""
     cells = nbformat.read(path, as_version=4)
-    folder = {"metadata": {"path": path.parent}}
-    try:
-        NotebookClient(cells, timeout=120, resources=folder, coalesce_streams=True).execute()
-    except CellExecutionError as error:
-        raise PluginError(f"{path.name}: {error}") from error
     names = {"output_files_dir": f"{path.stem}-pictures", "unique_key": "cell"}
     text, made = MarkdownExporter().from_notebook_node(cells, resources=names)
     title, _, rest = text.lstrip().partition("\n")
@@ -138,17 +109,13 @@ def notebook(path: Path) -> dict[str, str | bytes]:
 
 
 def numbers() -> str:
-    """Return a table of what the benchmarks have measured here the last time."""
-    lines = ["# The last run of the benchmarks", ""]
+    """Return a section with the last run of the benchmarks here; "" if there was none."""
     if not BENCH.exists():
-        lines.append(
-            "None has run where this site was built: `make bench` writes what stands here."
-        )
-        return "\n".join(lines)
+        return ""
     rows = json.loads(BENCH.read_text())
-    lines += [
-        rows[0]["machine"] + ".",
-        "",
+    lines = [
+        "\n\n## The last run on the machine that built this site\n",
+        f"{rows[0]['machine']}.\n",
         "| | ours | other | unit | times better |",
         "|---" * 5 + "|",
     ]

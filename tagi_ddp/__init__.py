@@ -15,6 +15,17 @@ except ImportError as error:
 from tagi_ddp.engine import import_hook as _import_hook
 
 if TYPE_CHECKING:
+    from tagi_ddp import checkpoint as checkpoint
+    from tagi_ddp import communicators as communicators
+    from tagi_ddp import data as data
+    from tagi_ddp import launcher as launcher
+    from tagi_ddp import optim as optim
+    from tagi_ddp import parallel as parallel
+    from tagi_ddp import plan as plan
+    from tagi_ddp import sequential as sequential
+    from tagi_ddp import sharding as sharding
+    from tagi_ddp import sklearn as sklearn
+    from tagi_ddp import strategy as strategy
     from tagi_ddp.communicators import (
         BackendUnavailable,
         Communicator,
@@ -69,21 +80,24 @@ __all__ = [
     "reduce_metrics",
 ]
 
-# Where these come from; imported when one is asked for, as numpy takes longer than most commands.
+# The packages that have the names above. All packages are imported when one is asked for: numpy
+# takes longer than most commands, and some need an extra.
 _HOMES = ("communicators", "data", "sequential", "launcher")
+_PACKAGES = (*_HOMES, "checkpoint", "optim", "parallel", "plan", "sharding", "sklearn", "strategy")
 
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
 
-def __getattr__(name: str) -> Any:
-    """Return a public name, or one of the packages that have them (PEP 562)."""
-    if name in _HOMES:
-        return _import_module(f"{__name__}.{name}")
-    if name in __all__:
-        for home in _HOMES:
-            module = _import_module(f"{__name__}.{home}")
-            if name in module.__all__:
-                globals()[name] = getattr(module, name)
-                return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Return a public name or a public package (PEP 562)."""
+        if name in _PACKAGES:
+            return _import_module(f"{__name__}.{name}")
+        if name in __all__:
+            for home in _HOMES:
+                module = _import_module(f"{__name__}.{home}")
+                if name in module.__all__:
+                    globals()[name] = getattr(module, name)
+                    return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,7 @@
-"""Checkpoints of whole runs; docs/reliability.md."""
+"""Checkpoints of whole runs.
+
+docs/checkpoints.md has an example.
+"""
 
 from tagi_ddp.checkpoint.checkpoints import CheckpointError, Checkpoints
 from tagi_ddp.checkpoint.tree import DamagedFile, read_tree

@@ -113,7 +113,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def read_tree(path: Path, *keys: str) -> Any:
-    """Return what a file holds, or what lies there under ``keys``, one in the other.
+    """Return the content of a checkpoint's file, or its part under nested ``keys``.
 
     Arrays are copies. Raises DamagedFile, OSError.
     """

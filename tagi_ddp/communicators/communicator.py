@@ -12,7 +12,7 @@ Buffer = Any
 """A C-contiguous numpy array or torch tensor; its memory is used in place, its shape is ignored."""
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
-"""How a reduction puts the ranks' numbers together."""
+"""The operation by which a reduction combines the ranks' numbers."""
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class Communicator(Protocol):
 
     @property
     def device(self) -> str:
-        """Where buffers must live: "cpu" or "cuda:<index>"."""
+        """The device of all buffers: "cpu" or "cuda:<index>"."""
         ...
 
     @property

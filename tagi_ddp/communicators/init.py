@@ -19,7 +19,7 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import LaunchEnvironment, detect, offers_mpi
 
 BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
-"""What `init` and DDPConfig take as backend."""
+"""The names of backends that `init` and DDPConfig accept."""
 
 # The module of each, what it imports, and the packages that bring that.
 _MODULES = {

@@ -71,7 +71,7 @@ class DistributedSampler:
 
     @property
     def settings(self) -> dict[str, int]:
-        """What decides on the order of each epoch, the same on all ranks, by name."""
+        """The settings that decide the order of each epoch, by name; the same on all ranks."""
         return {"length": self._length, "shuffle": int(self.shuffle), "seed": self.seed}
 
     @property

@@ -6,6 +6,7 @@ Those for torch import it when they are first used.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
@@ -32,7 +33,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _ON_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_ON_TORCH[name]}"), name)
+if not TYPE_CHECKING:  # type checkers know the names above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name not in _ON_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if importlib.util.find_spec("torch") is None:
+            raise ImportError(f"tagi_ddp.optim.{name} needs torch: pip install '.[torch]'")
+        return getattr(importlib.import_module(f"{__name__}.{_ON_TORCH[name]}"), name)

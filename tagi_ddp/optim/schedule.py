@@ -20,7 +20,7 @@ _PATIENCE = 2  # epochs without improvement that make a loss stable
 
 @dataclass(frozen=True)
 class Skips:
-    """How often ranks synchronize, in batches; 1 <= batches_to_wait <= global_skip.
+    """The numbers of batches between two synchronizations; 1 <= batches_to_wait <= global_skip.
 
     A global synchronization begins every ``global_skip`` batches and is merged ``batches_to_wait``
     batches later; the ranks of a node synchronize in these batches of the wait, and else every
@@ -34,7 +34,7 @@ class Skips:
 
 @dataclass(frozen=True)
 class Sync:
-    """What happens after a batch, in this order.
+    """The synchronizations after a batch, in this order.
 
     local: the ranks of each node synchronize.
     merge: what a global group sent so many batches ago is merged; 0: there is nothing to merge.
@@ -70,7 +70,7 @@ class Stability:
 
 
 class SyncSchedule:
-    """Tells after each batch which ranks synchronize.
+    """A schedule that says after each batch which ranks synchronize.
 
     The first ``warmup_epochs`` and the last ``cooldown_epochs`` synchronize all ranks after every
     batch. The epochs between them cycle: they begin with the longest skips, which are shortened
@@ -131,7 +131,7 @@ class SyncSchedule:
 
     @property
     def settings(self) -> dict[str, int | float]:
-        """What stays as it is: the arguments, and the skips they lead to, as numbers by name."""
+        """The constants, by name: the arguments, and the skips that follow from them."""
         return {
             "total_epochs": self._total,
             "warmup_epochs": self._warmup,
@@ -143,7 +143,7 @@ class SyncSchedule:
 
     @property
     def phase(self) -> Phase:
-        """What this epoch does: "warmup" and "cooldown" block after every batch."""
+        """The phase of this epoch: "warmup" and "cooldown" block after every batch."""
         if self.epoch < self._warmup:
             return "warmup"
         return "cooldown" if self.epoch >= self._total - self._cooldown else "cycling"

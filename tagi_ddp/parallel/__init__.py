@@ -4,6 +4,11 @@ Importing this registers torch's backend "tagi_ddp", whose collectives run on th
 communicators.
 """
 
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("tagi_ddp.parallel needs torch: pip install '.[parallel]'")
+
 from tagi_ddp.parallel.callbacks import (
     BestCheckpoint,
     Callback,

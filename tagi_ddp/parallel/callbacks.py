@@ -194,9 +194,8 @@ class TensorBoardLogger(Callback):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoardLogger needs tensorboard: pip install tensorboard") from (
-                error
-            )
+            text = "TensorBoardLogger needs tensorboard: pip install '.[tensorboard]'"
+            raise ImportError(text) from error
         self._make, self._folder = SummaryWriter, folder
         self._writer: Any = None
 

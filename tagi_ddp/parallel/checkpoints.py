@@ -31,7 +31,7 @@ PART = "trainer"
 
 @dataclass
 class State:
-    """Where training is: finished epochs, and steps and samples of all ranks since the start.
+    """The progress of training: finished epochs, and all ranks' steps and samples since the start.
 
     In the midst of an epoch, ``position`` is how many of its samples are done, ``order`` what
     decides on which they are: the length of the data, the batch size and the seed; and ``loss`` the

@@ -106,7 +106,7 @@ class Config:
 
 @dataclass
 class ParallelConfig(Config):
-    """How a model is trained by several processes.
+    """The settings by which several processes train a model.
 
     Args:
         use_fsdp: shard parameters, gradients and the optimizer's state; False: every rank has all.
@@ -194,5 +194,5 @@ def _omegaconf() -> type[OmegaConf]:
     try:
         from omegaconf import OmegaConf
     except ImportError as error:
-        raise ImportError("settings need omegaconf: pip install omegaconf") from error
+        raise ImportError("settings need omegaconf: pip install '.[parallel]'") from error
     return OmegaConf

@@ -18,7 +18,9 @@ _ROUNDING = 1e-3  # of a step, relative to the greatest that is taken
 
 
 class PosteriorStatistics(Callback):
-    """Adds to an epoch's metrics, for each layer, by its name as in "0 (Linear(8,64))":
+    """Adds statistics of the posterior to an epoch's metrics.
+
+    For each layer, by its name as in "0 (Linear(8,64))":
 
     - "mean_abs_mu", "mean_var": the means of |mean| and of variance over weights and biases.
     - "capped": the share of parameters that the epoch's last step moved as far as the cap lets it,

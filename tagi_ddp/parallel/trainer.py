@@ -35,7 +35,7 @@ _CHECKPOINTS = "checkpoints"  # the folder of those from which training goes on
 
 @dataclass
 class CheckpointConfig(Config):
-    """When the trainer writes checkpoints, beside the one at the end.
+    """The times at which the trainer writes checkpoints, beside the one at the end.
 
     Args:
         save_every_n_steps: after every so many steps; None: at the end only.

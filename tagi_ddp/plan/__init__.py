@@ -1,6 +1,6 @@
-"""What a step will take on more ranks than there are: ``tagi-ddp plan``.
+"""Predict the time of a step on more ranks than there are: ``tagi-ddp plan``.
 
-`predict` has the model, `measure_link` the numbers that it needs of a network.
+`predict` is the model; `measure_link` measures the latency and bandwidth that it needs.
 """
 
 from tagi_ddp.plan.measure import measure_link

@@ -59,12 +59,12 @@ from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 _CHUNKS = 2  # of a large sum over several hosts, as gloo's
 
 SCHEMES = ("sum", "precision", "asynchronous")
-"""What ranks exchange: sums at each step, merges, or merges by a schedule, without waiting."""
+"""The schemes of exchange: sums at each step, merges, or merges by a schedule, without waiting."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a rank, or a node, to the others, in both directions at once.
+    """The connection of a rank, or a node, to the others, in both directions at once.
 
     ``latency`` is in seconds, 0 or more; ``bandwidth`` in bytes a second, in each direction,
     greater than 0 and possibly infinite. Raises TypeError or ValueError that names the argument.
@@ -106,7 +106,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Training:
-    """What each rank computes and sends, which is the same at any number of ranks.
+    """The work and the traffic of each rank, the same at any number of ranks.
 
     Args:
         step: seconds of a step of one rank that does not communicate; greater than 0.
@@ -149,7 +149,7 @@ class Training:
 
     @property
     def bytes(self) -> float:
-        """What a rank has to send."""
+        """The number of bytes that a rank has to send."""
         return self.parameters * self.bytes_per_parameter
 
     def schedule(self) -> SyncSchedule:

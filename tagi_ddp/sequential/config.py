@@ -72,7 +72,7 @@ class DDPConfig:
 
     @property
     def backend(self) -> str:
-        """What carries the collectives: "auto", "nccl", "mpi", "shm" or "gloo"."""
+        """The backend of the collectives: "auto", "nccl", "mpi", "shm" or "gloo"."""
         return self._backend
 
     @backend.setter

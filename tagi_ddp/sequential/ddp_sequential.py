@@ -107,7 +107,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             It warns where there is none.
         elastic: True: when ranks are lost the others go on, and new ones may join, with `steps`; a
             number: so many seconds, not 300, after which a rank that does not come counts as lost.
-            On the CPU, under ``tagi-ddp run`` (docs/reliability.md).
+            On the CPU, under ``tagi-ddp run`` (docs/elastic.md).
 
     Raises:
         BackendUnavailable, Timeout, PeerLost: the ranks could not be brought together.
@@ -352,7 +352,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     # --- beyond the engine's interface --------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let the deltas of several micro-batches add up before one `step` exchanges their sum.
+        """Add up the deltas of several micro-batches before one `step` exchanges their sum.
 
         ``with model.no_sync():`` forward and backward of every micro-batch; then `step`, outside.
         """

@@ -75,6 +75,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     config: DDPConfig
     reduction: Reduction
     changes: list[GroupChange]
+    """The changes of the group so far, in an elastic job."""
     _options: dict[str, Any]
     _groups: Callable[[], Iterator[CanAbort]]
     _rollback: Rollback
@@ -86,17 +87,17 @@ class ElasticInterface(MergeInterface, SequentialInterface):
 
     @property
     def elastic(self) -> bool:
-        """Whether the job goes on when ranks are lost."""
+        """True if the job continues when ranks are lost."""
         return self._membership is not None
 
     @property
     def steps_made(self) -> int:
-        """How many steps all ranks have made, in a job that is elastic: the next one's number."""
+        """The number of steps of all ranks in an elastic job; also the number of the next step."""
         return self._elastic("steps_made").steps_made
 
     @property
     def joined(self) -> bool:
-        """Whether this rank is one of an elastic job that others had begun."""
+        """True if this rank joined an elastic job that others had begun."""
         return bool(self.changes) and self.changes[0].joined
 
     def steps(

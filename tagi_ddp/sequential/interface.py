@@ -14,6 +14,7 @@ from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, r
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.sequential.wrapped import WrappedNetwork
 from tagi_ddp.update.exchange import Exchange
 from tagi_ddp.update.merging import Merging, ScheduledMerging
 from tagi_ddp.update.micro_batches import Accumulation
@@ -21,30 +22,18 @@ from tagi_ddp.update.micro_batches import Accumulation
 M = TypeVar("M", bound=Merging)
 
 
-class SequentialInterface:
-    """pytagi's methods and properties that are no collective calls, on whatever computes.
+class SequentialInterface(WrappedNetwork):
+    """pytagi's methods and properties that are no collective calls, on whatever computes."""
 
-    What is not here, like ``layers`` or ``get_layer_stack_info``, is the model's own.
-    """
-
-    model: Any
     compute: Compute
     _calls: AbstractContextManager[Any]  # the lock of all that computes
     _by_batch: ComputeByBatch | None = None  # who chooses ``compute``
     _accumulation: Accumulation
-    _replica: Replica
     _misfit: tuple[str, Any] | None = None  # what set_delta_z got; the buffer before
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what only the model has."""
-        if name.startswith("_") or name in ("model", "compute"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._replica.export()
-        return getattr(self.model, name)
 
     @property
     def has_empty_share(self) -> bool:
-        """Whether the last `forward` was given no samples."""
+        """True if the last `forward` was given no samples."""
         return self._accumulation.forwarded == 0
 
     @one_at_a_time
@@ -162,7 +151,7 @@ class SequentialInterface:
 
     @property
     def input_state_update(self) -> bool:
-        """Whether backward computes the innovation of the inputs too."""
+        """True if backward computes the innovation of the inputs too."""
         return bool(self.model.input_state_update)
 
     @input_state_update.setter
@@ -305,7 +294,7 @@ class MergeInterface:
 
     @one_at_a_time
     def begin_epoch(self, batches: int) -> None:
-        """Tell the schedule how many steps an epoch has, the same number on all ranks."""
+        """Begin an epoch of the schedule with this many steps, the same number on all ranks."""
         with self._or_abort():
             self._merging("begin_epoch", ScheduledMerging).begin_epoch(batches)
 

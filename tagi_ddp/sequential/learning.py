@@ -12,17 +12,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import real
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.sequential.membership import Membership
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
 from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.trace.timeline import timeline
-from tagi_ddp.update.exchange import Alone, Queued
+from tagi_ddp.update.exchange import Alone, Exchange, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ class LearnInterface(SequentialInterface):
     forward: Callable[..., tuple[FloatArray, FloatArray]]
     backward: Callable[[], None]
     step: Callable[[], None]
+    communicator: Communicator
+    """The communicator of all ranks; in an elastic job, that of the present group."""
+    _membership: Membership | None
+    _exchange: Exchange
     _or_abort: Callable[[], AbstractContextManager[None]]
     _rollback: Rollback
     _undo: Callable[[], None]
@@ -183,7 +189,7 @@ class LearnInterface(SequentialInterface):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks run out of batches at different times.
+        """Allow ranks to run out of batches at different times.
 
         All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
         following the others' updates, contributing nothing, until all have left. No other

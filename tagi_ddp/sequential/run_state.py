@@ -21,7 +21,7 @@ from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
-from tagi_ddp.update.merging import Merging
+from tagi_ddp.update.merging import Merging, Reduction
 from tagi_ddp.update.saved import merge_saved
 
 _NAMES = (*PARAMETERS, "mu_ra", "var_ra", "first_batch")
@@ -39,6 +39,8 @@ class RunStateInterface(MergeInterface, SequentialInterface):
     """`run_state`, `load_run_state` and `check_replicas`."""
 
     communicator: Communicator
+    reduction: Reduction
+    """The reduction in use: "sum", "mean" or "precision"."""
     _options: dict[str, Any]
 
     @one_at_a_time

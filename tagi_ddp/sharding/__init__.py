@@ -1,5 +1,10 @@
 """Tensors and graphs of one model, split over the ranks of a group."""
 
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("tagi_ddp.sharding needs torch: pip install '.[torch]'")
+
 from tagi_ddp.sharding.graph import (
     gather_tensor,
     reduce_shard_tensor,

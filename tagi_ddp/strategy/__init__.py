@@ -1,4 +1,9 @@
-"""Which ranks work together: groups that share a model, a reader, or an ensemble."""
+"""Groups of ranks that share a model, a reader, or an ensemble."""
+
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError("tagi_ddp.strategy needs torch: pip install '.[torch]'")
 
 from tagi_ddp.strategy.group_strategy import DDPEnsGroupStrategy, DDPGroupStrategy
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout

@@ -58,7 +58,7 @@ class GroupLayout:
 
     @property
     def model_groups(self) -> int:
-        """How many model groups there are, W / M."""
+        """The number of model groups, W / M."""
         return self.world_size // self.num_gpus_per_model
 
     @property
@@ -119,7 +119,7 @@ class EnsembleLayout(GroupLayout):
 
     @property
     def ensemble_groups(self) -> int:
-        """How many ensemble groups there are, W / E."""
+        """The number of ensemble groups, W / E."""
         return self.world_size // self.num_gpus_per_ensemble
 
     @property
@@ -129,7 +129,7 @@ class EnsembleLayout(GroupLayout):
 
     @property
     def members(self) -> int:
-        """How many members an ensemble has, E / M."""
+        """The number of members of an ensemble, E / M."""
         return self.num_gpus_per_ensemble // self.num_gpus_per_model
 
     @property

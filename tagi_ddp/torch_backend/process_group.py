@@ -101,6 +101,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._under_way([work], [output], [flat])
 
     reduce_scatter_single = _reduce_scatter_base
+    """The name that newer releases of torch call."""
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -146,6 +147,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._under_way([work], [output], [flat])
 
     all_gather_single = _allgather_base
+    """The name that newer releases of torch call."""
 
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -192,6 +194,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._under_way([work], [output], [flat])
 
     all_to_all_single = alltoall_base
+    """The name that newer releases of torch call."""
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None

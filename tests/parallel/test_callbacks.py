@@ -194,7 +194,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_tensorboard_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[tensorboard\]'"):
         TensorBoardLogger()
 
 

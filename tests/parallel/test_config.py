@@ -173,7 +173,7 @@ def test_without_omegaconf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "omegaconf", None)
     assert ParallelConfig().use_fsdp is False
     for make in (lambda: Own.from_args([]), lambda: Own(rate=1)):
-        with pytest.raises(ImportError, match=r"pip install omegaconf"):
+        with pytest.raises(ImportError, match=r"pip install '\.\[parallel\]'"):
             make()
 
 

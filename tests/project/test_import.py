@@ -65,3 +65,37 @@ def test_types_are_shipped() -> None:
     files = {str(file) for file in importlib.metadata.files("tagi-ddp") or ()}
     assert "tagi_ddp/_backend.pyi" in files
     assert (Path(tagi_ddp.__file__).parent / "py.typed").is_file()
+
+
+PACKAGES = {
+    "parallel": "parallel",
+    "sharding": "torch",
+    "sklearn": "sklearn",
+    "strategy": "torch",
+    "optim.DASO": "torch",
+}
+
+
+def test_packages_come_when_asked_for_or_name_their_extra() -> None:
+    """In one process, which is told that the libraries of all extras are missing."""
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys(["torch", "sklearn", "omegaconf", "mpi4py"])
+import tagi_ddp
+tagi_ddp.checkpoint.Checkpoints, tagi_ddp.communicators.Communicator, tagi_ddp.plan.predict
+tagi_ddp.data, tagi_ddp.launcher, tagi_ddp.sequential, tagi_ddp.optim.SyncSchedule
+for name, extra in {PACKAGES}.items():
+    try:
+        eval(f"tagi_ddp.{{name}}")
+    except ImportError as error:
+        assert f"tagi_ddp.{{name}} needs" in str(error), error
+        assert f"pip install '.[{{extra}}]'" in str(error), error
+    else:
+        raise AssertionError(name)
+assert not hasattr(tagi_ddp, "lern")
+help(tagi_ddp)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -16,9 +16,10 @@ PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
 # layer do not know each other, but for SIDEWAYS.
 LAYERS = (
     ("__main__",),
-    ("commands", "parallel", "sklearn"),
-    ("strategy",),
+    ("commands",),
     ("__init__",),
+    ("parallel", "sklearn"),
+    ("strategy",),
     ("sequential", "checkpoint"),
     ("update", "torch_backend", "launcher", "plan", "data"),
     ("optim", "sharding", "compute"),

@@ -140,12 +140,12 @@ class DASO(Settings, Closing):
 
     @property
     def split(self) -> bool | None:
-        """Whether nodes need more than one operation to send; None: there is one node."""
+        """True if nodes need several operations to send; None: there is one node."""
         return None if self._nodes is None else bool(self._nodes.splits)
 
     @property
     def split_inds(self) -> list[int] | None:
-        """Where what nodes send is split into operations; None if it is not."""
+        """The positions at which data for nodes is split into operations; None if it is not."""
         return self._nodes.splits if self._nodes is not None and self.split else None
 
     @property
@@ -188,7 +188,7 @@ class DASO(Settings, Closing):
 
     @property
     def amp(self) -> bool:
-        """Whether there is a gradient scaler."""
+        """True if there is a gradient scaler."""
         return self._update.scaler is not None
 
     def print0(self, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ class DASO(Settings, Closing):
     # --- training -----------------------------------------------------------------------------
 
     def add_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Let `step` step the optimizer by way of ``scaler``, and update that.
+        """Step the optimizer by ``scaler`` in `step`, and update the scaler.
 
         Ranks of a node that average their gradients unscale them first, and skip the step together.
         """
@@ -227,7 +227,7 @@ class DASO(Settings, Closing):
         self.progress()
 
     def progress(self) -> None:
-        """Let what is in flight between nodes go on, without waiting for anything."""
+        """Advance the exchange in flight between nodes, without waiting for anything."""
         if self._nodes is not None and self._nodes.busy:
             with self._or_abort():
                 self._nodes.progress()

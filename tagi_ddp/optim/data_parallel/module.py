@@ -114,7 +114,7 @@ class DataParallel(Closing, Wrapper):
 
     @property
     def blocking_parameter_updates(self) -> bool:
-        """Whether a step waits for all ranks and updates at once; ``blocking``."""
+        """True if a step waits for all ranks and updates at once; ``blocking``."""
         return self.blocking
 
     def _attach(self) -> None:

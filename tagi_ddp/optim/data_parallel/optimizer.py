@@ -53,7 +53,7 @@ class DataParallelOptimizer:
 
     @property
     def update_next(self) -> bool:
-        """Whether an update waits for the next forward."""
+        """True if an update waits for the next forward."""
         updates = self._attached
         return updates is not None and updates.pending
 
@@ -116,7 +116,7 @@ class DataParallelOptimizer:
 
     @property
     def attached(self) -> bool:
-        """Whether an open `DataParallel` has it."""
+        """True if an open `DataParallel` has this optimizer."""
         return self._attached is not None
 
     @property
@@ -124,7 +124,7 @@ class DataParallelOptimizer:
         return None if self._updates is None else self._updates()
 
     def attach(self, updates: BlockingUpdates | LaggingUpdates, guard: Guard) -> None:
-        """Let ``updates`` do what steps ask for, inside of ``guard``; for `DataParallel`.
+        """Run steps by ``updates``, inside of ``guard``; for `DataParallel`.
 
         This does not keep them alive.
         """
