@@ -59,7 +59,7 @@ def test_threads_ask_one_estimator(kind: type, sizes: tuple[int, ...], first: st
 @pytest.mark.parametrize("kind", [TAGIRegressor, TAGIClassifier])
 def test_each_thread_fits_an_estimator(kind: type, sizes: tuple[int, ...]) -> None:
     before = np.random.get_state()[1].copy()
-    seeds = range(6 if len(sizes) > 1 else 24)
+    seeds = range(THREADS if len(sizes) > 1 else 3 * THREADS)
     wanted = [fitted(kind, sizes, seed, 1.0).posteriors_ for seed in seeds]
     got = in_threads([lambda s=s: fitted(kind, sizes, s, 1.0).posteriors_ for s in seeds])
     for posteriors, right in zip(got, wanted, strict=True):

@@ -47,7 +47,7 @@ def test_a_stream_of_any_size_is_learned(
             for begin in range(0, 500, chunk):
                 rows = slice(begin, min(500, begin + chunk))
                 model.partial_fit(x[rows], y[rows], **classes)
-        fitted = clone(model).set_params(max_iter=2).fit(x[:500], y[:500])
+        fitted = clone(model).set_params(max_iter=2, n_networks=1).fit(x[:500], y[:500])
         assert model.score(x[500:], y[500:]) > fitted.score(x[500:], y[500:]) - 0.05
         if kind is TAGIRegressor:
             _, deviation = model.predict(x[500:], return_std=True)
@@ -213,8 +213,9 @@ CALLS: list[tuple[str, Callable[[Any, Any, Any], Any]]] = [
 def test_masked_values_are_refused(kind: type, text: str, call: Callable[..., Any]) -> None:
     x, y = samples(0, 30)
     y, _ = labelled(kind, y)
-    model = kind(max_iter=1, random_state=0).fit(x, y)
+    settings = {"max_iter": 1, "n_networks": 1, "random_state": 0}
+    model = kind(**settings).fit(x, y)
     with pytest.raises(ValueError, match=text):
         call(model, x, y)
-    unmasked = kind(max_iter=1, random_state=0).fit(np.ma.array(x), np.ma.array(y))
+    unmasked = kind(**settings).fit(np.ma.array(x), np.ma.array(y))
     np.testing.assert_array_equal(unmasked.predict(np.ma.array(x)), model.predict(x))

@@ -63,7 +63,7 @@ def test_a_classifier_is_no_worse_than_a_line(wrong: float) -> None:
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(0, 2**31), st.floats(0.01, 3), st.floats(0.01, 3))
+@given(st.integers(0, 2**31), st.floats(0.1, 3), st.floats(0.1, 3))
 def test_densities_are_multiplied(seed: int, a: float, b: float) -> None:
     rng = np.random.default_rng(seed)
     line, networks = (

@@ -161,7 +161,7 @@ def test_a_rank_that_ends_without_a_traceback(end, text, exitcode):
 def test_a_lost_peer_is_not_reported_when_the_peers_own_error_is_known(chained):
     def fn():
         if detect().rank == 1:
-            time.sleep(0.5)
+            time.sleep(0.2)
             raise ValueError("the cause")
         try:
             raise PeerLost("rank 1 is gone", [1])
