@@ -25,7 +25,6 @@ from tagi_ddp.sklearn.likelihoods import Classes, Normal
     [
         TAGIRegressor((20,), max_iter=20, n_networks=2),
         TAGIRegressor((20,), max_iter=20, n_networks=1, noise=1.0, activation="tanh"),
-        TAGIRegressor((20,), max_iter=20, n_networks=1, early_stopping=False),
         TAGIClassifier((20,), max_iter=10, n_networks=2),
         TAGIClassifier((20,), max_iter=20, n_networks=1),
     ]
