@@ -25,8 +25,8 @@ _NOISE_GAIN = 0.1
 _SPREAD = 1 / 3
 _TURN = 2 * np.pi
 # The share of the variance between networks' means that counts. Deviations are scaled to the errors
-# of single networks, which hold that variance already, but only where there are samples. With 1, the
-# 90 % intervals of 3 of 19 sets of `python -m benchmarks estimators` hold more than 97 %.
+# of single networks, which hold that variance already, but only where there are samples. With 1,
+# 3 of 19 sets of `python -m benchmarks estimators` have more than 97 % in 90 % intervals.
 _DISAGREEMENT = 0.5
 _LEAST_VARIANCE = 1e-24  # of scaled targets; float32 resolves 1e-14
 
