@@ -30,6 +30,7 @@ from tagi_ddp.sklearn import TAGIClassifier, TAGIRegressor
 SPLITS, TEST = 5, 0.25
 MOST_OF_A_PROCESS = 1500  # Training rows, times classes, of a Gaussian process.
 NINETY = 1.645  # Deviations of a normal density on either side of 90 %.
+MOST_LOSS = 9  # That is shown: some intervals are empty.
 COVERED = 0.85, 0.97  # Of the test rows, by 90 % intervals.
 
 # A mean and a deviation for each test row, in the unit of the training targets' deviation.
@@ -228,7 +229,10 @@ def _print_classification(found: dict[str, dict[str, Scores]]) -> None:
 
 
 def _shown(by: dict[str, Scores], method: str, key: str, digits: int = 2) -> str:
-    return f"{by[method][key]:.{digits}f}" if method in by else "-"
+    if method not in by:
+        return "-"
+    value = by[method][key]
+    return f"{value:.{digits}f}" if value < MOST_LOSS or key != "loss" else f"> {MOST_LOSS}"
 
 
 def _regression_rows(prefix: str, found: dict[str, dict[str, Scores]]) -> list[Row]:

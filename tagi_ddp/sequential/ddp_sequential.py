@@ -75,7 +75,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     Args:
         model: the network. It is trained in place; all ranks must give the same layers. Parameters
             and running statistics of rank 0 win. On the CPU, wherever ``device`` is.
-        config: backend, rank and world size; `DDPConfig.from_env` asks the launcher.
+        config: `DDPConfig.from_env` asks the launcher; required without a ``communicator``.
         average: True: mean of the deltas; False: their sum, which reproduces one process.
         reduction: "mean" or "sum" of the deltas, in place of ``average``; or "precision", by which
             posteriors are merged.
@@ -89,7 +89,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             capped. It diverges on correlated inputs, a single Linear layer's, too; docs/merging.md
             compares them.
         compress: for "precision": "bf16" or "int8" let changes travel in 16 or 8 bits, between
-            nodes if there are several; what rounding drops is sent the next time.
+            nodes if there are several; what rounding drops is sent later.
         sharded: each rank caps and applies the deltas of its part of the parameters only, and all
             take the results: the same bits with less work at each step. Not for "precision".
         communicator: takes the place of ``config``: a communicator, or a
@@ -106,11 +106,11 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             queueing kernels one by one: far faster for small networks on a GPU, from tensors there.
             It warns where there is none.
         elastic: True: when ranks are lost the others go on, and new ones may join, with `steps`; a
-            number: so many seconds, not 300, after which a rank that does not come counts as lost.
-            On the CPU, under ``tagi-ddp run`` (docs/elastic.md).
+            number: seconds, by default 300, after which a silent rank is lost (docs/elastic.md).
 
     Raises:
-        BackendUnavailable, Timeout, PeerLost: the ranks could not be brought together.
+        ValueError, TypeError: an argument is wrong, or two exclude each other.
+        BackendUnavailable, Timeout, PeerLost: the ranks could not be connected.
         ReplicaMismatch: the ranks' models differ in their layers.
     """
 
@@ -242,7 +242,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         Args:
             mu_x: means of the inputs, [batch, inputs] or flat: of images [batch, channels, height,
                 width], of series [batch, steps, inputs]. A rank without a share of this batch
-                passes none, and contributes nothing at `step`. Or another network's
+                passes an empty array, and contributes nothing at `step`. Or another network's
                 ``output_z_buffer``, which has variances and jacobians, too.
             var_x: their variances, of the same size, finite and not negative (in tensors on a GPU
                 nothing looks at them); None: the inputs are exact.

@@ -85,22 +85,27 @@ class LearnInterface(SequentialInterface):
         ``x``, ``y`` and ``noise`` are other names of ``mu_x``, ``mu_obs`` and ``var_obs``.
 
         Args:
-            mu_x, var_x: the inputs, as for `forward`.
+            mu_x: the inputs, [batch, inputs] or flat, as for `forward`. Required, by either name.
             mu_obs: what was observed, [batch, outputs] or flat: a float for each output, for each
                 of ``selected_idx``, or, without ``var_obs``, for each two outputs. NaN: nothing.
+                Required, by either name.
             var_obs: the variances of the observations' noise, as many, or one number for all;
                 finite and not negative, where there is an observation (in tensors on a GPU nothing
                 looks at them). None: the noise is unknown, and every second output is its expected
                 variance.
             selected_idx: the numbers of the outputs that were observed, counted from 1, as many
                 for each sample, as hierarchical softmax gives them; None: all.
+            var_x: the variances of the inputs, as many as ``mu_x``; None: the inputs are exact.
 
         Returns:
             what `forward` returns: the predictions before the step. `get_input_states` may have
             nothing to tell after it.
 
-        Raises what `forward` and `step` raise, ValueError where sizes or variances do not fit, and
-        TypeError for two names of one argument.
+        Raises:
+            ValueError: rows, sizes or variances do not fit; the text names the argument.
+            TypeError: an argument is missing, has another type, or was given by both names.
+            NotFiniteError: on all ranks, with nothing learned: a delta is NaN or infinite.
+            Timeout, PeerLost, Mismatch: ranks were late, are lost, or called something else.
         """
         try:
             if mu_x is None or mu_obs is None or not (x is y is noise is None):

@@ -29,17 +29,19 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     `partial_fit` so far.
 
     Parameters:
-        hidden_layer_sizes: the widths of the hidden layers.
+        hidden_layer_sizes: the widths of the hidden layers; a number is one layer.
         activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
         noise: the standard deviation of the targets' noise, in their unit; None: it is learned for
             each input, beside the value (AGVI).
         max_iter: the largest number of epochs.
         batch_size: samples of a step.
-        n_networks: the number of networks. 1 is a single network without a linear model, which
-            leaves out ``validation_fraction`` of the samples if ``early_stopping``, else none.
-        early_stopping: whether to stop when the mean log-likelihood of the left-out samples has not
-            grown by more than ``tol`` for ``n_iter_no_change`` epochs, and to keep the networks of
-            the best epoch.
+        n_networks: the number of networks; 1: a single one without a linear model.
+        early_stopping: whether to stop when the left-out samples are no longer predicted better,
+            and to keep the networks of the best epoch.
+        validation_fraction: the part of the samples that a single network leaves out, if
+            ``early_stopping``; with several networks it is not used.
+        n_iter_no_change: the number of epochs in turn without a gain after which it stops.
+        tol: the least gain of the mean log-likelihood of the left-out samples.
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
             of each batch. The result is that of one process, up to rounding where torch computes.
             It pays for large networks.
@@ -147,23 +149,26 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     of `fit`, or by all those of `partial_fit` so far.
 
     Parameters:
-        hidden_layer_sizes: the widths of the hidden layers.
+        hidden_layer_sizes: the widths of the hidden layers; a number is one layer.
         activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
         noise: the standard deviation of the noise of each binary decision, which is observed as 1
             or -1; None: 1.
         max_iter: the largest number of epochs.
         batch_size: samples of a step.
-        n_networks: the number of networks. 1 is a single network without a linear model, which
-            leaves out ``validation_fraction`` of the samples if ``early_stopping``, else none.
-        early_stopping: whether to stop when the mean log-likelihood of the left-out samples has not
-            grown by more than ``tol`` for ``n_iter_no_change`` epochs, and to keep the networks of
-            the best epoch.
+        n_networks: the number of networks; 1: a single one without a linear model.
+        early_stopping: whether to stop when the left-out samples are no longer predicted better,
+            and to keep the networks of the best epoch.
+        validation_fraction: the part of the samples that a single network leaves out, if
+            ``early_stopping``; with several networks it is not used.
+        n_iter_no_change: the number of epochs in turn without a gain after which it stops.
+        tol: the least gain of the mean log-likelihood of the left-out samples.
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
             of each batch. The result is that of one process, up to rounding where torch computes.
             It pays for large networks.
         random_state: of the initial weights, the order of the samples, and the parts left out.
 
     Attributes:
+        classes_: the labels, in the order of `predict_proba`.
         posteriors_: of each network, by layer, the means and variances of weights and biases.
         posterior_: that of the only network.
         n_iter_: the number of epochs, and of calls of `partial_fit`.

@@ -24,6 +24,10 @@ _NOISE_GAIN = 0.1
 # Gaussian inference for Bayesian neural networks, JMLR 22 (2021).
 _SPREAD = 1 / 3
 _TURN = 2 * np.pi
+# The share of the variance between networks' means that counts. Deviations are scaled to the errors
+# of single networks, which hold that variance already, but only where there are samples. With 1,
+# 3 of 19 sets of `python -m benchmarks estimators` have more than 97 % in 90 % intervals.
+_DISAGREEMENT = 0.5
 _LEAST_VARIANCE = 1e-24  # of scaled targets; float32 resolves 1e-14
 
 
@@ -106,7 +110,8 @@ class Normal:
 
     def mixture(self, predictions: Array) -> Array:
         mean, variance = np.moveaxis(predictions, 1, 0)
-        return np.stack([mean.mean(axis=0), variance.mean(axis=0) + mean.var(axis=0)])
+        disagreement = _DISAGREEMENT * mean.var(axis=0)
+        return np.stack([mean.mean(axis=0), variance.mean(axis=0) + disagreement])
 
     def line(self, x: Array, targets: Array) -> StraightLine:
         return StraightLine(x, targets)

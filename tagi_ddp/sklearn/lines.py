@@ -25,11 +25,12 @@ class StraightLine:
     """Bayesian ridge regression of each target."""
 
     def __init__(self, x: Array, targets: Array) -> None:
+        x = x.astype(np.float64)  # In float32 the prediction of a row depends on its place.
         self._targets = [BayesianRidge().fit(x, column) for column in targets.T]
 
     def predict(self, x: Array) -> Array:
         """Return means and variances, [2, samples, targets]."""
-        x = x.astype(np.float64)  # In float32 a row's prediction depends on its place.
+        x = x.astype(np.float64)
         found = [target.predict(x, return_std=True) for target in self._targets]
         mean, deviation = np.moveaxis(np.array(found, np.float64), 0, -1)
         return np.stack([mean, np.square(deviation)])
@@ -44,7 +45,7 @@ class LogisticLine:
         if len(self._seen) > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ConvergenceWarning)
-                self._model = LogisticRegression().fit(x, labels[:, 0])
+                self._model = LogisticRegression().fit(x.astype(np.float64), labels[:, 0])
 
     def predict(self, x: Array) -> Array:
         """Return the probabilities of the classes, [samples, classes]."""
