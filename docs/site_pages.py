@@ -14,6 +14,7 @@ from typing import Any
 
 import nbformat
 import site_reference
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
 
@@ -65,6 +66,8 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links lead to the pages of the site, and blocks be marked by their language alone."""
+    if "@@" in markdown:
+        raise PluginError(f"{page.file.src_uri} has a placeholder: @@")
     if page.file.src_uri.startswith("reference/"):
         return markdown
     if page.file.src_uri == "README.md":

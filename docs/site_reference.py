@@ -367,6 +367,7 @@ def types() -> str:
     for path in sorted({name for thing in entries().values() for name in named_types(thing)}):
         if path.startswith("tagi_ddp.") and (kind := at(path)).path not in public:
             text = " ".join(filter(None, [definition(kind), first_line_or_none(kind)]))
+            text += attributes(kind)
             if text:
                 found.setdefault(kind.path, [text]).append(path)
     for path, (text, *others) in sorted(found.items(), key=lambda each: name_of(each[0]).lower()):
@@ -407,3 +408,15 @@ def definition(kind: Object) -> str | None:
 def first_line_or_none(kind: Object) -> str | None:
     """Return the first paragraph of a docstring, if there is one."""
     return linked(literal(first_line(kind)), ("tagi_ddp",)) if kind.has_docstring else None
+
+
+def attributes(kind: Object) -> str:
+    """Return a list of the attributes that the docstring of a class describes."""
+    sections = kind.docstring.parse("google") if kind.docstring is not None else []
+    items = [
+        f"- `{each.name}`: {each.description}"
+        for section in sections
+        if section.kind.value == "attributes"
+        for each in section.value
+    ]
+    return "\n".join(["\n", *items]) if items else ""

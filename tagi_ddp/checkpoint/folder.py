@@ -22,7 +22,13 @@ _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
 @dataclass(frozen=True, order=True)
 class Checkpoint:
-    """A folder: its number, in the order in which they were begun; steps that had been made."""
+    """A folder with one checkpoint.
+
+    Attributes:
+        number: its number, in the order in which checkpoints were begun.
+        step: the number of steps that had been made.
+        path: the folder.
+    """
 
     number: int
     step: int

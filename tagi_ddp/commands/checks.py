@@ -20,6 +20,8 @@ from pathlib import Path
 from tagi_ddp.commands.check import Check, Finding, Findings, Status, report
 
 _INSTALL_ENGINE = "pip install pytagi==0.2.1"
+# With both set, Open MPI's mpirun runs as root without an option.
+_ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 
 def run_check() -> None:
@@ -126,6 +128,8 @@ def _mpi() -> Finding:
     if all(numbers) and numbers[0] != numbers[1]:
         remedy = f"this mpirun is another MPI's: put that of {library} first on PATH"
         return Finding("broken", detail, remedy)
+    if os.geteuid() == 0 and "Open MPI" in said and not _ROOT_ALLOWED.issubset(os.environ):
+        detail += "; as root: mpirun --allow-run-as-root"
     return Finding("ok", detail)
 
 

@@ -30,10 +30,10 @@ class DistributedSampler:
         rank: this rank; the launcher's by default.
         shuffle: draw a new order each epoch (see `set_epoch`); else 0, 1, 2, ...
         seed: start of the order, the same on all ranks.
-        uneven: how iteration shares what does not divide. "pad": the order's first samples come
-            again at its end until all ranks take equally many, so that none waits for one that has
-            run out. "drop": the order's last samples are left out instead. "keep": each sample
-            once, some ranks take one more: for evaluation.
+        uneven: how iteration shares what does not divide. "pad": the order's first samples are
+            repeated at its end until all ranks take equally many, so no rank waits for others that
+            have no more samples. "drop": the order's last samples are left out instead. "keep":
+            each sample once, some ranks take one more: for evaluation.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -82,8 +82,9 @@ class DistributedSampler:
     def go_on(self, batch_sizes: Sequence[int]) -> None:
         """Go on from batches of these sizes; none: of any.
 
-        Raises ValueError if batches of other sizes only were drawn; if none were, the first draw
-        raises it. A number of steps counts batches of one size.
+        Raises ValueError if batches have been drawn already, and none had one of these sizes. If no
+        batch has been drawn yet, the first one of another size raises it, because a number of steps
+        counts batches of one size.
         """
         self._before = set(batch_sizes)
         if self._before and self._drawn and self._before.isdisjoint(self._drawn):

@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "rank and from latency and bandwidth of the links: for the sum of the deltas after every "
         "step, for merges of posteriors every few steps, and for asynchronous merges, on the "
         "average of all epochs. Each rank's share of a batch stays the same.",
-        epilog="The model is described in tagi_ddp/plan/model.py; tagi_ddp.plan.measure_link "
+        epilog="tagi_ddp.plan.predict is the same in Python; tagi_ddp.plan.measure_link "
         "measures latency and bandwidth.",
     )
 

@@ -53,7 +53,7 @@ def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
         "share of a\nbatch is the same at any number of ranks. best: the most cautious of what "
         "takes at most 5 % more\nthan the least time. MB: what a rank then holds for the network, "
         "10^6 bytes; activations come on\ntop. It assumes that all need equally many steps, as an "
-        "MLP did on up to 16 ranks; docs/merging.md\nsays where that does not hold."
+        "MLP did on up to 16 ranks; the page on\nmerged posteriors says where that does not hold."
     )
     return "\n".join([*lines, "", note])
 

@@ -33,11 +33,17 @@ log = logging.getLogger("tagi_ddp")
 
 @dataclass(frozen=True)
 class GroupChange:
-    """Ranks were lost, or joined, and this rank has become one of the next group.
+    """A change of the group of ranks: some were lost or joined, and this rank is in the next group.
 
-    group: its number, from 2. step: the steps made. rank, size: in it. hash: of all parameters and
-    running statistics, equal on all ranks. time: in seconds since the epoch; seconds: since this
-    rank knew of it. joined: whether this rank was new.
+    Attributes:
+        group: the number of the next group; the job begins with group 1.
+        step: the number of steps that had been made.
+        rank: this rank's number in the next group.
+        size: the number of ranks in the next group.
+        hash: the hash of all parameters and running statistics, equal on all ranks.
+        time: when the next group was ready, in seconds since 1970.
+        seconds: the time from when this rank knew of the change until the next group was ready.
+        joined: whether this rank is new.
     """
 
     group: int

@@ -255,9 +255,16 @@ class MergeInterface:
     def merge(self) -> None:
         """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
 
-        With the precisions l = 1 / variance and the prior (mu0, l0) that all ranks had after the
-        merge before, l = l0 + sum (l_r - l0) and mu = mu0 + sum l_r (mu_r - mu0) / (l + (R - 1) c
-        l0), in float64, where c says how much alike R ranks have learned: 0 with merge="bayes".
+        With the precisions l = 1 / variance and the prior (mu0, l0) that all R ranks had after the
+        merge before, it takes::
+
+            l = l0 + sum (l_r - l0) / (1 + (R - 1) c_l)
+            mu = mu0 + sum l_r (mu_r - mu0) / (1 + (R - 1) c_w) / l
+
+        With merge="bayes", c_l and c_w are 0. With merge="agreement" they lie between 0 and 1, the
+        higher the more alike ranks have learned, and sums that overshoot are damped:
+        docs/merging.md.
+
         No sample counts twice, however many steps lie between two merges. A parameter whose
         precision would fall below a tenth takes half of the merge, or a quarter, and so on;
         `get_partial_merge_counter` counts these.
@@ -270,7 +277,7 @@ class MergeInterface:
     def local_batches(self, share: Any, size: int) -> Iterator[Any]:
         """Yield parts of this rank's share of a batch, for a step of its own each.
 
-        ``for part in model.local_batches(share, 32):`` forward, backward and `step` on it. To
+        ``for part in model.local_batches(share, 32): model.learn(x[part], y[part], noise)``. To
         ``sync_every`` and a schedule the whole share is one step. Many small steps between two
         merges are how a large global batch keeps the quality of small ones.
 

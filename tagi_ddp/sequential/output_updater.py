@@ -125,7 +125,7 @@ def _require_sizes(
                 "pytagi.Utils().label_to_obs(labels, classes) returns"
             )
         raise ValueError(
-            f"{name} has {count} elements for {samples} samples of {outputs} outputs: {advice}"
+            f"{name} has {count} elements, but the outputs are [{samples}, {outputs}]: {advice}"
         )
     # Rows that are parts of samples are in order, too: the steps of series.
     in_order = len(shape) < 2 or shape[0] in (1, samples)

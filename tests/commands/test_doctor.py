@@ -332,6 +332,14 @@ def test_mpi_without_mpirun(tmp_path: Path) -> None:
     assert found.remedy.startswith(f"export PATH={BIN}:$PATH")
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_root_needs_an_option_of_mpirun_without_both_variables(count: int) -> None:
+    names = ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"][:count]
+    found = check("MPI", "import os; os.geteuid = lambda: 0", **dict.fromkeys(names, "1"))
+    assert (found.status, found.remedy) == ("ok", "")
+    assert ("; as root: mpirun --allow-run-as-root" in found.detail) == (count == 1)
+
+
 def test_mpirun_of_another_mpi(tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")

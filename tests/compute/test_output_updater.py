@@ -175,7 +175,7 @@ def test_wrong_observations(compute: Any) -> None:
     with pytest.raises(RuntimeError, match="forward"):
         updater.update(np.ones(OUTPUTS), np.ones(OUTPUTS))
     model(np.ones((2, INPUTS)))
-    with pytest.raises(ValueError, match="mu_obs has 6 elements for 2 samples of 6 outputs"):
+    with pytest.raises(ValueError, match=r"mu_obs has 6 elements, but the outputs are \[2, 6\]"):
         updater.update(np.ones(OUTPUTS), np.ones(OUTPUTS))
     with pytest.raises(ValueError, match="var_obs"):
         updater.update(np.ones(2 * OUTPUTS), np.ones(OUTPUTS))

@@ -97,6 +97,15 @@ def test_a_page_runs(script: Script, nursery: ScriptNursery, tmp_path: Path) -> 
         assert line in lines, f"{line!r} was not printed, or not in this order: {printed}"
 
 
+def test_the_finished_job_of_the_page_makes_no_more_steps(
+    nursery: ScriptNursery, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(scripts(ROOT / "docs" / "checkpoints.md")[0].code)
+    (first, _), (again, _) = nursery.run(path, 2), nursery.run(path, 2)
+    assert again == first.replace("began at step 0\n", "began at step 30\n") != first
+
+
 def launched(script: Script, path: Path) -> list[str]:
     """Return what it prints under the launcher whose options it has."""
     launcher = [*LAUNCHERS["tagi-ddp"][:-1], str(script.ranks), *script.options]
@@ -254,6 +263,7 @@ CHECKS = {
     ".venv/bin/python": check_python,
     "pip": check_pip,
     **dict.fromkeys(("git", "install", "head", "export"), lambda words, _: None),
+    **dict.fromkeys(("python3", "source"), lambda words, _: None),
     **dict.fromkeys(("mpirun", "torchrun", "srun"), check_launcher),
 }
 

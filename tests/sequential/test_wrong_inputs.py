@@ -270,14 +270,14 @@ def test_other_names_of_arguments(compute: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((np.arange(BATCH), 0.1), r"\(y\) has 4 elements for 4 samples of 6 .*numpy.eye\(6\)\[l"),
+        ((np.arange(BATCH), 0.1), r"\(y\) has 4 elements, but .* \[4, 6\].*numpy.eye\(6\)\[l"),
         ((np.arange(BATCH), 0.1), r"hierarchical softmax, .*label_to_obs\(labels, classes\)"),
-        ((Y[:9], 0.1), r"mu_obs \(y\) has 9 elements for 4 samples of 6 outputs: give 6 for each"),
+        ((Y[:9], 0.1), r"\(y\) has 9 elements, but the outputs are \[4, 6\]: give 6 for each"),
         ((Y, np.ones(6)), r"var_obs \(noise\) has 6 elements, and mu_obs \(y\) has 24: .*one num"),
-        ((Y[:9], 0.1, ALL[:9]), r"mu_obs \(y\) has 9 elements .*: give as many for each sample"),
+        ((Y[:9], 0.1, ALL[:9]), r"mu_obs \(y\) has 9 elements, .*: give as many for each sample"),
         ((Y[:8], 0.1, ALL[:4]), r"selected_idx has 4 elements, and mu_obs \(y\) has 8: give one"),
         ((Y, None, ALL), r"selected_idx needs var_obs \(noise\)"),
-        ((Y,), r"mu_obs \(y\) has 24 elements for 4 samples of 6 outputs: give 3 for each"),
+        ((Y,), r"mu_obs \(y\) has 24 elements, but the outputs are \[4, 6\]: give 3 for each"),
     ],
 )
 def test_errors_name_the_arguments_of_learn(compute: Any, arguments: Any, text: str) -> None:
