@@ -55,7 +55,9 @@ def test_threads_ask_one_estimator(kind: type, sizes: tuple[int, ...], first: st
         assert all(map(np.array_equal, answer, right))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("kind", [TAGIRegressor, TAGIClassifier])
 def test_each_thread_fits_an_estimator(kind: type, sizes: tuple[int, ...]) -> None:
     before = np.random.get_state()[1].copy()

@@ -30,7 +30,7 @@ def run(compute: str, first: int, count: int) -> None:
 
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_random_programs(compute: str) -> None:
-    run(compute, 0, 80)
+    run(compute, 0, 50)
 
 
 @pytest.mark.slow

@@ -131,7 +131,12 @@ DEATHS = [("exit", 0), ("exit", 7), ("signal", signal.SIGKILL), ("signal", signa
 
 @pytest.mark.parametrize(
     ("backend", "ranks", "death"),
-    [("shm", 2, DEATHS[0]), ("shm", 2, DEATHS[1]), ("shm", 3, DEATHS[2]), ("gloo", 3, DEATHS[3])],
+    [
+        ("shm", 2, DEATHS[0]),
+        pytest.param("shm", 2, DEATHS[1], marks=pytest.mark.slow),
+        ("shm", 3, DEATHS[2]),
+        pytest.param("gloo", 3, DEATHS[3], marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_dies_takes_its_own_items_only(
     tmp_path: Path, backend: str, ranks: int, death: tuple[str, int]
