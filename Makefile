@@ -16,7 +16,7 @@ demo: .venv/.installed-examples ## train on handwritten digits with two processe
 SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.py shm.py \
     stand_in.py trust.py) \
     $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
-    $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py notebooks.py) \
+    $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py notebooks.py readme.py) \
     $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py memory.py nccl.py) \
     tests/chaos tests/clients tests/cluster tests/commands tests/launcher tests/optim tests/parallel tests/sharding \
     tests/strategy/test_lightning.py tests/torch_backend

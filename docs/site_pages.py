@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import site_reference
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
+from site_reference import MODULES, linked, overview, reference
+from site_types import types
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "build" / "bench.json"
@@ -39,7 +40,9 @@ def on_files(files: Any, config: Any) -> Any:
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "examples.md": examples(),
-        **site_reference.pages(),
+        "reference/index.md": overview(),
+        **{f"reference/{name}.md": reference(name) for name in MODULES},
+        "reference/types.md": types(),
     }
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         pages |= notebook(path)
@@ -56,7 +59,7 @@ def title_of(found: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Let a method's heading name its class, so that it is read and found as `Class.method`."""
+    """Put the name of the class into a method's heading, for readers and for the search."""
     return re.sub(
         r'(<h4 id="[\w.]+?\.(\w+)\.\w+" class="doc doc-heading">\s*<span class="[^"]*">)',
         lambda found: f'{found[1]}<span class="doc-owner">{found[2]}.</span>',
@@ -79,7 +82,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for pattern, place in PLACES:
         markdown = re.sub(pattern, place, markdown)
     markdown = re.sub(r"\[(?:docs/)?([\w-]+)\.md\]\(", title_of, markdown)
-    markdown = site_reference.linked(markdown, ("tagi_ddp",))
+    markdown = linked(markdown, ("tagi_ddp",))
     return re.sub(r"^( *```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)  # marks for the tests
 
 

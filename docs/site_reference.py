@@ -1,13 +1,13 @@
 """The reference of the site: pages of the public names, and links from names in prose to them.
 
-`site_pages` adds the pages to the site. `Docstrings` is an extension of griffe, by which
-mkdocstrings reads the package. A public name without a docstring or a group is an error.
+`site_pages` adds the pages to the site; `site_types` has the page of the types. `Docstrings` is an
+extension of griffe, by which mkdocstrings reads the package. A public name without a docstring or a
+group is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,17 +74,6 @@ FIRST = (
     "load_state_dict check_replicas close"
 )
 
-# Types of other packages that signatures name.
-TYPES = {
-    "numpy.typing.ArrayLike": "A numpy array, or what numpy makes one of: a number, nested lists, "
-    "a tensor on the CPU.",
-    "numpy.typing.DTypeLike": "A dtype of numpy, or what numpy makes one of, like `float` or "
-    '`"int32"`.',
-    "numpy.typing.NDArray": "A numpy array with the dtype in brackets.",
-    "torch.Tensor": "A tensor of torch.",
-    "torch.nn.Module": "A module of torch.",
-    "torch.optim.Optimizer": "An optimizer of torch.",
-}
 _CODE = re.compile(
     r"(```.*?```|``.+?``|`[^`]+`(?:\{[^}]*\})?|\[[^\]]*\]\([^)]*\)|^#[^\n]*$)", re.S | re.M
 )
@@ -214,7 +203,7 @@ def literal(text: str) -> str:
 
 
 def show_functions(package: griffe.Module) -> None:
-    """Let "tagi_ddp.plan.search" be the function, not the file of that name where it is defined."""
+    """Resolve "tagi_ddp.plan.search" to the function, not to the file of that name."""
     for module in MODULES[1:]:
         home = target(package[module.removeprefix("tagi_ddp.")])
         for name in map(str, home.exports or []):
@@ -284,12 +273,6 @@ def copied(docstring: griffe.Docstring, parent: Object) -> griffe.Docstring:
 # --- pages ---------------------------------------------------------------------------------------
 
 
-def pages() -> dict[str, str]:
-    """Return the pages of the reference, by their names."""
-    found = {f"reference/{name}.md": reference(name) for name in MODULES}
-    return {"reference/index.md": overview(), **found, "reference/types.md": types()}
-
-
 def reference(module: str) -> str:
     """Return a page of all public names of a package, in groups."""
     lines = ["---", "search: { boost: 2 }", "---", f"# {module} {{#{module}}}", ""]
@@ -357,66 +340,3 @@ def docstring(thing: Object) -> str:
 def first_line(thing: Object) -> str:
     """Return the first paragraph of a docstring."""
     return docstring(thing).partition("\n\n")[0].replace("\n", " ")
-
-
-def types() -> str:
-    """Return a page of the types in signatures that are no public names."""
-    lines = ["# Types", "", "The types in the signatures of the [reference](index.md).", ""]
-    public = {thing.path for thing in entries().values()}
-    found = {path: [text] for path, text in TYPES.items()}
-    for path in sorted({name for thing in entries().values() for name in named_types(thing)}):
-        if path.startswith("tagi_ddp.") and (kind := at(path)).path not in public:
-            text = " ".join(filter(None, [definition(kind), first_line_or_none(kind)]))
-            text += attributes(kind)
-            if text:
-                found.setdefault(kind.path, [text]).append(path)
-    for path, (text, *others) in sorted(found.items(), key=lambda each: name_of(each[0]).lower()):
-        aliases = [f"[](){{#{other}}}" for other in others if other != path]
-        lines += [*aliases, f"## {name_of(path)} {{#{path}}}", "", text, ""]
-    return "\n".join(lines)
-
-
-def name_of(path: str) -> str:
-    """Return the last part of a path."""
-    return path.rpartition(".")[2]
-
-
-def named_types(thing: Object) -> Iterator[str]:
-    """Yield the paths of the types in the signature of an object."""
-    annotations: list[Any] = []
-    if isinstance(thing, Class):
-        thing = target(thing.all_members["__init__"]) if "__init__" in thing.all_members else thing
-    if isinstance(thing, griffe.Function):
-        annotations = [thing.returns, *(each.annotation for each in thing.parameters)]
-    elif isinstance(thing, griffe.Attribute):
-        annotations = [thing.annotation]
-    for annotation in annotations:
-        if isinstance(annotation, griffe.Expr):
-            for part in annotation.iterate(flat=True):
-                if isinstance(part, griffe.ExprName):
-                    yield part.canonical_path
-
-
-def definition(kind: Object) -> str | None:
-    """Return what a name of a type stands for; None for variables of types, and for classes."""
-    value = getattr(kind, "value", None)
-    if value is None or str(value).startswith("TypeVar("):
-        return None
-    return f"Another name for `{value}`."
-
-
-def first_line_or_none(kind: Object) -> str | None:
-    """Return the first paragraph of a docstring, if there is one."""
-    return linked(literal(first_line(kind)), ("tagi_ddp",)) if kind.has_docstring else None
-
-
-def attributes(kind: Object) -> str:
-    """Return a list of the attributes that the docstring of a class describes."""
-    sections = kind.docstring.parse("google") if kind.docstring is not None else []
-    items = [
-        f"- `{each.name}`: {each.description}"
-        for section in sections
-        if section.kind.value == "attributes"
-        for each in section.value
-    ]
-    return "\n".join(["\n", *items]) if items else ""

@@ -141,7 +141,7 @@ void bind_compute(nb::module_& module) {
     module.def(
         "are_variances",
         [](const Inputs& values) { return are_variances(values.data(), nullptr, values.size()); },
-        "values"_a, "Whether all are finite and none is negative.");
+        "values"_a, "Return True if all are finite and none is negative.");
     nb::class_<Network>(module, "Network",
                         "A small network's forward, output update and backward over a replica's "
                         "parameters, in the caller's thread.")

@@ -76,7 +76,7 @@ class NativeCompute:
         return self.forward(inputs.mean, inputs.variance, inputs.jacobian)
 
     def know(self, shape: tuple[int, ...]) -> None:
-        """Let `learn` take inputs of this shape, of which the last batch was."""
+        """Register the shape of the last batch, for `learn`."""
         self.sizes[shape] = self.samples, self.samples * self.output_size
 
     def learn(

@@ -49,7 +49,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
 
     _networks: list[Network]  # The fitted ones; the settings may have changed since.
     _models: list[Any] | None = None  # Of these networks; made again where they are missing.
-    _pool: Pool | None = None
+    _pool: Pool | None = None  # Of several networks and a linear model.
     _seen: dict[str, Moments] | None = None  # of x and y, if `partial_fit` came without `fit`
     _noise: float | None = None  # the setting of the first `partial_fit`
 
@@ -204,7 +204,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         """Learn samples once, by each network, or none of them."""
         size = integer("batch_size", self.batch_size, 1)
         models = self._fitted()
-        states = [copy.deepcopy(model.run_state()) for model in models]  # It shows own memory.
+        states = [copy.deepcopy(model.run_state()) for model in models]  # These are views.
         batches = list(self._batches(x, targets, size))
         try:
             for model in models:
@@ -254,10 +254,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         refuse_masked(X=X)
         x = self._scaled(validate_data(self, X, reset=False, dtype=np.float64))
         found = [self._outputs(number, x) for number in range(len(self._networks))]
-        if len(found) == 1:
-            return found[0]
-        together = self._networks[0].likelihood.mixture(np.stack(found))
-        return together if self._pool is None else self._pool.predict(x, together)
+        return found[0] if self._pool is None else self._pool.predict(x, found)
 
     def _outputs(self, number: int, x: Array) -> Array:
         """Return the prediction of one network, in scaled units."""

@@ -53,6 +53,7 @@ class Pool:
         powers = likelihood.powers(line, together, targets[rows])
         return cls(likelihood, likelihood.line(x, targets), powers)
 
-    def predict(self, x: Array, networks: Array) -> Array:
-        """Return the pooled prediction of the samples ``x``, from that of the networks."""
-        return self.likelihood.pooled(self.line.predict(x), networks, self.powers)
+    def predict(self, x: Array, predictions: Sequence[Array]) -> Array:
+        """Return the pooled prediction of the samples ``x``, from that of each network."""
+        together = self.likelihood.mixture(np.stack(predictions))
+        return self.likelihood.pooled(self.line.predict(x), together, self.powers)

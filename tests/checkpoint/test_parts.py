@@ -1,31 +1,25 @@
-"""What else a run has: torch's modules and optimizers, DASO, schedules, generators, own numbers."""
+"""Checkpoints of what else a run has: torch's modules and optimizers, DASO, and own numbers."""
 
 from __future__ import annotations
 
 import json
 import random
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.networks import NETWORKS, fresh, learn
 from support.rank_pool import RankPool
 from support.reports import NO_ERROR, Report, report, report_if_any
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from tagi_ddp import DDPSequential, DistributedSampler, accelerate, prepare
-from tagi_ddp.checkpoint import CheckpointError, Checkpoints, generators
+from tagi_ddp import DDPSequential, DistributedSampler, accelerate
+from tagi_ddp.checkpoint import CheckpointError, Checkpoints
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 
 BATCHES = 8
-LAYER = r"layer saved as 0 \(Linear\(12,32\)\) is 0 \(\w+\([\d,]+\)\) in this network"
 
 
 class Training:
@@ -102,43 +96,6 @@ def test_parts_on_another_number_of_ranks(shm: RankPool, tmp_path: Path, same: b
     for kind, text, _ in shm.run(equal_or_not, str(tmp_path), same, size=3):
         assert kind == ("" if same else "CheckpointError")
         assert same or "net was another one on each of the 2 ranks" in text
-
-
-GENERATORS: dict[str, Callable[[], Any]] = {
-    "numpy": lambda: np.random.default_rng(1),
-    "mersenne": lambda: np.random.Generator(np.random.MT19937(1)),
-    "old numpy": lambda: np.random.RandomState(1),
-    "python": lambda: random.Random(1),
-    "torch": lambda: torch.Generator().manual_seed(1),
-}
-
-
-def draw(generators: dict[str, Any]) -> list[float]:
-    return [
-        generators["numpy"].random(),
-        generators["mersenne"].standard_normal(),
-        generators["old numpy"].normal(),
-        generators["python"].gauss(),
-        float(torch.randn(1, generator=generators["torch"])),
-        random.random(),
-        float(np.random.rand()),
-        float(torch.rand(1)),
-    ]
-
-
-def test_generators(tmp_path: Path) -> None:
-    model = accelerate(fresh("mlp"))
-    found = []
-    for first in (True, False):
-        generators = {name: make() for name, make in GENERATORS.items()}
-        with Checkpoints(tmp_path, model, generators=generators) as checkpoints:
-            if first:
-                draw(generators)
-                checkpoints.save(1)
-            else:
-                assert checkpoints.resume() == 1
-            found.append(draw(generators))
-    assert found[0] == found[1]
 
 
 def test_what_a_folder_holds(tmp_path: Path) -> None:
@@ -232,93 +189,6 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
         assert checkpoints.extra is None
 
 
-def other_mlps() -> list[Any]:
-    """Return the network of NETWORKS["mlp"] with a layer more, and with another activation."""
-    from pytagi.nn import Linear, ReLU, Sequential, Tanh
-
-    dense = Linear(12, 32), Linear(32, 24), Linear(24, 5)
-    first, second = (
-        Sequential(dense[0], kind(), dense[1], Tanh(), dense[2], *more)
-        for kind, more in ((ReLU, [ReLU()]), (Tanh, []))
-    )
-    return [first, second]
-
-
-def test_another_run(tmp_path: Path) -> None:
-    """A folder of another network, sampler or set of parts is refused, and nothing is loaded."""
-    one = accelerate(fresh("mlp"))
-    with Checkpoints(tmp_path, one, sampler=DistributedSampler(10, 1, 0)) as checkpoints:
-        checkpoints.save(1)
-    other = accelerate(fresh("layer_norm"))
-    deeper, activated = (accelerate(network) for network in other_mlps())
-    before = other.check_replicas()
-    for parts, sampler, text in [
-        (other, DistributedSampler(10, 1, 0), LAYER),
-        (deeper, DistributedSampler(10, 1, 0), r"layer saved as none is 5 \(ReLU"),
-        (activated, DistributedSampler(10, 1, 0), r"layer saved as 1 \(ReLU\(\)\) is 1 \(Tanh"),
-        (one, DistributedSampler(11, 1, 0), "sampler is .*'length': 11.*, and was .*10"),
-        (one, None, "sampler is None now"),
-        ({"a": one}, DistributedSampler(10, 1, 0), r"parts is \['a'\] now, and was \['model'\]"),
-    ]:
-        with (
-            Checkpoints(tmp_path, parts, sampler=sampler) as checkpoints,
-            pytest.raises(CheckpointError, match=f"{text}.* folder is '{tmp_path}'"),
-        ):
-            checkpoints.resume()
-    assert other.check_replicas() == before
-
-
-def drawn(sampler: DistributedSampler, way: str, size: int) -> int:
-    """Return how many batches of a size a way of drawing gives."""
-    if way == "batches":
-        return len(sampler.batches(size))
-    return len(list(sampler.steps(size, 1)))
-
-
-@pytest.mark.parametrize("way", ["batches", "steps", "loader"])
-@pytest.mark.parametrize("sizes", [(50, 100), (100, 50)])
-def test_steps_are_counted_in_batches_of_one_size(
-    tmp_path: Path, way: str, sizes: tuple[int, int]
-) -> None:
-    """Another size is refused at the first draw, or by resume() if that was before."""
-
-    def begin(size: int) -> tuple[DistributedSampler, Callable[[], int]]:
-        if way == "loader":
-            loader = prepare(
-                DataLoader(TensorDataset(torch.ones(200, 1)), size), num_replicas=1, rank=0
-            )
-            return loader.sampler, lambda: len(list(loader))
-        sampler = DistributedSampler(200, 1, 0)
-        return sampler, lambda: drawn(sampler, way, size)
-
-    model, (before, after) = accelerate(fresh("mlp")), sizes
-    sampler, draw = begin(before)
-    with Checkpoints(tmp_path, model, sampler=sampler) as checkpoints:
-        assert checkpoints.resume() == 0
-        assert draw() == 200 // before
-        checkpoints.save(1)
-    text = f"global_batch_size is {after}, but the run that was resumed had {before}"
-    for early in (False, True):
-        sampler, draw = begin(after)
-        with Checkpoints(tmp_path, model, sampler=sampler) as checkpoints:
-            if early:
-                draw()
-                with pytest.raises(CheckpointError, match=text):
-                    checkpoints.resume()
-            else:
-                assert checkpoints.resume() == 1
-                with pytest.raises(ValueError, match=text):
-                    draw()
-    sampler, draw = begin(before)
-    with Checkpoints(tmp_path, model, sampler=sampler) as checkpoints:
-        assert checkpoints.resume() == 1
-        assert draw() == 200 // before
-        assert len(sampler.batches(after)) == 200 // after  # as for evaluation
-        checkpoints.save(2)
-        assert checkpoints.resume() == 2
-    assert sampler.batch_sizes == sorted(sizes)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -398,95 +268,6 @@ def test_a_folder_that_ranks_do_not_share(shm: RankPool, tmp_path: Path) -> None
     for kind, text, _ in shm.run(apart, str(tmp_path), size=2, fresh=True):
         assert kind == "CheckpointError"
         assert "is not seen by ranks [1]: give one on a shared file system" in text
-
-
-def noisy(comm: Any, folder: str) -> list[str]:
-    model = DDPSequential(fresh("mlp"), communicator=comm)
-    rng = np.random.default_rng(comm.rank)
-    with Checkpoints(folder, model, generators={"noise": rng}) as checkpoints:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if checkpoints.resume() == 0:
-                checkpoints.save(1)
-        assert rng.random() == np.random.default_rng(comm.rank).random()
-        return [str(warning.message) for warning in caught]
-
-
-def test_generators_of_other_ranks(shm: RankPool, tmp_path: Path) -> None:
-    assert shm.run(noisy, str(tmp_path), size=2) == [[], []]
-    for told in shm.run(noisy, str(tmp_path), size=3):
-        assert len(told) == 1
-        assert "the generator 'noise' was another one on each of the ranks" in told[0]
-
-
-class Generator:
-    """A global generator of a stand-in for torch, or for its GPU."""
-
-    def __init__(self, state: int, here: bool) -> None:
-        self.state, self.here, self.cuda = state, here, self
-
-    def is_initialized(self) -> bool:
-        return self.here
-
-    def is_available(self) -> bool:
-        return True
-
-    def get_rng_state(self) -> Any:
-        return np.array([self.state])
-
-    def set_rng_state(self, state: Any) -> None:
-        self.state = int(state[0])
-
-
-def with_stand_ins(comm: Any, folder: str, told: list[tuple[int, int, bool, bool]]) -> Any:
-    """Save or resume with torch, and CUDA, in use on some ranks; return what is drawn from then."""
-    own, shared, has_torch, has_cuda = told[comm.rank]
-    torch_now = Generator(own, True)
-    torch_now.cuda = Generator(own + shared, has_cuda)
-    modules = SimpleNamespace(modules={"torch": torch_now} if has_torch else {})
-    model, given = DDPSequential(fresh("mlp"), communicator=comm), np.random.default_rng(own)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(generators, "sys", modules)
-        random.seed(shared)
-        np.random.seed(own)
-        with Checkpoints(folder, model, generators={"given": given}) as checkpoints:
-            resumed = checkpoints.resume()
-            if not resumed:
-                checkpoints.save(1)
-        drawn = [random.random(), np.random.rand(), given.random()]
-        return drawn, has_torch and torch_now.state, has_cuda and torch_now.cuda.state
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_generators_that_only_some_ranks_have(shm: RankPool, tmp_path: Path, seed: int) -> None:
-    """A rank finds what was its own; other numbers of ranks what was the same on all."""
-    draw = random.Random(seed)
-    before, after = (2, 2) if seed == 0 else (draw.randint(1, 4), draw.randint(1, 4))
-
-    def ranks(size: int, same: bool, shared: int) -> list[tuple[int, int, bool, bool]]:
-        found = []
-        for rank in range(size):
-            has_torch = draw.random() < 0.7
-            has_cuda = has_torch and draw.random() < 0.7
-            found.append((1 if same else rank + 10 * shared, shared, has_torch, has_cuda))
-        return found
-
-    saved = ranks(before, draw.random() < 0.5, 3)
-    resuming = [(own, 4, True, True) for own, *_ in ranks(after, False, 7)]
-    folder = str(tmp_path)
-    expected = shm.run(with_stand_ins, folder, saved, size=before)
-    alone = shm.run(with_stand_ins, f"{folder}/alone", resuming, size=after)
-    found = shm.run(with_stand_ins, folder, resuming, size=after)
-    for rank, (drawn, of_torch, of_cuda) in enumerate(found):
-        theirs = [expected[rank]] if before == after else expected
-        for place, now in enumerate(drawn):
-            before_it = {each[0][place] for each in theirs}
-            assert now == (before_it.pop() if len(before_it) == 1 else alone[rank][0][place])
-        for place, now in ((1, of_torch), (2, of_cuda)):
-            states = {each[place] for each in theirs}
-            restored = len(states) == 1 and False not in states
-            assert now == (states.pop() if restored else alone[rank][place])
 
 
 def given_by_one(comm: Any, folder: str) -> list[Report]:

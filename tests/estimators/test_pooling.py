@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,8 +20,8 @@ from tagi_ddp.sklearn.likelihoods import Classes, Normal
 from tagi_ddp.sklearn.lines import LogisticLine
 
 
-def loss(model: object, x: np.ndarray, y: np.ndarray) -> float:
-    mean, deviation = model.predict(x, return_std=True)  # type: ignore[attr-defined]
+def loss(model: Any, x: np.ndarray, y: np.ndarray) -> float:
+    mean, deviation = model.predict(x, return_std=True)
     return float(-norm(mean, deviation).logpdf(y).mean())
 
 

@@ -158,7 +158,7 @@ def test_pairs_of_a_value_and_its_noise_need_an_even_number_of_outputs() -> None
 
 
 def predict_alone(comm: Any, name: str) -> tuple[str, bool]:
-    """Let each rank predict as often as it likes, between steps of all."""
+    """Predict as often as this rank likes, between the steps of all."""
     model = tagi_ddp.DDPSequential(fresh(name), communicator=comm, average=False)
     equal = True
     for step in range(3):
