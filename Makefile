@@ -111,8 +111,12 @@ wheels: .venv/.installed-wheels ## wheels for PYTHONS, in dist
 .venv/.installed-%: pyproject.toml CMakeLists.txt $(shell find cpp_backend tagi_ddp/engine -type f \
     -not -name '*.pyc')
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]' $(TORCH)
 	touch $@
+
+# All targets take the torch that dev pins; else the next one would replace it.
+.venv/.installed-examples .venv/.installed-docs: \
+    TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 # Developers mend warnings; users' compilers may be newer and have others.
 .venv/.installed-dev: export SKBUILD_CMAKE_DEFINE = TAGI_DDP_WERROR=ON

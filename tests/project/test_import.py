@@ -54,6 +54,15 @@ def test_what_users_install_replaces_no_torch() -> None:
     assert re.search("extra == .dev", exact[1])
 
 
+@pytest.mark.parametrize("extra", ["examples", "docs"])
+def test_no_target_of_make_replaces_the_torch_of_another(extra: str) -> None:
+    (pin,) = re.findall(r"torch==[\w.]+", str(importlib.metadata.requires("tagi-ddp")))
+    command = ["make", "--dry-run", "--what-if=pyproject.toml", f".venv/.installed-{extra}"]
+    root = Path(__file__).parents[2]
+    printed = subprocess.check_output(command, cwd=root, text=True, timeout=60)
+    assert f"--editable '.[{extra}]' {pin}\n" in printed
+
+
 def test_public_names() -> None:
     assert all(hasattr(tagi_ddp, name) for name in tagi_ddp.__all__)
     assert tagi_ddp.__version__ == importlib.metadata.version("tagi-ddp")
