@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 import tagi_ddp
 
 LAZY = {"numpy", "torch", "mpi4py", "pytagi", "cutagi", "tqdm", "cloudpickle"}
