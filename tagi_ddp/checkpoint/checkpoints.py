@@ -6,11 +6,10 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tagi_ddp.checkpoint.folder import SEEN, Checkpoint, Folder
 from tagi_ddp.checkpoint.generators import global_generators, set_state, state_of
@@ -25,12 +24,13 @@ from tagi_ddp.checkpoint.parts import (
 )
 from tagi_ddp.checkpoint.tree import Snapshot, read_tree
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators import Communicator, PeerLost, Timeout, all_gather_object
+from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import Closing, abort
 from tagi_ddp.communicators.init import as_communicator, is_made_for
 from tagi_ddp.data import DistributedSampler
 
+T = TypeVar("T")
 _FORMAT = 3
 _FORMATS = (2, 3)  # that are read; in 2 an OrderedDict is a dict
 _SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
@@ -94,8 +94,7 @@ class Checkpoints(Closing):
         if self._joined:  # the others have done so before
             self._arguments()
         else:
-            self._agree(self._arguments)
-            self._number = self._begin()
+            self._number = self._surviving(self._start) or 0
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def _arguments(self) -> list[Entry]:
@@ -105,6 +104,10 @@ class Checkpoints(Closing):
         for generator in self._generators.values():
             state_of(generator)
         return [(name, str(value)) for name, value in self._run(0).items()]
+
+    def _start(self) -> int:
+        self._agree(self._arguments)
+        return self._begin()
 
     def _begin(self) -> int:
         """Clear the folder, which all ranks must see; return the number of the next checkpoint."""
@@ -144,12 +147,13 @@ class Checkpoints(Closing):
     def save(self, step: int, extra: Any = None) -> None:
         """Save the run after ``step`` steps; returns when the state has been copied.
 
-        Waits for the checkpoint before, if that is still being written. If the model is elastic and
-        a rank is lost meanwhile there is no checkpoint of this step, and the others are in a new
-        group.
+        Waits for the checkpoint before, if that is still being written. In an elastic job only the
+        steps that were made are saved: this does nothing if a rank was lost and the last step comes
+        again, or if ranks stand at different steps since.
 
         Args:
-            step: how many steps have been made, the same on all ranks.
+            step: how many steps have been made, the same on all ranks. Another number is a
+                ValueError in an elastic job, which counts them itself.
             extra: what else this rank is to find again in `extra`: numbers, text, arrays and
                 tensors, in dicts, lists and tuples.
 
@@ -158,8 +162,8 @@ class Checkpoints(Closing):
                 something that cannot be saved.
             RuntimeError: on all ranks, between `backward` and `step`: `DDPSequential.run_state`.
         """
-        with self._surviving():
-            self._save(step, extra)
+        if self._elastic is None or self._elastic.saves(step):
+            self._surviving(partial(self._save, step, extra))
 
     def _save(self, step: int, extra: Any) -> None:
         self._agree(lambda: [("step", str(integer("step", step, 0)))], wait=True)
@@ -191,9 +195,11 @@ class Checkpoints(Closing):
 
     def wait(self) -> None:
         """Return when the last checkpoint is whole, and older ones are gone."""
-        with self._surviving():
-            self._agree(list, wait=True)
-            self._agree(self._prune)
+        self._surviving(self._wait)
+
+    def _wait(self) -> None:
+        self._agree(list, wait=True)
+        self._agree(self._prune)
 
     def _prune(self) -> list[Entry]:
         if self._communicator.rank == 0:
@@ -236,9 +242,15 @@ class Checkpoints(Closing):
             CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
                 this step, the network or the sampler is another one, or a file is damaged.
         """
-        if self._joined:
+        made = None
+        if not self._joined:
+            made = self._surviving(partial(self._resume, step), changes=True)
+        if made is None:
             assert self._elastic is not None
-            return int(self._elastic.steps_made)
+            made = self._elastic.steps_made
+        return int(made)
+
+    def _resume(self, step: int | None) -> int:
         found = self._choose(step)
         if found is None:
             return 0
@@ -367,15 +379,9 @@ class Checkpoints(Closing):
     def _communicator(self) -> Communicator:
         return self._given or communicator_of(self._parts)
 
-    @contextmanager
-    def _surviving(self) -> Iterator[None]:
-        """If a rank of an elastic job is lost in the block, go on in a new group."""
-        try:
-            yield
-        except (PeerLost, Timeout) as error:
-            if self._elastic is None:
-                raise
-            self._elastic.regroup(error.ranks)
+    def _surviving(self, call: Callable[[], T], changes: bool = False) -> T | None:
+        """Make a collective call, which an elastic job survives: `DDPSequential.survive`."""
+        return call() if self._elastic is None else self._elastic.survive(call, changes)
 
     def _agree(self, describe: Callable[[], list[Entry]], wait: bool = False) -> None:
         """Let all ranks raise what one of them does, or that they differ."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.guard import AllRanksRaise
@@ -60,12 +60,22 @@ def _difference(communicator: Communicator, problem: str, own: list[Entry]) -> s
             return f"are refused by rank {rank}: {refusal}"
     first = everyone[0][1]
     rank = next(rank for rank, (_, entries) in enumerate(everyone) if entries != first)
-    theirs = everyone[rank][1]
-    pairs = zip(first, theirs, strict=False)
-    unequal = next(((mine, other) for mine, other in pairs if mine != other), None)
-    if unequal is None:
-        has, lacks = (rank, 0) if len(theirs) > len(first) else (0, rank)
-        name = max(first, theirs, key=len)[min(len(first), len(theirs))][0]
-        return f"differ first at {name} of rank {has}, which rank {lacks} lacks"
-    (mine, expected), (name, said) = unequal
-    return f"differ first at {name} of rank {rank}: {said}; rank 0 has {mine}: {expected}"
+    names = ("rank 0", f"rank {rank}")
+    return f"differ first at {first_difference(first, everyone[rank][1], names)}"
+
+
+def first_difference(
+    expected: Sequence[Entry],
+    found: Sequence[Entry],
+    names: tuple[str, str] = ("another rank", "this rank"),
+) -> str:
+    """Return the first entry that differs, with both values and whose they are; "" if none does."""
+    first, second = names
+    for (name, value), (other, said) in zip(expected, found, strict=False):
+        if (name, value) != (other, said):
+            return f"{other} of {second}: {said}; {first} has {name}: {value}"
+    if len(expected) == len(found):
+        return ""
+    has, lacks = (second, first) if len(found) > len(expected) else (first, second)
+    name = max(expected, found, key=len)[min(len(expected), len(found))][0]
+    return f"{name} of {has}, which {lacks} lacks"

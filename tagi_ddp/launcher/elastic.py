@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict
 from typing import Any
 
 from tagi_ddp.launcher.meeting import Seat
-from tagi_ddp.launcher.roll_call import Coming, Group, RollCall
+from tagi_ddp.launcher.roll_call import Call, Coming, Group, RollCall
 
 _OVER = json.dumps({"over": True})
 
@@ -40,7 +41,7 @@ class ElasticJob:
         self._roll = RollCall(names)
         self._tell = tell
         self._node_of = node_of
-        self._told: dict[str, int | None] = {}  # whom it has called, and why
+        self._told: dict[str, Call] = {}  # the last call of each rank
 
     def outlives(self, number: int) -> bool:
         """Tell whether it goes on, or has come to its end, without the rank of this number."""
@@ -102,10 +103,11 @@ class ElasticJob:
             for name in self._roll.members:
                 self._tell(name, _OVER)
         elif self._roll.wanted:
-            for name, why in self._roll.calls().items():
-                if name not in self._told or self._told[name] != why:
-                    self._told[name] = why
-                    self._tell(name, json.dumps({"called": why}))
+            call = self._roll.call
+            for name in self._roll.late:
+                if self._told.get(name) != call:
+                    self._told[name] = call
+                    self._tell(name, json.dumps({"call": asdict(call)}))
         return group is not None
 
     def _seat(self, group: Group) -> None:

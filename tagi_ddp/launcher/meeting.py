@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tagi_ddp.launcher.roll_call import Call
+
 MOST_BYTES = 1 << 16  # of a message
 _SLACK = 30.0  # seconds that the launcher may take to leave out those who did not come in time
 
@@ -81,33 +83,50 @@ class Meeting:
         self._connection = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self._called = False
-        self._why: int | None = None
+        self._call: Call | None = None
 
     def called(self, progress: int, exchanging: bool) -> bool:
-        """Tell whether this rank should come, which has taken ``progress`` updates of all ranks.
+        """Return whether this rank should come at once; it has taken ``progress`` updates.
 
-        That is where it would exchange with the others, or if one waits that has taken less.
+        That is where it would exchange with ranks that do not, or if one waits that has taken less.
         """
-        while self._poll.poll(0):
-            self._take(self._receive())
-        return self._called and (exchanging or (self._why is not None and self._why < progress))
+        call = self._last_call()
+        if call is None or call.joins:
+            return False
+        return exchanging or (call.progress is not None and call.progress < progress)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether ranks wait to join, and nothing else has happened."""
+        call = self._last_call()
+        return call is not None and call.joins
 
     def come(
-        self, progress: int | None, blamed: Sequence[int], patience: float, done: bool = False
+        self,
+        progress: int | None,
+        blamed: Sequence[int],
+        patience: float,
+        done: bool,
+        admits: bool,
     ) -> Seat | None:
         """Return the place in the next group, once that is known; None: all have been done.
 
         The arguments are those of `roll_call.Coming`. Raises ConnectionError where the launcher is
         gone, TimeoutError where it does not answer.
         """
-        told = {"progress": progress, "blamed": list(blamed), "patience": patience, "done": done}
+        told = {
+            "progress": progress,
+            "blamed": list(blamed),
+            "patience": patience,
+            "done": done,
+            "admits": admits,
+        }
         self._connection.send(json.dumps({"come": told}).encode())
         deadline = time.monotonic() + patience + _SLACK
         while self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             message = self._receive()
             if "seat" in message:
-                self._called = False
+                self._call = None
                 return Seat.of(message["seat"])
             if "over" in message:
                 return None
@@ -118,9 +137,13 @@ class Meeting:
         with contextlib.suppress(OSError):  # it is gone, and then this rank is, too
             self._connection.send(json.dumps({"outlives": value}).encode())
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "called" in message:
-            self._called, self._why = True, message["called"]
+    def _last_call(self) -> Call | None:
+        """Return what the launcher has asked for last, since this rank became one of its group."""
+        while self._poll.poll(0):
+            message = self._receive()
+            if "call" in message:
+                self._call = Call(**message["call"])
+        return self._call
 
     def _receive(self) -> dict[str, Any]:
         data = self._connection.recv(MOST_BYTES)

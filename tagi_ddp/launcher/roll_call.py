@@ -1,8 +1,8 @@
 """Which ranks make the next group of an elastic job: what the launcher decides, without its pipes.
 
 A rank comes when it begins, and when it has lost another; a group is made when all of the last one
-have come, but for those that are gone or are left behind. Who comes later joins: the others are
-asked to come, too.
+have come, but for those that are gone or are left behind. Ranks that come later join when all ranks
+of the group stand between two steps, and are asked to come there, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ class Coming:
 
     progress: how many updates of all ranks its replica has taken; None: it has only begun.
     blamed: ranks of its last group that it takes for lost. patience: for so many seconds it waits
-    for the others. done: it has nothing left to do. time: of a clock that all share.
+    for the others. done: it has nothing left to do. admits: it stands between two steps, so that
+    the next call of its script fits the first one of a rank that joins. time: of a clock that all
+    share.
     """
 
     progress: int | None
     blamed: list[int]
     patience: float
     done: bool
+    admits: bool
     time: float
 
 
@@ -42,6 +45,18 @@ class Group:
     members: tuple[str, ...]
     source: int
     behind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to come for the next group.
+
+    progress: the least of the group's ranks that wait for it; None: none waits, or none has learned
+    anything. joins: ranks wait to join, and nothing else has happened.
+    """
+
+    progress: int | None
+    joins: bool
 
 
 def who_leads(progress: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
@@ -99,24 +114,22 @@ class RollCall:
         waits = any(not coming.done for coming in self._waiting.values())
         return self.groups > 0 and (waits or len(self._ranks) > len(self.members))
 
-    def calls(self) -> dict[str, int | None]:
-        """Return who of the present group should come, and why.
+    @property
+    def late(self) -> list[str]:
+        """The ranks of the present group that have not come for the next one."""
+        return [who for who in self.members if who not in self._waiting]
 
-        That is the progress of the rank that has waited for it with the least; None: one is gone,
-        or wants to join.
-        """
-        progress = [
-            coming.progress
-            for who, coming in self._waiting.items()
-            if who in self.members and coming.progress is not None
-        ]
-        why = min(progress) if progress else None
-        return {who: why for who in self.members if who not in self._waiting}
+    @property
+    def call(self) -> Call:
+        """What the ranks that are late are told."""
+        there = [coming for who, coming in self._waiting.items() if who in self.members]
+        progress = [coming.progress for coming in there if coming.progress is not None]
+        joins = not there and len(self._ranks) == len(self.members)
+        return Call(min(progress, default=None), joins)
 
     def next_group(self, now: float) -> Group | None:
         """Return the next group, whose ranks wait no longer, once it is known."""
-        late = [who for who in self.members if who not in self._waiting]
-        if not self._waiting or not all(self._left(who, now) for who in late):
+        if not self._waiting or not all(self._left(who, now) for who in self.late):
             return None
         if self.groups and not self.members:  # they have ended
             return None
@@ -124,7 +137,8 @@ class RollCall:
         if there and all(self._waiting[who].done for who in there):
             self.over = True
             return None
-        members = there + [who for who in self._waiting if who not in there]
+        admits = all(self._waiting[who].admits for who in there)
+        members = there + [who for who in self._waiting if admits and who not in there]
         # What was learned by one that had been left behind is not what the others have learned.
         progress = [self._waiting[who].progress if who in there else None for who in members]
         if self._learned and all(each is None for each in progress):
@@ -134,7 +148,8 @@ class RollCall:
         self.groups += 1
         self.members = members
         self._ranks = {who: rank for rank, who in enumerate(members)}
-        self._waiting.clear()
+        for who in members:
+            del self._waiting[who]
         return Group(self.groups, tuple(members), source, behind)
 
     def _left(self, who: str, now: float) -> bool:

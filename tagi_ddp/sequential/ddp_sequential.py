@@ -332,7 +332,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 if self._membership is None:
                     self._exchange(samples)
                 else:
-                    self._together(partial(self._exchange, samples))
+                    self._step_together(samples)
             except BaseException:
                 self._undo()
                 raise

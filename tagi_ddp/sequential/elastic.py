@@ -7,21 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, CommunicatorError, PeerLost, Timeout
+from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import CanAbort, report
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.sequential.equality import check_state, check_structure
+from tagi_ddp.sequential.equality import check_state, refuse_others
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.sequential.membership import Group, Membership
+from tagi_ddp.sequential.position import Position
 from tagi_ddp.update.elastic import ElasticExchange, ElasticMerging, ElasticSum, NextGroup
 from tagi_ddp.update.exchange import Setting
 from tagi_ddp.update.merging import Reduction, Scheme
@@ -29,6 +32,7 @@ from tagi_ddp.update.merging import Reduction, Scheme
 _LARGE = 1 << 12  # samples that a rank of a small network rarely takes in a step
 
 log = logging.getLogger("tagi_ddp")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     _shares_cores = False  # whether threads follow the number of ranks
     _began = False  # whether this rank has a state that others may take
     _entered = False  # whether it has been a rank of a group
+    _position: Position
 
     @property
     def elastic(self) -> bool:
@@ -126,18 +131,36 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         exchange = self._elastic("steps")
         if not self.joined:
             exchange.steps_made = max(exchange.steps_made, integer("first", first, 0))
-        while True:
-            yield from self._turns(sampler, global_batch_size, epochs)
-            if self.unmerged_steps:
-                self.merge()
-            elif self._end():
-                return
+        settings = {**sampler.settings, "global_batch_size": global_batch_size, "epochs": epochs}
+        plan = [(name, str(value)) for name, value in settings.items()]
+        if self._position.plan is None:
+            self.survive(partial(self._agree_on_steps, plan))
+        if self._position.plan is not None:
+            self._position.follow(plan)
+        self._position.plan, exchange.between_steps = plan, True
+        try:
+            while True:
+                yield from self._turns(sampler, global_batch_size, epochs)
+                if self.unmerged_steps:
+                    self.merge()
+                elif self._end():
+                    return
+        finally:
+            self._position.plan, exchange.between_steps = None, False
+
+    def _agree_on_steps(self, plan: list[Entry]) -> None:
+        """Raise RanksDiffer, on all ranks, unless they make the same steps."""
+        made = [("the number of the first step", str(self.steps_made))]
+        remedy = "Give all ranks the same data and arguments."
+        require_equal(self.communicator, lambda: plan + made, "steps()", remedy)
 
     def _turns(
         self, sampler: DistributedSampler, global_batch_size: int, epochs: int
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        drawn = None
+        exchange, drawn = self._elastic("steps"), None
         while drawn is not self.communicator:
+            if exchange.awaited:
+                self._meet_again((), time.monotonic())
             drawn = self.communicator
             sampler.rank, sampler.num_replicas = drawn.rank, drawn.size
             for step, share in sampler.steps(global_batch_size, epochs, self.steps_made):
@@ -149,16 +172,52 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                         f"{self.steps_made - step} steps were made of step {step}: call step() or "
                         "learn() once for each share, an empty one, too"
                     )
+                if exchange.awaited:
+                    drawn = None
+                    break
 
     def regroup(self, lost: Sequence[int] = ()) -> None:
         """Make a group of the ranks that are left; an elastic job does so by itself at `step`.
 
-        For what a script lets its ranks do together beside: when that raises PeerLost or Timeout,
-        call this with the error's ``ranks``. All ranks that are left must come, here or by a
-        `step`.
+        For collective calls of the script's own: when one raises PeerLost or Timeout, call this
+        with the error's ``ranks``. All ranks that are left must come, here or by a `step`. None
+        joins here, because its script would go on elsewhere.
         """
         self._elastic("regroup")
-        self._meet_again(lost, time.monotonic())
+        self._meet_again(lost, time.monotonic(), admits=False)
+
+    # --- for checkpoints ----------------------------------------------------------------------
+
+    def survive(self, call: Callable[[], T], changes: bool = False) -> T | None:
+        """Make a collective call; if a rank is lost meanwhile, make it again in the next group.
+
+        ``changes``: it changes the state of this rank, so that others may not take that before it
+        returns. Returns None if other ranks have completed the call, or go on with the next step.
+        """
+        position = self._position
+        while True:
+            calls = position.calls
+            self._began = self._began and not changes
+            try:
+                result = call()
+                position.calls += 1
+                return result
+            except (PeerLost, Timeout) as error:
+                self._meet_again(error.ranks, time.monotonic(), admits=False)
+            finally:
+                self._began = True
+            if position.calls > calls or not position.aligned:
+                return None
+
+    def saves(self, step: int) -> bool:
+        """Return whether the ranks save after ``step`` steps; not if the last one comes again.
+
+        Raises ValueError if another number of steps has been made.
+        """
+        position, made = self._position, self.steps_made
+        if position.aligned and position.steps is not None and step != made:
+            raise ValueError(f"step is {step}, but {made} steps have been made: give that number")
+        return position.aligned
 
     # --- for DDPSequential --------------------------------------------------------------------
 
@@ -172,7 +231,13 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                 raise
             began, reason = time.monotonic(), error
         report(self._groups(), reason)
-        self._meet_again(reason.ranks if isinstance(reason, CommunicatorError) else (), began)
+        lost = reason.ranks if isinstance(reason, CommunicatorError) else ()
+        self._meet_again(lost, began, admits=not self._elastic("step").between_steps)
+
+    def _step_together(self, samples: int) -> None:
+        """Make a step with the other ranks, or go on in a new group; see `Exchange`."""
+        self._position.begin_step(self.steps_made)
+        self._together(partial(self._exchange, samples))
 
     def _begin_elastic(self, scheme: Scheme, every: int) -> None:
         """Become a rank of the first group."""
@@ -183,11 +248,12 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             self.communicator, self._replica, self.reduction == "mean", self._rollback
         )
         self._exchange = (
-            ElasticMerging(setting, scheme, every, membership.called)
+            ElasticMerging(setting, scheme, every, membership)
             if self.reduction == "precision"
-            else ElasticSum(setting, membership.called)
+            else ElasticSum(setting, membership)
         )
         self.changes = []
+        self._position = Position()
         self._import_early(membership)
         self._meet_again((), time.monotonic())
 
@@ -199,13 +265,13 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             if self._by_batch is not None and self._by_batch.may_need_torch(_LARGE):
                 import tagi_ddp.compute.on_torch  # noqa: F401
 
-    def _meet_again(self, blamed: Sequence[int], began: float) -> None:
+    def _meet_again(self, blamed: Sequence[int], began: float, admits: bool = True) -> None:
         membership = self._membership
         assert membership is not None
         self._undo()
         while True:
             self._leave()
-            met = membership.meet(self._progress, blamed)
+            met = membership.meet(self._progress, blamed, False, admits)
             if met is None:
                 raise PeerLost("this elastic job has ended: there is no other group", blamed)
             try:
@@ -218,7 +284,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         """Return whether all ranks are done; if not, this one is in a new group."""
         assert self._membership is not None
         began = time.monotonic()
-        met = self._membership.meet(self._progress, (), done=True)
+        met = self._membership.meet(self._progress, (), True, True)
         if met is None:
             return True
         self._leave()
@@ -247,11 +313,14 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         self.config = DDPConfig(self.config.device_ids, self.config.backend, 0, size)
         self.config.rank = rank
         topology_of(communicator)  # all at the same place
-        check_structure(communicator, self._replica, self._options)
+        refused = refuse_others(communicator, self._replica, self._options, known, group.source)
+        if refused:
+            raise PeerLost(f"ranks {refused} have another network", refused)
         exchange = self._elastic("step")
         exchange.enter(communicator)
         self._began = known and not behind
         exchange.take_over(group.source, behind)
+        self._position.compare(communicator, not self._entered, exchange.steps_made)
         self._take_lasting(exchange, group.source)
         # What the first group agrees on is nobody's state before it is complete.
         self._began = known or rank in group.behind

@@ -1,12 +1,12 @@
-"""Whether the replicas of one model are equal."""
+"""Comparisons of the replicas of one model."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
 
-from tagi_ddp.communicators import Communicator
-from tagi_ddp.communicators.equality import RanksDiffer, require_equal
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.equality import RanksDiffer, first_difference, require_equal
 from tagi_ddp.replica.protocol import Replica
 
 
@@ -14,14 +14,51 @@ class ReplicaMismatch(RanksDiffer, RuntimeError):
     """Replicas that should be equal are not; the text names the first layer that differs."""
 
 
+_REMEDY = "Build the same model on all ranks."
+
+
 def check_structure(communicator: Communicator, replica: Replica, options: dict[str, Any]) -> None:
     """Raise ReplicaMismatch, on all ranks, unless all have the same layers and options."""
+    _require_equal(communicator, _structure(replica, options))
+
+
+def refuse_others(
+    communicator: Communicator,
+    replica: Replica,
+    options: dict[str, Any],
+    knows: bool,
+    source: int,
+) -> list[int]:
+    """Return the new ranks of a group whose layers or options differ from those of ``source``.
+
+    A collective call. Such a rank raises ReplicaMismatch, and the others go on without it. A rank
+    that ``knows`` what the job has learned is no new one; if none does, this is `check_structure`.
+    """
+    own = list(_structure(replica, options).items())
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    everyone = all_gather_object(communicator, [digest, knows])
+    if not any(known for _, known in everyone):
+        check_structure(communicator, replica, options)
+        return []
+    others = [rank for rank, (each, _) in enumerate(everyone) if each != everyone[source][0]]
+    if others:
+        expected = all_gather_object(communicator, own if communicator.rank == source else [])
+        if communicator.rank in others:
+            difference = first_difference([tuple(each) for each in expected[source]], own)
+            raise ReplicaMismatch(
+                f"this network is not the one that the job trains: it differs first at "
+                f"{difference}. {_REMEDY}"
+            )
+    return others
+
+
+def _structure(replica: Replica, options: dict[str, Any]) -> dict[str, str]:
     own = {layer.name: layer.kind for layer in replica.layers}
     for name, array in replica.state():
         own[name] += f" {array.size}"
     layers = {f"layer {name}": kind for name, kind in own.items()}
     given = {f"the option {name}": str(value) for name, value in options.items()}
-    _require_equal(communicator, {**layers, **given})
+    return {**layers, **given}
 
 
 def check_state(communicator: Communicator, replica: Replica) -> str:
@@ -36,5 +73,4 @@ def check_state(communicator: Communicator, replica: Replica) -> str:
 
 def _require_equal(communicator: Communicator, own: dict[str, str]) -> None:
     """Compare what the ranks say of each layer, the layers in order."""
-    remedy = "Build the same model on all ranks."
-    require_equal(communicator, own.items, "replicas", remedy, ReplicaMismatch)
+    require_equal(communicator, own.items, "replicas", _REMEDY, ReplicaMismatch)

@@ -35,11 +35,18 @@ class Membership(Protocol):
     may_use_gloo: bool
     """Whether the next group may meet over gloo, for which torch is needed."""
 
-    def called(self, progress: int, exchanging: bool) -> bool:
-        """Tell whether this rank should come; see `Meeting.called`."""
+    @property
+    def awaited(self) -> bool:
+        """Whether ranks wait to join; see `Meeting.awaited`."""
         ...
 
-    def meet(self, progress: int | None, blamed: Sequence[int], done: bool = False) -> Group | None:
+    def called(self, progress: int, exchanging: bool) -> bool:
+        """Return whether this rank should come at once; see `Meeting.called`."""
+        ...
+
+    def meet(
+        self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
+    ) -> Group | None:
         """Return the next group; None: all are ``done``. See `Meeting.come`."""
         ...
 
@@ -86,9 +93,15 @@ class _Launched:
         self._job = os.environ["TAGI_DDP_JOB"]
         self.called = found.called
 
-    def meet(self, progress: int | None, blamed: Sequence[int], done: bool = False) -> Group | None:
+    @property
+    def awaited(self) -> bool:
+        return self._meeting.awaited
+
+    def meet(
+        self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
+    ) -> Group | None:
         limit, patience = _CONNECT, _patience(self._patience, progress)
-        while (seat := self._meeting.come(progress, blamed, patience, done)) is not None:
+        while (seat := self._meeting.come(progress, blamed, patience, done, admits)) is not None:
             seat.enter(self._job)
             try:
                 communicator = init(self._backend, seat.rank, seat.size, timeout=limit)
@@ -105,6 +118,7 @@ class _Survivors:
     """Of ranks that MPI itself lets go on; new ones do not join."""
 
     may_use_gloo = False
+    awaited = False
 
     def __init__(self, config: DDPConfig, patience: float) -> None:
         try:
@@ -119,7 +133,9 @@ class _Survivors:
     def called(self, progress: int, exchanging: bool) -> bool:
         return False
 
-    def meet(self, progress: int | None, blamed: Sequence[int], done: bool = False) -> Group | None:
+    def meet(
+        self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
+    ) -> Group | None:
         limit, patience = _CONNECT, _patience(self._patience, progress)
         while True:
             table = self._survivors.gather([-1 if progress is None else progress, done], patience)

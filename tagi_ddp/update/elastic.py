@@ -1,13 +1,10 @@
-"""Exchanges of a group that loses and wins ranks: what goes on from one group to the next.
-
-``called`` tells whether the ranks are wanted for the next group: `launcher.meeting.Meeting.called`.
-"""
+"""Exchanges of a group that loses and wins ranks: the state that goes on to the next group."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +18,18 @@ from tagi_ddp.update.exchange import Bucket, Exchange, Setting
 from tagi_ddp.update.merging import Merging, Scheme
 from tagi_ddp.update.not_finite import NotFiniteError
 
-Called = Callable[[int, bool], bool]
+
+class Calls(Protocol):
+    """The launcher's requests to come for the next group; see `launcher.meeting.Meeting`."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether ranks wait to join."""
+        ...
+
+    def called(self, progress: int, exchanging: bool) -> bool:
+        """Return whether this rank should come at once."""
+        ...
 
 
 class NextGroup(Exception):
@@ -37,6 +45,17 @@ class ElasticExchange(Exchange):
     progress: int
     steps_made: int
     """The number of steps that the posterior knows of."""
+    between_steps = False
+    """Whether this rank joins the next group between two steps, if others wait to join."""
+    awaited = False
+    """Whether the ranks have agreed, in the last exchange, that others wait to join."""
+    _calls: Calls
+
+    def _require_group(self) -> None:
+        """Raise `NextGroup` if this rank should come for the next group and not exchange."""
+        joins = not self.between_steps and self._calls.awaited
+        if joins or self._calls.called(self.progress, True):
+            raise NextGroup("all ranks meet again")
 
     @abstractmethod
     def enter(self, communicator: Communicator) -> None:
@@ -61,10 +80,10 @@ class ElasticSum(Bucket, ElasticExchange):
     Or by some of them, whose replicas the others take then. Steps that were refused count, too.
     """
 
-    def __init__(self, setting: Setting, called: Called) -> None:
+    def __init__(self, setting: Setting, calls: Calls) -> None:
         super().__init__(replace(setting, bucket=None))
         self._bucket = setting.replica.zeros()  # of no group
-        self._called = called
+        self._calls = calls
         self.progress = 0
         # The deltas that add up over steps, of all ranks: a rank that is lost takes none with it.
         self._lasting = [
@@ -81,10 +100,10 @@ class ElasticSum(Bucket, ElasticExchange):
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Make the step with all ranks; raise `NextGroup` if they are wanted."""
-        if self._called(self.progress, True):
-            raise NextGroup("all ranks meet again")
+        self._require_group()
         try:
-            super().__call__(samples)
+            # The ranks vote: none is finished if others wait to join.
+            self.awaited = not super().__call__(samples, finished=not self._calls.awaited)
         except NotFiniteError:
             self.progress += 1
             raise
@@ -101,7 +120,7 @@ class ElasticSum(Bucket, ElasticExchange):
             total.reshape(2, -1)[...] = halves[:, begin : begin + count]
 
     def enter(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self._communicator, self.awaited = communicator, False
 
     def take_over(self, source: int, behind: bool) -> None:
         everyone = all_gather_object(self._communicator, [self.progress, behind])
@@ -131,9 +150,9 @@ class ElasticMerging(Merging, ElasticExchange):
     ``progress`` counts merges.
     """
 
-    def __init__(self, setting: Setting, scheme: Scheme, every: int, called: Called) -> None:
+    def __init__(self, setting: Setting, scheme: Scheme, every: int, calls: Calls) -> None:
         super().__init__(setting, replace(scheme, node_size=None), every)
-        self._called = called
+        self._calls = calls
         self.progress = 0
         for memory in (self._now, self._node.bucket):
             memory.fill(0)  # it is there before others wait for this rank
@@ -149,19 +168,18 @@ class ElasticMerging(Merging, ElasticExchange):
     def end_share(self, finished: bool = False) -> bool:
         """Do as other merges do; raise `NextGroup` if one waits that has merged less often."""
         done = super().end_share(finished)
-        if self._called(self.progress, False):
+        if self._calls.called(self.progress, False):
             raise NextGroup("all ranks meet again")
         return done
 
     def merge(self, finished: bool = False) -> bool:
         """Merge, unless the ranks are wanted."""
-        if self._called(self.progress, True):
-            raise NextGroup("all ranks meet again")
+        self._require_group()
         self.settle()
         return False
 
     def enter(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self._communicator, self.awaited = communicator, False
         self._hierarchy = Hierarchy(communicator, communicator.size)
         self._node.enter(self._hierarchy.node)
         self._alone_of = communicator.size if self._warms_up else 1
@@ -187,7 +205,7 @@ class ElasticMerging(Merging, ElasticExchange):
     def settle(self) -> None:
         """Merge what the ranks have learned since the last merge; a collective call."""
         try:
-            super().merge()
+            self.awaited = not super().merge(finished=not self._calls.awaited)
         except NotFiniteError:  # all else has been merged
             self.progress += 1
             raise

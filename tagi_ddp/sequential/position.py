@@ -1,0 +1,61 @@
+"""A rank's place in the script of an elastic job, which its group compares after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.equality import Entry, RanksDiffer, first_difference
+
+
+@dataclass
+class Position:
+    """The place of this rank in its script.
+
+    When a rank is lost the others are at most one collective call apart: one may wait in a save
+    that another has completed. By this each rank of the next group knows how to go on.
+
+    calls: the number of collective calls, beside steps, that the group has completed.
+    steps: the number of steps that had been made when this rank began its last step; None before
+    its first one. plan: the settings of the group's loop over `DDPSequential.steps`; None if there
+    is none yet. aligned: whether all ranks stand behind the same step, which has been made.
+    """
+
+    calls: int = 0
+    steps: int | None = None
+    plan: list[Entry] | None = None
+    aligned: bool = True
+
+    def begin_step(self, steps_made: int) -> None:
+        """Take note of the step that begins."""
+        self.steps, self.aligned = steps_made, True
+
+    def compare(self, communicator: Communicator, joins: bool, steps_made: int) -> None:
+        """Compare the places of a new group's ranks; a collective call.
+
+        A rank that ``joins`` is nowhere yet. ``steps_made`` is that of the group.
+        """
+        everyone: list[dict[str, Any]] = all_gather_object(
+            communicator, {**asdict(self), "joins": joins}
+        )
+        self.calls = max(each["calls"] for each in everyone)
+        made = {
+            None if each["steps"] is None else each["steps"] + 1 == steps_made
+            for each in everyone
+            if not each["joins"]
+        }
+        self.aligned = made in ({True}, {None}, set())
+        plans = [each["plan"] for each in everyone if each["plan"] is not None]
+        if plans and self.plan is None:
+            self.plan = [(name, value) for name, value in plans[0]]
+
+    def follow(self, plan: Sequence[Entry]) -> None:
+        """Raise RanksDiffer unless the other ranks loop over the same plan as this one."""
+        assert self.plan is not None
+        if difference := first_difference(self.plan, plan):
+            raise RanksDiffer(
+                f"steps() differs from that of the other ranks, first at {difference}. Give all "
+                "ranks the same data and arguments"
+            )
