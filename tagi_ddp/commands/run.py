@@ -79,7 +79,7 @@ def _run(parser: CommandParser, options: argparse.Namespace) -> int:
     try:
         while (status := _attempt(options, nodes, end, restarts)) and restarts.left:
             restarts.left -= 1
-            nodes = _nodes(options)
+            nodes = _nodes(options, nodes.job if nodes is not None else "")
     except TimeoutError as error:
         print(f"tagi-ddp: {error}", file=sys.stderr)
         return 124
@@ -153,8 +153,8 @@ def _endpoint(text: str) -> tuple[str, int]:
     raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
 
 
-def _nodes(options: argparse.Namespace) -> Nodes | None:
-    """Return this host's part in a job of several, None if it is the only one.
+def _nodes(options: argparse.Namespace, job: str = "") -> Nodes | None:
+    """Return this host's part in a job of several, None if it is the only one; see `Nodes`.
 
     Raises ValueError that says which option is wrong or missing.
     """
@@ -171,4 +171,4 @@ def _nodes(options: argparse.Namespace) -> Nodes | None:
         )
     if options.nnodes == 1:
         return None
-    return Nodes(options.nnodes, options.node_rank, options.rendezvous)
+    return Nodes(options.nnodes, options.node_rank, options.rendezvous, job)

@@ -44,9 +44,14 @@ class Place:
 
 
 class Nodes:
-    """Node ``node_rank`` of ``count``; node 0 listens at its ``rendezvous``, host and port."""
+    """Node ``node_rank`` of ``count``; node 0 listens at its ``rendezvous``, host and port.
 
-    def __init__(self, count: int, node_rank: int, rendezvous: tuple[str, int]) -> None:
+    ``job`` is the name of the job that this launcher was in before, and starts again; "": none.
+    """
+
+    def __init__(
+        self, count: int, node_rank: int, rendezvous: tuple[str, int], job: str = ""
+    ) -> None:
         """Prepare; `join` meets the others.
 
         Raises ValueError if there is no job secret: whoever reached the port could join the job.
@@ -60,6 +65,8 @@ class Nodes:
         self._count = count
         self._node_rank = node_rank
         self._address, self._port = rendezvous
+        self.job = job
+        """The name of the job that this launcher is in, or was in before; "": of none."""
         self._others: dict[int, Connection] = {}  # of node 0 all, of any other node 0
         self._firsts = [0] * count  # the first rank of each node
         self._running: set[int] = set()
@@ -91,18 +98,17 @@ class Nodes:
     def join(self, nprocs: int, port: int) -> Place:
         """Return the place of this host's ``nprocs`` ranks; on node 0, rank 0 can use ``port``.
 
-        Raises TimeoutError that names the nodes that did not come, OSError if node 0 cannot listen.
+        Raises TimeoutError that names the nodes that did not come, OSError if node 0 cannot listen,
+        or if it leads another job than the one that this launcher was in.
         """
         deadline = time.monotonic() + _MEET
-        others = list(range(1, self._count)) if self.decides else [0]
-        self._others, missing = self._meet(others, deadline)
-        if missing:
-            raise self._absent(missing)
         if self.decides:
-            guests = [self._receive(node) for node in others]
-            counts = [nprocs, *(guest.get("ranks", 0) for guest in guests)]
-            if 0 in counts:
-                raise self._absent([node for node in others if not counts[node]])
+            others = list(range(1, self._count))
+            found = self._admit(others, deadline)
+            if missing := [node for node in others if node not in found]:
+                raise self._absent(missing)
+            guests = [found[node] for node in others]
+            counts = [nprocs, *(guest["ranks"] for guest in guests)]
             # Kubernetes may call this host localhost, where other hosts would not find rank 0.
             names = [self._address, *(guest["address"] for guest in guests)]
             self._address = next((name for name in names if name not in _LOOPBACK), names[0])
@@ -118,13 +124,21 @@ class Nodes:
                 self._send(node, {"place": asdict(replace(place, first=self._firsts[node]))})
             self._running = set(others)
         else:
-            self._send(0, {"ranks": nprocs, "address": self._address, "port": port})
+            self._call(deadline)
+            hello = {"ranks": nprocs, "address": self._address, "port": port, "job": self.job}
+            self._send(0, hello)
             wait([self._others[0]], deadline - time.monotonic())
             answer = self._receive(0)
+            if "other job" in answer:
+                raise ConnectionRefusedError(
+                    f"node 0 at {self._address}, port {self._port}, leads another job than the one "
+                    "that this host was in. Start tagi-ddp run here anew to be a node of it"
+                )
             if "place" not in answer:
                 raise TimeoutError("node 0 has given up: its tagi-ddp run says why")
             place = Place(**answer["place"])
             self._running = {self._node_rank}
+        self.job = place.job
         # The secret itself does not travel; hosts may know node 0 by different names.
         secret = hmac.digest(self._secret, place.job.encode(), "sha256").hex()
         return replace(place, secret=secret, address=self._address)
@@ -136,20 +150,36 @@ class Nodes:
             "--rendezvous, and the same secret"
         )
 
-    def _meet(self, others: list[int], deadline: float) -> tuple[dict[int, Connection], list[int]]:
-        if self.decides:
-            try:
-                listener = mesh.Listener(self._secret, port=self._port, nonce=_NAME)
-            except OSError as error:
-                where = f"node 0 cannot listen at port {self._port}"
-                raise OSError(error.errno, f"{where}: {error.strerror}") from error
-            with closing(listener):
-                found = listener.admit(set(others), deadline)
-        else:
-            record = mesh.Record(host="", addresses=[self._address], port=self._port, nonce=_NAME)
-            connection = mesh.call(self._node_rank, record, self._secret, deadline)
-            found = {} if connection is None else {0: connection}
-        return found, [node for node in others if node not in found]
+    def _admit(self, others: list[int], deadline: float) -> dict[int, dict[str, Any]]:
+        """Connect, as node 0, to the others; return the first message of each.
+
+        A launcher that was in another job before, and waits to start that again, is refused.
+        """
+        try:
+            listener = mesh.Listener(self._secret, port=self._port, nonce=_NAME)
+        except OSError as error:
+            where = f"node 0 cannot listen at port {self._port}"
+            raise OSError(error.errno, f"{where}: {error.strerror}") from error
+        found: dict[int, dict[str, Any]] = {}
+        with closing(listener):
+            while len(found) < len(others) and time.monotonic() < deadline:
+                missing = {node for node in others if node not in found}
+                for node, connection in listener.admit(missing, deadline).items():
+                    hello = _hello_of(connection)
+                    if hello.get("ranks") and hello.get("job", "") in ("", self.job):
+                        self._others[node], found[node] = connection, hello
+                    else:
+                        with suppress(OSError), connection:
+                            connection.send_bytes(json.dumps({"other job": True}).encode())
+        return found
+
+    def _call(self, deadline: float) -> None:
+        """Connect to node 0."""
+        record = mesh.Record(host="", addresses=[self._address], port=self._port, nonce=_NAME)
+        connection = mesh.call(self._node_rank, record, self._secret, deadline)
+        if connection is None:
+            raise self._absent([0])
+        self._others[0] = connection
 
     def end_of(self, rank: int) -> tuple[int, str, int]:
         """Return, as node 0, a rank's node, and where a rank could listen there."""
@@ -256,6 +286,14 @@ class Nodes:
                 self.lost += range(self._firsts[node], self._firsts[node] + self._counts[node])
             return {"failure": lost} if self.decides else {"verdict": lost}
         return message
+
+
+def _hello_of(connection: Connection) -> dict[str, Any]:
+    """Return the first message of a node; an empty one if it is gone."""
+    with suppress(OSError, EOFError):
+        hello: dict[str, Any] = json.loads(connection.recv_bytes())
+        return hello
+    return {}
 
 
 def new_job() -> str:

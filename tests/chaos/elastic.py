@@ -2,8 +2,9 @@
 
 ``python tests/chaos/elastic.py --events 1000 --first 0`` runs a job of each kind of four ranks, for
 that many events together, and says which promises were broken: all ranks that are left go on with
-equal replicas, ranks that join or come back are taken in, the job ends well after all its steps,
-and has learned as much as one to which nothing happens.
+equal replicas, ranks that join or come back are taken in, ranks with another network are refused,
+checkpoints hold as many steps as they say, the job ends well after all its steps, and has learned
+as much as one to which nothing happens.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from chaos.checkpointed import false_checkpoints, saved_states
 from chaos.elastic_rank import EPOCH, KINDS, PATIENCE
 
 RANKS = 4
 STEPS = 120  # for each event
 LIMIT = 30.0  # seconds for what must follow an event
+SOON = 3.0  # seconds until all ranks have told of a state
 MOST = 0.01  # by so much, at most, may the negative log-likelihood be worse
 # What is timed.
 KILL = "from a kill to all survivors' next step"
@@ -85,7 +88,8 @@ class Job:
 
     def living(self) -> list[int]:
         """Return the processes that have begun, and that nothing has happened to."""
-        told = (pid for pid, lines in self.lines.items() if lines)
+        told = [pid for pid, lines in self.lines.items() if lines]
+        self.dead |= {pid for pid in told if self.lines[pid][0]["stranger"]}
         return [pid for pid in told if pid not in self.dead | self.stopped]
 
     def group_of(self, pid: int) -> dict[str, Any]:
@@ -129,6 +133,17 @@ class Job:
                     found[line["change"]["group"]].add(line["change"]["hash"])
         return found
 
+    def check_checkpoints(self) -> None:
+        """Raise BrokenPromise if a checkpoint is not of as many steps as it says."""
+        saved, false = list(saved_states(self._folder)), [""]
+        deadline = time.monotonic() + SOON
+        while false:  # the ranks may still have to tell of the last state
+            self.look()
+            told = (line for lines in self.lines.values() for line in lines)
+            false = false_checkpoints(saved, told)
+            if false and time.monotonic() > deadline:
+                raise BrokenPromise("; ".join(false))
+
     def output(self) -> str:
         """Return the end of what the job has printed."""
         return (self._folder / "output").read_text()[-3000:]
@@ -164,6 +179,7 @@ class Campaign:
             self._stop(self._random.choice([PATIENCE / 4, PATIENCE * 3]))
         else:
             self._kill(2 if draw > 0.85 and left >= 4 else 1)
+        self.job.check_checkpoints()
         return sum(self.count.values()) - before
 
     def _kill(self, count: int) -> None:
@@ -239,6 +255,7 @@ def run(kind: str, events: int, seed: int, folder: Path) -> dict[str, Any]:
         job.close()
     if [end["steps"] for end in ends] != [steps] * RANKS:
         raise BrokenPromise(f"{RANKS} ranks should end after {steps} steps: {ends}\n{job.output()}")
+    job.check_checkpoints()
     if len({end["hash"] for end in ends}) > 1:
         raise BrokenPromise(f"replicas differ at the end: {ends}")
     if several := [group for group, hashes in job.hashes().items() if len(hashes) > 1]:

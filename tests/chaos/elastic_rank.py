@@ -1,19 +1,24 @@
 """A rank of an elastic job that something happens to: ``elastic_rank.py FOLDER KIND STEPS``.
 
 It tells what it does, line by line, in a file of its own, and goes slowly until there is a file
-"hurry", and more slowly near the end.
+"hurry", and more slowly near the end. Some ranks that take the place of others have another network
+and must be refused.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
+from chaos.checkpointed import train
 from pytagi import manual_seed
 from pytagi.nn import Linear, ReLU, Sequential
 
@@ -32,6 +37,8 @@ PATIENCE = 1.0  # seconds
 SAMPLES, BATCH, NOISE = 16_000, 32, 0.3
 EPOCH = SAMPLES // BATCH
 PACE, LAST, SLOWLY = 0.005, 400, 0.05
+EVERY = 5  # steps between two checkpoints
+STRANGERS = 0.1  # of the ranks that take the place of others
 
 
 def samples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,20 +57,23 @@ def negative_log_likelihood(model: Any) -> float:
     return float(np.mean((y - mean) ** 2 / total + np.log(2 * np.pi * total)) / 2)
 
 
-def train(model: Any, folder: Path, steps: int, tell: Any) -> None:
+def train_all(model: Any, folder: Path, steps: int, tell: Any) -> None:
     """Make all steps, and tell of each and of changes of the group."""
     x, y = samples(SAMPLES, 0)
-    noise = np.full_like(y, NOISE**2)
     changes = 0
     hurry = folder / "hurry"
-    for step, share in model.steps(DistributedSampler(len(x)), BATCH, steps // EPOCH):
+
+    def learn(step: int, share: Any) -> None:
+        nonlocal changes
         if not hurry.exists():
             time.sleep(SLOWLY if step > steps - LAST else PACE)
-        model.learn(x[share], y[share], noise[share])
+        model.learn(x[share], y[share], NOISE**2)
         for change in model.changes[changes:]:
             tell(change=vars(change))
         changes = len(model.changes)
-        tell(step=model.steps_made)
+
+    loop = DistributedSampler(len(x), 1, 0), BATCH, steps // EPOCH
+    train(model, folder, loop, learn, tell, EVERY)
 
 
 def main() -> None:
@@ -74,12 +84,16 @@ def main() -> None:
         def tell(**what: Any) -> None:
             file.write(json.dumps({"time": time.monotonic(), **what}) + "\n")
 
-        tell(began=int(os.environ["RANK"]))
+        first = not (folder / os.environ["RANK"]).exists()
+        (folder / os.environ["RANK"]).touch()
+        stranger = not first and random.random() < STRANGERS
+        tell(began=int(os.environ["RANK"]), stranger=stranger)
         manual_seed(1)
-        network = Sequential(Linear(3, 64), ReLU(), Linear(64, 1))
+        width = 63 if stranger else 64
+        network = Sequential(Linear(3, width), ReLU(), Linear(width, 1))
         config = DDPConfig.from_env(backend)
         with DDPSequential(network, config, elastic=PATIENCE, **options) as model:
-            train(model, folder, steps, tell)
+            train_all(model, folder, steps, tell)
             tell(
                 hash=model.check_replicas(),
                 steps=model.steps_made,

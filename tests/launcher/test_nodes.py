@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -221,6 +222,29 @@ def test_nodes_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyP
             ),
         ):
             launcher.join(1, 1)
+
+
+def test_a_launcher_that_waits_to_start_its_job_again_is_let_into_no_other(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
+    where = ("localhost", port)
+    with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
+
+        def join(node: int, job: str = "") -> Future[nodes.Place]:
+            launcher = stack.enter_context(closing(Nodes(3, node, where, job)))
+            return threads.submit(launcher.join, 1, 1)
+
+        first = [join(node) for node in range(3)]
+        job = first[0].result(30).job
+        first[0], first[1] = join(0), join(1)  # another job
+        with pytest.raises(ConnectionRefusedError, match="leads another job than the one that"):
+            join(2, job).result(30)
+        first[2] = join(2)
+        assert len({each.result(30).job for each in first} - {job}) == 1
+        # The same job starts again, on one host by a new launcher.
+        again = [join(0, job), join(1, job), join(2)]
+        assert [each.result(30).first for each in again] == [0, 1, 2]
 
 
 @pytest.mark.slow

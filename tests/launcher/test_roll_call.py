@@ -6,15 +6,19 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tagi_ddp.launcher.roll_call import Coming, Group, RollCall, who_leads
+from tagi_ddp.launcher.roll_call import Call, Coming, Group, RollCall, who_leads
 
 PATIENCE = 10.0
 
 
 def coming(
-    progress: int | None, time: float = 0.0, blamed: tuple[int, ...] = (), done: bool = False
+    progress: int | None,
+    time: float = 0.0,
+    blamed: tuple[int, ...] = (),
+    done: bool = False,
+    admits: bool = True,
 ) -> Coming:
-    return Coming(progress, list(blamed), PATIENCE, done, time)
+    return Coming(progress, list(blamed), PATIENCE, done, admits, time)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ def test_a_lost_rank_is_left_out() -> None:
     roll = first_group("abc")
     roll.come("a", coming(7, blamed=(1,)))
     assert roll.next_group(0) is None
-    assert roll.calls() == {"b": 7, "c": 7}
+    assert (roll.late, roll.call) == (["b", "c"], Call(7, joins=False))
     roll.gone("b")
     assert roll.next_group(0) is None  # c may still come
     roll.come("c", coming(8))
@@ -65,10 +69,24 @@ def test_who_is_blamed_is_waited_for_a_second_others_as_long_as_patience_lasts()
 def test_one_that_joins_takes_what_the_others_know() -> None:
     roll = first_group("ab")
     roll.come("c", coming(None))
-    assert roll.calls() == {"a": None, "b": None}
+    assert (roll.late, roll.call) == (["a", "b"], Call(None, joins=True))
     for name in "ab":
         roll.come(name, coming(5))
     assert roll.next_group(0) == Group(2, ("a", "b", "c"), 0, (2,))
+
+
+def test_a_rank_joins_when_all_others_stand_between_two_steps() -> None:
+    roll = first_group("abc")
+    roll.come("d", coming(None))
+    roll.gone("c")
+    assert roll.call == Call(None, joins=False)
+    roll.come("a", coming(5))
+    roll.come("b", coming(5, admits=False))
+    assert roll.next_group(0) == Group(2, ("a", "b"), 0, ())
+    assert (roll.wanted, roll.late, roll.call) == (True, ["a", "b"], Call(None, joins=True))
+    for name in "ab":
+        roll.come(name, coming(6))
+    assert roll.next_group(0) == Group(3, ("a", "b", "d"), 0, (2,))
 
 
 def test_all_are_done_only_together() -> None:
@@ -76,7 +94,7 @@ def test_all_are_done_only_together() -> None:
     roll.come("a", coming(5, done=True))
     assert not roll.wanted
     roll.come("c", coming(None))
-    assert roll.calls() == {"b": 5}
+    assert (roll.late, roll.call) == (["b"], Call(5, joins=False))
     roll.come("b", coming(6))
     assert roll.next_group(0) == Group(2, ("a", "b", "c"), 1, (0, 2))
     for name in "abc":
@@ -111,7 +129,7 @@ class Jobs(RuleBasedStateMachine):
         self.now = 0.0
         self.names = iter(range(10_000))
         self.state: dict[str, int | None] = {}  # of those alive; what they have learned
-        self.waiting: set[str] = set()
+        self.waiting: dict[str, bool] = {}  # who waits, and whether it admits others
         self.roll: RollCall | None = None
         self.members: tuple[str, ...] = ()
 
@@ -123,15 +141,15 @@ class Jobs(RuleBasedStateMachine):
             self.roll = RollCall(sorted(self.state))
         return name
 
-    @rule(name=alive, blames=st.booleans(), done=st.booleans())
-    def come(self, name: str, blames: bool, done: bool) -> None:
+    @rule(name=alive, blames=st.booleans(), done=st.booleans(), admits=st.booleans())
+    def come(self, name: str, blames: bool, done: bool, admits: bool) -> None:
         if self.roll is None or name not in self.state or name in self.waiting or self.roll.over:
             return
         blamed = tuple(
             rank for rank, each in enumerate(self.members) if blames and each not in self.state
         )
-        self.waiting.add(name)
-        self.roll.come(name, coming(self.state[name], self.now, blamed, done))
+        self.waiting[name] = admits
+        self.roll.come(name, coming(self.state[name], self.now, blamed, done, admits))
 
     @rule(name=alive)
     def step(self, name: str) -> None:
@@ -141,7 +159,7 @@ class Jobs(RuleBasedStateMachine):
     @rule(name=consumes(alive))
     def die(self, name: str) -> None:
         del self.state[name]
-        self.waiting.discard(name)
+        self.waiting.pop(name, None)
         if self.roll is not None:
             self.roll.gone(name)
 
@@ -160,7 +178,10 @@ class Jobs(RuleBasedStateMachine):
             # Nobody waits in vain: not when all have come, unless all are done or all is lost.
             assert late or not self.waiting or self.roll.over or self.roll.lost or not there
             return
-        assert set(group.members) == self.waiting  # who has come, and nobody else
+        # The ranks that have come, and those that join if all others admit them.
+        others = [name for name in self.waiting if name in there]
+        admit = all(self.waiting[name] for name in others)
+        assert set(group.members) == set(self.waiting if admit else others)
         known = {name: self.state[name] for name in group.members if name in there}
         learned = [each for each in known.values() if each is not None]
         source = group.members[group.source]
@@ -171,7 +192,8 @@ class Jobs(RuleBasedStateMachine):
             assert (rank in group.behind) == (bool(there) and not latest)
             self.state[name] = self.state[source] or 0
         self.members = group.members
-        self.waiting.clear()
+        for name in group.members:
+            del self.waiting[name]
 
     @invariant()
     def only_the_living_are_members(self) -> None:

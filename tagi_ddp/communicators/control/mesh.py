@@ -108,7 +108,8 @@ class Listener:
 
     def admit(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
         """Return the connections of those of ``ranks`` that have called when time is up."""
-        self._door.start()
+        if not self._door.is_alive():
+            self._door.start()
         return self._await(ranks, deadline)
 
     def _await(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
