@@ -53,15 +53,15 @@ from pytagi.nn import Linear, Sequential
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler
 from tagi_ddp.checkpoint import Checkpoints
 
-what, killed = json.loads(sys.argv[1]), Path("killed")
-other = killed.exists() or (os.environ["RANK"] == "1" and not what["kill"])
-width, length, epochs, number = (what[name][other] for name in ("width", "length", "epochs", "save"))
+what, killed, rank = json.loads(sys.argv[1]), Path("killed"), os.environ["RANK"]
+other = killed.exists() or (rank == "1" and not what["kill"])
+width, length, epochs, number = (what[key][other] for key in ("width", "length", "epochs", "save"))
 x = np.ones((30, 1), np.float32)
 network = Sequential(Linear(1, width), Linear(width, 1))
 with DDPSequential(network, DDPConfig.from_env("shm"), average=False, elastic=10.0) as model:
     with Checkpoints("checkpoints", model) as checkpoints:
         for step, share in model.steps(DistributedSampler(length), 6, epochs, checkpoints.resume()):
-            if step == 2 and os.environ["RANK"] == "1" and what["kill"] and not other:
+            if step == 2 and rank == "1" and what["kill"] and not other:
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == 4 and what["kill"]:
