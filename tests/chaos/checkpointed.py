@@ -31,6 +31,7 @@ def train(
     learn: Callable[[int, Any], None],
     tell: Callable[..., None],
     every: int,
+    keep: int,
 ) -> None:
     """Make all steps of a loop; save after ``every`` few, and add up numbers in other steps.
 
@@ -44,7 +45,7 @@ def train(
         model._replica.export()
         tell(step=steps, state=digest(named_parameters(model._replica)))
 
-    with Checkpoints(folder / "checkpoints", model, sampler=sampler) as checkpoints:
+    with Checkpoints(folder / "checkpoints", model, sampler=sampler, keep=keep) as checkpoints:
         first = checkpoints.resume()
         tell_state(first)
         for step, share in model.steps(sampler, size, epochs, first):

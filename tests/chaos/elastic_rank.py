@@ -73,7 +73,7 @@ def train_all(model: Any, folder: Path, steps: int, tell: Any) -> None:
         changes = len(model.changes)
 
     loop = DistributedSampler(len(x), 1, 0), BATCH, steps // EPOCH
-    train(model, folder, loop, learn, tell, EVERY)
+    train(model, folder, loop, learn, tell, EVERY, keep=3)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Elastic jobs in which a rank is killed at one of its collective calls: a part of ``make chaos``.
 
 ``python tests/chaos/every_call.py --jobs 100 --first 0`` runs so many jobs of three ranks, each of
-which goes on from a checkpoint. One rank is killed before or behind a call that is drawn: while the
+which goes on from a checkpoint. One rank is killed before, in or behind a call that is drawn: while the
 group is made, in `Checkpoints()`, `resume`, a step, a save or a call of the script's own. Another
 rank takes its place. All must end well after all steps, with equal replicas, and sums as one
 process makes them; no checkpoint may hold another number of steps than it says.
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,11 +45,11 @@ MERGES: dict[str, Any] = {"reduction": "precision", "sync_every": 3}
 
 @dataclass(frozen=True)
 class Kill:
-    """The kill of one job: of ``rank``, at its call number ``call``, ``behind`` it or before."""
+    """The kill of one job: of ``rank``, before, in or behind its call number ``call``."""
 
     rank: int
     call: int
-    behind: bool
+    when: str
     backend: str
     merges: bool
     every: int
@@ -60,7 +61,7 @@ class Kill:
         return cls(
             dice.randrange(RANKS),
             dice.randrange(90),
-            dice.random() < 0.5,
+            dice.choice(["before", "in", "behind"]),
             dice.choice(["shm", "shm", "gloo"]),
             dice.random() < 0.3,
             dice.choice([1, 2, 3]),
@@ -77,8 +78,10 @@ def die_at(kill: Kill, folder: Path) -> None:
     def counted(operation: Any) -> Any:
         def call(communicator: Any, *arguments: Any, **options: Any) -> Any:
             last = communicator.size > 1 and next(calls, None) == kill.call
-            if last and not kill.behind:
+            if last and kill.when == "before":
                 die()
+            if last and kill.when == "in":
+                threading.Thread(target=die, args=(random.uniform(0, 1e-3),)).start()
             result = operation(communicator, *arguments, **options)
             if last:
                 die()
@@ -86,7 +89,8 @@ def die_at(kill: Kill, folder: Path) -> None:
 
         return call
 
-    def die() -> None:
+    def die(seconds: float = 0.0) -> None:
+        time.sleep(seconds)
         killed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,7 +117,7 @@ def rank_main(folder: Path, kill: Kill) -> None:
         config = DDPConfig.from_env(kill.backend)
         with DDPSequential(fresh("mlp"), config, elastic=5.0, **options) as model:
             loop = DistributedSampler(SAMPLES, 1, 0, seed=3), BATCH, 1
-            train(model, folder, loop, learn, tell, kill.every)
+            train(model, folder, loop, learn, tell, kill.every, keep=99)
             tell(end=model.steps_made, ranks=model.communicator.size, hash=model.check_replicas())
             parameters = named_parameters(model._replica)
             np.savez(folder / f"{os.getpid()}.npz", **parameters)
