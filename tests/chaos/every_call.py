@@ -1,10 +1,10 @@
 """Elastic jobs in which a rank is killed at one of its collective calls: a part of ``make chaos``.
 
 ``python tests/chaos/every_call.py --jobs 100 --first 0`` runs so many jobs of three ranks, each of
-which goes on from a checkpoint. One rank is killed before, in or behind a call that is drawn: while the
-group is made, in `Checkpoints()`, `resume`, a step, a save or a call of the script's own. Another
-rank takes its place. All must end well after all steps, with equal replicas, and sums as one
-process makes them; no checkpoint may hold another number of steps than it says.
+which goes on from a checkpoint. One rank is killed before, in or behind a call that is drawn: while
+the group is made, in `Checkpoints()`, `resume`, a step, a save or a call of the script's own.
+Another rank takes its place. All must end well after all steps, with equal replicas, and sums as
+one process makes them; no checkpoint may hold another number of steps than it says.
 """
 
 from __future__ import annotations
