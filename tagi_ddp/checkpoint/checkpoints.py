@@ -261,8 +261,6 @@ class Checkpoints(Closing):
         """Do what `resume` does, from a checkpoint of any folder that all ranks have found."""
 
         def check() -> list[Entry]:
-            if found is not None:
-                self._on_disk(partial(self._check_run, found), f"{found.path} has not been read")
             return [("checkpoint", "none" if found is None else found.path.name)]
 
         self._agree(check, wait=True)
@@ -274,6 +272,7 @@ class Checkpoints(Closing):
     def _loading(self, found: Checkpoint) -> Loading:
         return Loading(
             found,
+            partial(self._check_run, found),
             self._parts,
             self._sampler,
             self._generators,
@@ -293,19 +292,17 @@ class Checkpoints(Closing):
         self, step: int | None, fallback: bool, tried: set[Path], told: list[str]
     ) -> Checkpoint | None:
         """Return the checkpoint that rank 0 finds."""
-        found: list[Checkpoint] = []
+        found: list[tuple[int, int]] = []
 
         def look() -> list[Entry]:
             if self._communicator.rank == 0:
-                last = partial(self._folder.last, step, fallback, tried, told)
-                found.extend(self._on_disk(last, f"{self._folder.path} has not been read"))
-                for checkpoint in found:
-                    self._check_run(checkpoint)
+                call = partial(self._folder.last, step, tried, told)
+                last = self._on_disk(call, f"{self._folder.path} has not been read")
+                found.extend([] if last is None else [(last.number, last.step)])
             return [("step", str(step)), ("fallback", str(fallback))]
 
         self._agree(look, wait=True)
-        names = [(each.number, each.step) for each in found]
-        for number, steps in all_gather_object(self._communicator, names)[0]:
+        for number, steps in all_gather_object(self._communicator, found)[0]:
             return self._folder.checkpoint(number, steps)
         return None
 

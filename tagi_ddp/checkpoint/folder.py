@@ -141,48 +141,36 @@ class Folder:
         """Return those that are whole, as far as `Checkpoint.whole` tells, the oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.whole]
 
-    def last(
-        self, step: int | None, fallback: bool, tried: Collection[Path], told: list[str]
-    ) -> list[Checkpoint]:
-        """Return the last one that is whole as far as `Checkpoint.whole` tells; [] if none is.
+    def last(self, step: int | None, tried: Collection[Path], told: list[str]) -> Checkpoint | None:
+        """Return the last one that lacks no file; None if there is none.
 
         Args:
             step: after so many steps; None: any.
-            fallback: leave damaged ones out, rather than to raise DamagedFile.
             tried: folders of some that are known to be damaged.
-            told: gets a text of each that is left out.
+            told: gets a text of each that lacks a file.
 
         Raises ValueError if there is none of this step, or all are damaged.
         """
-        found = [each for each in self.all() if step in (None, each.step)]
-        if step is not None and not found:
-            raise ValueError(f"step is {step}, but there are those of {self._steps()}")
-        damaged = False
-        for checkpoint in reversed(found):
-            text = ""
-            try:
-                if (missing := checkpoint.lacks()) is None and checkpoint.path not in tried:
-                    checkpoint.check()
-                    return [checkpoint]
-                if missing is not None:
-                    text = f"{checkpoint.path} lacks {missing.name}: it is not used"
-            except (DamagedFile, OSError) as error:
-                if not fallback:
-                    raise
-                text, damaged = str(error), True
-                self.set_aside.add(checkpoint.path)
-            damaged |= checkpoint.path in tried
-            if text and text not in told:
+        there = self.all()
+        for checkpoint in reversed(there):
+            if step not in (None, checkpoint.step) or checkpoint.path in tried:
+                continue
+            missing = None
+            with suppress(DamagedFile):  # of which people are told when it is verified
+                missing = checkpoint.lacks()
+            if missing is None:
+                return checkpoint
+            text = f"{checkpoint.path} lacks {missing.name}: it is not used"
+            if text not in told:
                 told.append(text)
-        if damaged or step is not None:
+        if step is not None and not tried:
+            raise ValueError(f"step is {step}, but there are those of {[c.step for c in there]}")
+        if tried:
             raise ValueError(
                 f"no whole checkpoint is left in {self.path}: {'; '.join(told)}. All stay where "
                 "they are: give another folder to begin anew"
             )
-        return []
-
-    def _steps(self) -> list[int]:
-        return [each.step for each in self.all()]
+        return None
 
     def at(self, path: Path) -> Checkpoint:
         """Return the one of a path, or of a link to one; FileNotFoundError if it lacks a file."""

@@ -41,6 +41,7 @@ class Loading:
 
     Args:
         found: the checkpoint.
+        check_run: raises ValueError if it is of another run.
         parts, sampler, generators: as for `Checkpoints`.
         communicator: of all ranks.
         agree, disk: what waits for the other ranks, and for the disk.
@@ -49,6 +50,7 @@ class Loading:
     def __init__(
         self,
         found: Checkpoint,
+        check_run: Callable[[], None],
         parts: Mapping[str, Any],
         sampler: DistributedSampler | None,
         generators: Mapping[str, Any],
@@ -56,6 +58,7 @@ class Loading:
         agree: Together,
         disk: OnDisk,
     ) -> None:
+        self._check_run = check_run
         self._found, self._sampler, self._own = found, sampler, generators
         self._comm, self._agree, self._disk = communicator, agree, disk
         self._models = {n: part for n, part in parts.items() if of_parts.has_run_state(part)}
@@ -103,6 +106,7 @@ class Loading:
 
     def _verify(self) -> list[Entry]:
         """Verify the files that are this rank's: all ranks verify all."""
+        self._read(self._check_run)
         self._ranks = self._read(lambda: self._found.ranks)
         for rank in range(self._comm.rank, self._ranks, self._comm.size):
             self._read(partial(self._found.verify, rank))
