@@ -294,14 +294,18 @@ class Checkpoints(Closing):
         """Return the checkpoint that rank 0 finds."""
         found: list[tuple[int, int]] = []
 
+        def last() -> Checkpoint | None:
+            self._folder.publish()
+            return self._folder.last(step, tried, told)
+
         def look() -> list[Entry]:
             if self._communicator.rank == 0:
-                call = partial(self._folder.last, step, tried, told)
-                last = self._on_disk(call, f"{self._folder.path} has not been read")
-                found.extend([] if last is None else [(last.number, last.step)])
+                chosen = self._on_disk(last, f"{self._folder.path} has not been read")
+                found.extend([] if chosen is None else [(chosen.number, chosen.step)])
             return [("step", str(step)), ("fallback", str(fallback))]
 
-        self._agree(look, wait=True)
+        self._agree(list, wait=True)  # all ranks' files are there when rank 0 looks
+        self._agree(look)
         for number, steps in all_gather_object(self._communicator, found)[0]:
             return self._folder.checkpoint(number, steps)
         return None

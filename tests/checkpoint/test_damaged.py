@@ -219,13 +219,15 @@ def test_earlier_versions_without_checksums(shm: RankPool, tmp_path: Path) -> No
     name = next(name for name in header if name.endswith(".mu_w"))
     short = {**header, name: {**header[name], "shape": [header[name]["shape"][0] - 1]}}
     write(path, short, arrays)
-    other_names = (
-        header["__metadata__"]["tree"].replace('"mu_w"', '"mv_w"').replace(".mu_w", ".mv_w")
-    )
+    tree = header["__metadata__"]["tree"]
+    other_name = tree.replace('.mu_w": {', '.mv_w": {')
+    other_array = tree.replace('.mu_w"}', '.mu_b"}')
+    assert len({tree, other_name, other_array}) == 3
     for damaged, rest in (
         (header, without_last(dict(header), arrays)),
         (short, arrays),
-        ({**header, "__metadata__": {"tree": other_names}}, arrays),
+        ({**header, "__metadata__": {"tree": other_name}}, arrays),
+        ({**header, "__metadata__": {"tree": other_array}}, arrays),
     ):
         write(path, damaged, rest)
         for (kind, text, _), told, changed, _ in shm.run(tried, str(tmp_path), False, size=2):

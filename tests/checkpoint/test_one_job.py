@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,6 +185,25 @@ def test_numbers_that_another_job_has_taken(tmp_path: Path) -> None:
     names = sorted(path.name for path in tmp_path.glob("*-step-*"))
     assert names == ["000001-step-5", "000002-step-5", "000003-step-7"]
     assert (tmp_path / "latest").resolve().name == names[-1]
+
+
+def resumed_at_once(comm: Any, folder: str) -> int:
+    """Return the step from which ranks go on just after a save for which rank 1 takes longer."""
+    model = DDPSequential(fresh("mlp"), communicator=comm)
+    with Checkpoints(folder, model) as checkpoints:
+        write = checkpoints._folder.write
+
+        def slowly(*arguments: Any) -> None:
+            time.sleep(0.3 * comm.rank)
+            write(*arguments)
+
+        checkpoints._folder.write = slowly  # type: ignore[method-assign]
+        checkpoints.save(3)
+        return checkpoints.resume()
+
+
+def test_a_resume_waits_for_the_files_of_all_ranks(shm: RankPool, tmp_path: Path) -> None:
+    assert shm.run(resumed_at_once, str(tmp_path), size=2) == [3, 3]
 
 
 # --- storage that stalls --------------------------------------------------------------------------
