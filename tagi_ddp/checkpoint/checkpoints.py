@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from tagi_ddp.checkpoint.folder import SEEN, Checkpoint, Folder
-from tagi_ddp.checkpoint.generators import global_generators, set_state, state_of
-from tagi_ddp.checkpoint.parts import (
-    check_part,
-    communicator_of,
-    entry_of,
-    generators_of,
-    has_run_state,
-    is_elastic,
-    run_state_of,
-)
-from tagi_ddp.checkpoint.tree import Snapshot, read_tree
+from tagi_ddp.checkpoint.disk import Call
+from tagi_ddp.checkpoint.entering import enter, join
+from tagi_ddp.checkpoint.errors import CheckpointError, is_damage
+from tagi_ddp.checkpoint.folder import FORMAT, FORMATS, Checkpoint, Folder, label
+from tagi_ddp.checkpoint.generators import global_generators, state_of
+from tagi_ddp.checkpoint.loading import Loading
+from tagi_ddp.checkpoint.owner import Owner
+from tagi_ddp.checkpoint.parts import check_part, communicator_of, has_run_state, is_elastic
+from tagi_ddp.checkpoint.tree import Snapshot
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
+from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import Closing, abort
 from tagi_ddp.communicators.init import as_communicator, is_made_for
 from tagi_ddp.data import DistributedSampler
 
 T = TypeVar("T")
-_FORMAT = 3
-_FORMATS = (2, 3)  # that are read; in 2 an OrderedDict is a dict
-_SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
 
-
-class CheckpointError(RanksDiffer):
-    """A rank could not save or load its part; all ranks raise it."""
+REMEDY = "resume(fallback=True) goes on from the last whole checkpoint before it"
+_SHARE = 0.7  # of the communicator's timeout; after it a rank gives the disk up
 
 
 class Checkpoints(Closing):
@@ -63,7 +55,8 @@ class Checkpoints(Closing):
             torch's. The global ones of all three are always saved.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it got and what it takes.
+        CheckpointError: on all ranks: an argument is not as it must be, ranks differ, or the folder
+            cannot be used, as another job saves into it.
     """
 
     def __init__(
@@ -85,17 +78,25 @@ class Checkpoints(Closing):
         self._generators = dict(generators or {})
         self._folder = Folder(folder)
         self._snapshot = Snapshot()
-        self._writing: Future[None] | None = None
+        self._writing: Call[None] | None = None
         self._closed = False
         self.extra: Any = None
         self._elastic = next((part for part in self._parts.values() if is_elastic(part)), None)
         self._joined = self._elastic is not None and self._elastic.joined
         self._number = 0  # of the next checkpoint
-        if self._joined:  # the others have done so before
-            self._arguments()
-        else:
-            self._number = self._surviving(self._start) or 0
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._owner = Owner(self._folder.path)
+        try:
+            number = None
+            if self._joined:  # the others have done so before
+                self._arguments()
+            else:
+                number = self._surviving(self._start)
+            if number is None:
+                join(self._folder, self._owner, self._communicator, self._on_disk)
+            self._number = number or 0
+        except BaseException:
+            self._owner.release()
+            raise
 
     def _arguments(self) -> list[Entry]:
         for name, part in self._parts.items():
@@ -106,41 +107,13 @@ class Checkpoints(Closing):
         return [(name, str(value)) for name, value in self._run(0).items()]
 
     def _start(self) -> int:
+        """Begin with the folder; return the number of the next checkpoint."""
         self._agree(self._arguments)
-        return self._begin()
-
-    def _begin(self) -> int:
-        """Clear the folder, which all ranks must see; return the number of the next checkpoint."""
-        comm, folder = self._communicator, self._folder
-        token = folder.path / f"{SEEN}{secrets.token_hex(8)}"
-        number = 0
-        problem = ""
-        if comm.rank == 0:
-            try:
-                folder.path.mkdir(parents=True, exist_ok=True)
-                number = max((each.number for each in folder.all()), default=0) + 1
-                folder.clear()
-                token.touch()
-            except (OSError, ValueError) as error:
-                problem = f"{type(error).__name__}: {error}"
         try:
-            name, number, problem = all_gather_object(comm, (token.name, number, problem))[0]
-            deadline = time.monotonic() + _SEEN
-            while not (seen := (folder.path / name).exists()) and not problem:
-                if comm.size == 1 or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-            unseen = [rank for rank, there in enumerate(all_gather_object(comm, seen)) if not there]
-        finally:
-            token.unlink(missing_ok=True)
-        if problem:
-            raise CheckpointError(f"folder {str(folder.path)!r} cannot be used: {problem}")
-        if unseen:
-            raise CheckpointError(
-                f"folder must be where all ranks see it, but {str(folder.path)!r} of rank 0 is not "
-                f"seen by ranks {unseen}: give one on a shared file system"
-            )
-        return int(number)
+            return enter(self._folder, self._owner, self._communicator, self._on_disk)
+        except BaseException:
+            self._owner.release()
+            raise
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -167,7 +140,8 @@ class Checkpoints(Closing):
 
     def _save(self, step: int, extra: Any) -> None:
         self._agree(lambda: [("step", str(integer("step", step, 0)))], wait=True)
-        self._number = max(all_gather_object(self._communicator, self._number))
+        everyone = all_gather_object(self._communicator, [self._number, secrets.token_hex(8)])
+        self._number, save = max(number for number, _ in everyone), everyone[0][1]
         try:
             parts = self._states()
         except BaseException as error:
@@ -185,13 +159,20 @@ class Checkpoints(Closing):
         self._number += 1
         rank = self._communicator.rank
         sizes = [] if self._sampler is None else self._sampler.batch_sizes
-        run = {**self._run(step), "batch_sizes": sizes}
-        self._writing = self._thread.submit(self._write, checkpoint, rank, run)
+        run = {**self._run(step), "save": save, "batch_sizes": sizes}
+        path = self._folder.saving(checkpoint, run).file_of(rank)
+        write = partial(self._write, checkpoint, rank, run)
+        self._writing = Call(write, self._limit, f"{path} has not been written")
 
     def _write(self, checkpoint: Checkpoint, rank: int, run: dict[str, Any]) -> None:
-        self._folder.write(checkpoint, rank, self._snapshot.write, run)
+        write = partial(self._snapshot.write, save=label(run, rank))
+        self._folder.write(checkpoint, rank, write, run)
         if rank == 0:
-            self._folder.prune(self._keep)
+            self._publish_and_prune()
+
+    def _publish_and_prune(self) -> None:
+        self._folder.publish()
+        self._folder.prune(self._keep)
 
     def wait(self) -> None:
         """Return when the last checkpoint is whole, and older ones are gone."""
@@ -203,18 +184,34 @@ class Checkpoints(Closing):
 
     def _prune(self) -> list[Entry]:
         if self._communicator.rank == 0:
-            self._folder.prune(self._keep)
+            failure = f"{self._folder.path} has not been cleared of earlier checkpoints"
+            self._on_disk(self._publish_and_prune, failure)
         return []
 
     def close(self) -> None:
-        """Finish what is being written; may be called again. Raises OSError if that failed."""
+        """Finish what is being written, and leave the folder to other jobs; may be called again.
+
+        Raises CheckpointError if this rank's file could not be written.
+        """
         self._closed = True
-        self._thread.shutdown()
-        writing, self._writing = self._writing, None
-        if self._given is not None and self._made:
-            self._given.close()
-        if writing is not None:
-            writing.result()
+        try:
+            self._finish()
+        except Exception as error:
+            raise self._error_of(error) from error
+        finally:
+            if self._given is not None and self._made:
+                self._given.close()
+            if self._writing is None:
+                self._owner.release()
+
+    def _finish(self) -> None:
+        """Wait for what is being written."""
+        if self._writing is not None:
+            try:
+                self._writing.result()
+            finally:
+                if self._writing.done:
+                    self._writing = None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Wait for all ranks' files if the block has ended well, and close."""
@@ -226,7 +223,7 @@ class Checkpoints(Closing):
 
     # --- resuming -----------------------------------------------------------------------------
 
-    def resume(self, step: int | None = None) -> int:
+    def resume(self, step: int | None = None, *, fallback: bool = False) -> int:
         """Go on from the last whole checkpoint; return how many steps had been made, 0 if none.
 
         On as many ranks as have saved it each has its own state again, to the bit. For another
@@ -235,8 +232,12 @@ class Checkpoints(Closing):
         they are, with a warning, and `extra` is rank 0's. A rank that joins an elastic job has its
         state from the others, and is told their step.
 
+        All ranks verify all files, by checksums, before anything is loaded. A checkpoint that
+        lacks a file is left out, with a RuntimeWarning that names it.
+
         Args:
             step: go on from that checkpoint, rather than from the last one.
+            fallback: go on from the one before, with a RuntimeWarning, if the last one is damaged.
 
         Raises:
             CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
@@ -244,100 +245,94 @@ class Checkpoints(Closing):
         """
         made = None
         if not self._joined:
-            made = self._surviving(partial(self._resume, step), changes=True)
+            made = self._surviving(partial(self._resume, step, fallback), changes=True)
         if made is None:
             assert self._elastic is not None
             made = self._elastic.steps_made
         return int(made)
 
-    def _resume(self, step: int | None) -> int:
-        found = self._choose(step)
-        if found is None:
-            return 0
-        self._load(found)
-        return found.step
+    def _resume(self, step: int | None, fallback: bool) -> int:
+        tried: set[Path] = set()
+        told: list[str] = []
+        found = self._choose(step, fallback, tried, told)
+        while found is not None:
+            loading = self._loading(found)
+            try:
+                loading.check()
+            except CheckpointError as error:
+                if not any(all_gather_object(self._communicator, is_damage(error))):
+                    raise
+                if not fallback:
+                    raise CheckpointError(f"{error}. {REMEDY}") from error
+                told.append(f"{error}. It is left where it is")
+                tried.add(found.path)
+                self._folder.set_aside.add(found.path)
+            else:
+                self._load(loading)
+                break
+            found = self._choose(step, fallback, tried, told)
+        if self._communicator.rank == 0:
+            for text in told:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return 0 if found is None else found.step
 
     def go_on(self, found: Checkpoint | None) -> None:
         """Do what `resume` does, from a checkpoint of any folder that all ranks have found."""
 
         def check() -> list[Entry]:
-            if found is not None:
-                self._check_run(found)
             return [("checkpoint", "none" if found is None else found.path.name)]
 
         self._agree(check, wait=True)
         if found is not None:
-            self._load(found)
+            loading = self._loading(found)
+            loading.check()
+            self._load(loading)
 
-    def _load(self, found: Checkpoint) -> None:
-        ranks = found.ranks
-        own = self._communicator.rank if ranks == self._communicator.size else None
-        others = {n: part for n, part in self._parts.items() if not has_run_state(part)}
-        states: dict[str, Any] = {}
-        generators: dict[str, Any] = {}
+    def _loading(self, found: Checkpoint) -> Loading:
+        return Loading(
+            found,
+            partial(self._check_run, found),
+            self._parts,
+            self._sampler,
+            self._generators,
+            self._communicator,
+            self._agree,
+            self._on_disk,
+        )
 
-        def read() -> list[Entry]:
-            for name in others:
-                states[name] = entry_of(found, own, "parts", name)
-                if states[name] is None:
-                    raise ValueError(
-                        f"{name} was another one on each of the {ranks} ranks that saved it: "
-                        "resume on as many"
-                    )
-            generators.update(generators_of(found, own))
-            if self._sampler is not None:
-                self._sampler.go_on(found.run.get("batch_sizes", ()))
-            self.extra = read_tree(found.file_of(own or 0), "extra")
-            return []
-
-        self._agree(read)
+    def _load(self, loading: Loading) -> None:
         try:
-            loads = [
-                part.check_run_state(partial(run_state_of, found, name), ranks)
-                for name, part in self._parts.items()
-                if has_run_state(part)
-            ]
-        except RanksDiffer as error:
-            raise CheckpointError(f"{error}. The folder is {str(self._folder.path)!r}") from error
-        try:
-            for name, part in others.items():
-                part.load_state_dict(states[name])
-            for load in loads:
-                load()
-            here = {**global_generators(generators), **self._generators}
-            for name in here.keys() & generators.keys():
-                self._set_generator(name, here[name], generators[name])
+            self.extra = loading.load()
         except BaseException as error:
             self._give_up(error)
             raise
 
-    def _choose(self, step: int | None) -> Checkpoint | None:
+    def _choose(
+        self, step: int | None, fallback: bool, tried: set[Path], told: list[str]
+    ) -> Checkpoint | None:
         """Return the checkpoint that rank 0 finds."""
-        found: list[Checkpoint] = []
+        found: list[tuple[int, int]] = []
+
+        def last() -> Checkpoint | None:
+            self._folder.publish()
+            return self._folder.last(step, tried, told)
 
         def look() -> list[Entry]:
             if self._communicator.rank == 0:
-                whole = self._folder.whole()
-                steps = [each.step for each in whole]
-                if step is not None:
-                    whole = [each for each in whole if each.step == step]
-                    if not whole:
-                        raise ValueError(f"step is {step}, but there are those of {steps}")
-                found.extend(whole[-1:])
-                for checkpoint in found:
-                    self._check_run(checkpoint)
-            return [("step", str(step))]
+                chosen = self._on_disk(last, f"{self._folder.path} has not been read")
+                found.extend([] if chosen is None else [(chosen.number, chosen.step)])
+            return [("step", str(step)), ("fallback", str(fallback))]
 
-        self._agree(look, wait=True)
-        told = [(each.number, each.step) for each in found]
-        for number, steps in all_gather_object(self._communicator, told)[0]:
+        self._agree(list, wait=True)  # all ranks' files are there when rank 0 looks
+        self._agree(look)
+        for number, steps in all_gather_object(self._communicator, found)[0]:
             return self._folder.checkpoint(number, steps)
         return None
 
     def _check_run(self, checkpoint: Checkpoint) -> None:
         saved, now = checkpoint.run, self._run(checkpoint.step)
         for name in ("format", "parts", "sampler", "generators"):
-            known = _FORMATS if name == "format" else (now[name],)
+            known = FORMATS if name == "format" else (now[name],)
             if saved.get(name) not in known:
                 raise ValueError(
                     f"{name} is {now[name]} now, and was {saved.get(name)} in {checkpoint.path}"
@@ -351,21 +346,10 @@ class Checkpoints(Closing):
             for name, part in self._parts.items()
         }
 
-    def _set_generator(self, name: str, generator: Any, state: Any) -> None:
-        if state is not None:
-            set_state(generator, state)
-        elif name in self._generators:
-            warnings.warn(
-                f"the generator {name!r} was another one on each of the ranks, and there are other "
-                "ranks now: it stays as it is. Seed it by rank and step",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
     def _run(self, step: int) -> dict[str, Any]:
         """Return what people, and `resume`, want to know of a checkpoint first."""
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "step": step,
             "ranks": self._communicator.size,
             "parts": sorted(self._parts),
@@ -390,17 +374,25 @@ class Checkpoints(Closing):
             try:
                 if self._closed:
                     raise RuntimeError("these checkpoints are closed; make new ones to go on")
-                if wait and self._writing is not None:
-                    writing, self._writing = self._writing, None
-                    writing.result()
+                if wait:
+                    self._finish()
                 return describe()
             except Exception as error:
-                raise CheckpointError(
-                    f"{error}. The folder is {str(self._folder.path)!r}"
-                ) from error
+                raise self._error_of(error) from error
 
         remedy = "Do the same on all ranks."
         require_equal(self._communicator, checked, "checkpoints", remedy, CheckpointError)
+
+    def _error_of(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{error}. The folder is {str(self._folder.path)!r}")
+
+    @property
+    def _limit(self) -> float:
+        """The seconds for which a rank waits for the disk; the others wait longer for that rank."""
+        return _SHARE * self._communicator.timeout
+
+    def _on_disk(self, call: Callable[[], T], failure: str) -> T:
+        return Call(call, self._limit, failure).result()
 
     def _give_up(self, error: BaseException) -> None:
         abort([self._communicator], error)

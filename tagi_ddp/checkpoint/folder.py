@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile
+from tagi_ddp.checkpoint.seal import UNSEALED, is_sealed, seal
+from tagi_ddp.checkpoint.tree import read_tree
 from tagi_ddp.engine.whole_file import whole_file
 
 LATEST = "latest"
 SEEN = ".seen."  # begins the name of a file by which ranks find out whether all see the folder
+FORMAT = 4
+FORMATS = (2, 3, 4)  # that are read; before 4 there are no checksums, in 2 an OrderedDict is a dict
 _RUN = "run.json"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_SAVING = re.compile(rf"\.saving-{_NAME.pattern}-\w*")
+_REMOVED = ".removed-"
 
 
 @dataclass(frozen=True, order=True)
@@ -36,68 +45,157 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        """How many ranks have saved it; 0 where rank 0 has not told yet."""
-        try:
-            return int(self.run["ranks"])
-        except FileNotFoundError:
-            return 0
+        """The number of ranks that have saved it."""
+        ranks: int = self.run["ranks"]
+        return ranks
 
     @property
     def run(self) -> dict[str, Any]:
-        """What rank 0 has told of the run; ValueError where that is not to be read."""
+        """The content of run.json; DamagedFile if that is not as it was written."""
         path = self.path / _RUN
         text = path.read_bytes()
         try:
-            told: dict[str, Any] = json.loads(text)
-            int(told["ranks"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is damaged ({type(error).__name__}: {error}); move its folder away to go "
-                "on from the checkpoint before"
-            ) from error
-        return told
+            run: dict[str, Any] = json.loads(text)
+            if type(run["ranks"]) is not int or run["ranks"] < 1:
+                raise ValueError(f"ranks is {run['ranks']!r}")
+            if is_sealed(text):
+                if run["step"] != self.step:
+                    raise ValueError(f"it is of step {run['step']}")
+            elif run.get("format") == FORMAT or "save" in run:
+                raise ValueError("it has no checksum")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise DamagedFile(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        return run
 
     @property
     def whole(self) -> bool:
-        """Whether all ranks have written their files, each of which is whole or not there."""
-        ranks = self.ranks
-        return ranks > 0 and all(self.file_of(rank).is_file() for rank in range(ranks))
+        """True if all ranks' files are there, and of one save; their arrays are not read."""
+        try:
+            if self.lacks() is not None:
+                return False
+            self.check()
+        except (DamagedFile, FileNotFoundError):
+            return False
+        return True
+
+    def lacks(self) -> Path | None:
+        """Return the first file that is not there; DamagedFile if run.json does not tell."""
+        try:
+            ranks = self.ranks
+        except FileNotFoundError:
+            return self.path / _RUN
+        files = map(self.file_of, range(ranks))
+        return next((path for path in files if not path.is_file()), None)
+
+    def check(self) -> None:
+        """Raise DamagedFile unless all ranks' files are of one save; their arrays are not read."""
+        for rank in range(self.ranks):
+            with self._open(rank):
+                pass
+
+    def verify(self, rank: int) -> None:
+        """Read all of a rank's file; DamagedFile unless it is as it was written."""
+        with self._open(rank) as file:
+            file.verify()
+            sealed = file.sealed
+        if not sealed:
+            read_tree(self.file_of(rank))
+
+    def _open(self, rank: int) -> ArrayFile:
+        run, path = self.run, self.file_of(rank)
+        file = ArrayFile(path)
+        if file.save != label(run, rank):
+            file.__exit__(None, None, None)
+            raise DamagedFile(f"{path} is of another save, or of another rank, than {_RUN} tells")
+        return file
 
     def file_of(self, rank: int) -> Path:
         """Return the file of a rank."""
         return self.path / f"rank-{rank}.safetensors"
 
 
+def label(run: dict[str, Any], rank: int) -> str:
+    """Return the label of a rank's file in the save that ``run`` tells of; "" if it has no id."""
+    return f"{run['save']}/{rank}" if "save" in run else ""
+
+
 class Folder:
-    """A folder of checkpoints ``<number>-step-<steps>`` and a link ``latest``; of one run."""
+    """A folder of checkpoints ``<number>-step-<steps>`` and a link ``latest``; of one run.
+
+    Ranks write a checkpoint in a hidden folder, which gets its name when all files are in it.
+
+    Attributes:
+        path: the folder.
+        set_aside: checkpoints that are known to be damaged; they stay, and are not counted.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.set_aside: set[Path] = set()
 
     def all(self) -> list[Checkpoint]:
-        """Return all, whole or not, the oldest first."""
-        found = []
-        for entry in self.path.iterdir() if self.path.is_dir() else ():
-            if (match := _NAME.fullmatch(entry.name)) and entry.is_dir():
-                found.append(Checkpoint(int(match[1]), int(match[2]), entry))
-        return sorted(found)
+        """Return all that were whole once, the oldest first."""
+        return sorted(self._matching(_NAME))
 
     def whole(self) -> list[Checkpoint]:
-        """Return those that are whole, the oldest first."""
+        """Return those that are whole, as far as `Checkpoint.whole` tells, the oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.whole]
 
+    def last(self, step: int | None, tried: Collection[Path], told: list[str]) -> Checkpoint | None:
+        """Return the last one that lacks no file; None if there is none.
+
+        Args:
+            step: after so many steps; None: any.
+            tried: folders of some that are known to be damaged.
+            told: gets a text of each that lacks a file.
+
+        Raises ValueError if there is none of this step, or all are damaged.
+        """
+        there = self.all()
+        for checkpoint in reversed(there):
+            if step not in (None, checkpoint.step) or checkpoint.path in tried:
+                continue
+            missing = None
+            with suppress(DamagedFile):  # of which people are told when it is verified
+                missing = checkpoint.lacks()
+            if missing is None:
+                return checkpoint
+            text = f"{checkpoint.path} lacks {missing.name}: it is not used"
+            if text not in told:
+                told.append(text)
+        if step is not None and not tried:
+            raise ValueError(f"step is {step}, but there are those of {[c.step for c in there]}")
+        if tried:
+            raise ValueError(
+                f"no whole checkpoint is left in {self.path}: {'; '.join(told)}. All stay where "
+                "they are: give another folder to begin anew"
+            )
+        return None
+
     def at(self, path: Path) -> Checkpoint:
-        """Return the one of a path, or of a link to one; FileNotFoundError if it is not whole."""
+        """Return the one of a path, or of a link to one; FileNotFoundError if it lacks a file."""
         real = Path(os.path.realpath(path))
         match = _NAME.fullmatch(real.name)
         found = Checkpoint(int(match[1]), int(match[2]), real) if match else None
-        if found is None or not found.whole:
-            raise FileNotFoundError(f"there is no checkpoint {path}")
+        missing = None if found is None else found.lacks()
+        if found is None or missing is not None:
+            lacks = f": it lacks {missing.name}" if missing else ""
+            raise FileNotFoundError(f"there is no checkpoint {path}{lacks}")
         return found
 
     def checkpoint(self, number: int, step: int) -> Checkpoint:
         """Return one that is to be written."""
         return Checkpoint(number, step, self.path / f"{number:06}-step-{step}")
+
+    def next_number(self) -> int:
+        """Return a number after those of all checkpoints."""
+        found = [*self._matching(_NAME), *self._matching(_SAVING)]
+        return max((each.number for each in found), default=0) + 1
+
+    def saving(self, checkpoint: Checkpoint, run: dict[str, Any]) -> Checkpoint:
+        """Return the hidden folder in which ranks write a checkpoint."""
+        name = f".saving-{checkpoint.path.name}-{run.get('save', '')}"
+        return Checkpoint(checkpoint.number, checkpoint.step, self.path / name)
 
     def write(
         self,
@@ -106,37 +204,89 @@ class Folder:
         write: Callable[[BinaryIO], None],
         run: dict[str, Any],
     ) -> None:
-        """Write the file of a rank, and rank 0's words on the run, which must tell "ranks"."""
-        checkpoint.path.mkdir(parents=True, exist_ok=True)
-        with whole_file(checkpoint.file_of(rank)) as file:
+        """Write the file of a rank, and, as rank 0, ``run``, which holds "step" and "ranks".
+
+        "save" in it is an id, of which the rank's file has the `label`.
+        """
+        saving = self.saving(checkpoint, run)
+        saving.path.mkdir(parents=True, exist_ok=True)
+        with whole_file(saving.file_of(rank)) as file:
             write(file)
         if rank == 0:
-            with whole_file(checkpoint.path / _RUN) as file:
-                file.write(json.dumps(run, indent=2).encode())
-        if checkpoint.whole:
-            self._point_to(checkpoint)
+            with whole_file(saving.path / _RUN) as file:
+                file.write(seal(json.dumps({**UNSEALED, **run}, indent=2).encode()))
+        self._publish(saving)
+
+    def publish(self) -> None:
+        """Give all hidden ones their names whose files have been written."""
+        for saving in list(self._matching(_SAVING)):
+            self._publish(saving)
+
+    def _publish(self, saving: Checkpoint) -> bool:
+        """Return whether it lacks no file; every rank that finds that may call it."""
+        try:
+            if saving.lacks() is not None:
+                return False
+        except DamagedFile:
+            pass  # its name is what people, and `resume`, need to hear of it
+        number = saving.number
+        while True:
+            target = self.checkpoint(number, saving.step)
+            number += 1
+            if any(other.number == target.number for other in self.all()):
+                continue  # of another job
+            try:
+                os.rename(saving.path, target.path)
+            except FileNotFoundError:  # another rank has
+                return True
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    continue
+                raise
+            _flush(self.path)
+            self._point_to(target)
+            return True
 
     def _point_to(self, checkpoint: Checkpoint) -> None:
-        """Let ``latest`` be a link to it; every rank that finds it whole may do so."""
+        """Set the link ``latest``; every rank that finds the checkpoint whole may do so."""
         link = self.path / f".{LATEST}.{secrets.token_hex(8)}"
         link.symlink_to(checkpoint.path.name)
         os.replace(link, self.path / LATEST)
 
     def clear(self) -> None:
-        """Remove what a run has left that did not end well."""
-        for checkpoint in self.all():
-            if not checkpoint.whole:
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
+        """Remove what a run has left that did not end well, but for what is, or was, whole."""
+        for saving in list(self._matching(_SAVING)):
+            if not self._publish(saving):
+                shutil.rmtree(saving.path, ignore_errors=True)
+        for removed in self.path.glob(f"{_REMOVED}*"):
+            shutil.rmtree(removed, ignore_errors=True)
         for pattern in (f".{LATEST}.*", f"{SEEN}*"):
             for left in self.path.glob(pattern):
                 left.unlink(missing_ok=True)
 
     def prune(self, keep: int) -> None:
         """Remove all that are whole but the last ``keep``; let ``latest`` be the last of all."""
-        whole = self.whole()
-        for checkpoint in whole[-1:]:
-            self._point_to(checkpoint)
-        for checkpoint in whole[:-keep]:
-            # Not whole any more before anything else of it is gone.
-            (checkpoint.path / _RUN).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+        found = [each for each in self.all() if each.path not in self.set_aside]
+        if last := next((each for each in reversed(found) if each.whole), None):
+            self._point_to(last)
+        if len(found) > keep:
+            for checkpoint in [each for each in found if each.whole][:-keep]:
+                # Nobody finds it half removed.
+                removed = self.path / f"{_REMOVED}{secrets.token_hex(8)}"
+                with suppress(FileNotFoundError):
+                    os.rename(checkpoint.path, removed)
+                shutil.rmtree(removed, ignore_errors=True)
+
+    def _matching(self, name: re.Pattern[str]) -> Iterator[Checkpoint]:
+        for entry in self.path.iterdir() if self.path.is_dir() else ():
+            if (match := name.fullmatch(entry.name)) and entry.is_dir():
+                yield Checkpoint(int(match[1]), int(match[2]), entry)
+
+
+def _flush(folder: Path) -> None:
+    """Wait until names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

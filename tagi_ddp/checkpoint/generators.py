@@ -48,6 +48,19 @@ def set_state(generator: Any, state: Any) -> None:
         getattr(generator, _methods_of(generator)[1])(state)
 
 
+def check_state(name: str, generator: Any, state: Any) -> None:
+    """Raise ValueError unless a generator can take a state; it stays as it is."""
+    before = state_of(generator)
+    try:
+        set_state(generator, state)
+    except Exception as error:
+        raise ValueError(
+            f"the generator {name!r} cannot go on from its state: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        set_state(generator, before)
+
+
 def _methods_of(generator: Any) -> tuple[str, str]:
     for names in _METHODS:
         if all(hasattr(generator, name) for name in names):

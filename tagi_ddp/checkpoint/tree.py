@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+
+from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile, Leaf, naming, write_arrays
+
+__all__ = ["DamagedFile", "Snapshot", "equal", "read_tree"]
 
 _DTYPES = {
     "bool": "BOOL",
@@ -25,7 +26,7 @@ _DTYPES = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
-_TREE = "tree"
+_NAMES = {code: name for name, code in _DTYPES.items()}
 _PLAIN = (type(None), bool, int, float, complex, str)
 _ATTRIBUTED: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)  # dicts with attributes
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
@@ -35,19 +36,6 @@ _TAKES = (
     "give numbers, text, arrays and tensors, in dicts, lists and tuples, of these types and of no "
     "subclass; a Counter, an OrderedDict and a defaultdict of a builtin are dicts here"
 )
-
-
-class DamagedFile(ValueError):
-    """A file is no checkpoint, or not all of one."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An array or tensor: its dtype as safetensors names it, its shape, its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: NDArray[np.uint8]
 
 
 class Snapshot:
@@ -69,29 +57,9 @@ class Snapshot:
             np.copyto(copy, leaf.data)
             self._leaves[name] = Leaf(leaf.dtype, leaf.shape, copy)
 
-    def write(self, file: BinaryIO) -> None:
-        """Write the copy as a safetensors file.
-
-        The format's own library keeps all of Python from running until it has written.
-        """
-        entries: dict[str, Any] = {
-            "__metadata__": {_TREE: json.dumps(self._header, allow_nan=False)}
-        }
-        leaves = sorted(self._leaves.items(), key=lambda item: item[1].data.size % 8)
-        begin = 0
-        for name, leaf in leaves:
-            end = begin + leaf.data.size
-            entries[name] = {
-                "dtype": leaf.dtype,
-                "shape": leaf.shape,
-                "data_offsets": [begin, end],
-            }
-            begin = end
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, leaf in leaves:
-            file.write(leaf.data.data)
+    def write(self, file: BinaryIO, save: str = "") -> None:
+        """Write the copy as a safetensors file, with checksums and a label of the save."""
+        write_arrays(file, self._leaves, json.dumps(self._header, allow_nan=False), save)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -115,18 +83,14 @@ def equal(a: Any, b: Any) -> bool:
 def read_tree(path: Path, *keys: str) -> Any:
     """Return the content of a checkpoint's file, or its part under nested ``keys``.
 
-    Arrays are copies. Raises DamagedFile, OSError.
+    Arrays are copies; the checksums of the header and of the arrays that are read are verified.
+    Raises DamagedFile, OSError.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as arrays:
-            header = json.loads((arrays.metadata() or {})[_TREE])
-            for key in keys:
-                header = _inner(header)[key]
-            return _decode(header, arrays, path)
-    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path} is no checkpoint, or not all of one: {error}") from error
+    with ArrayFile(Path(path)) as arrays, naming(path):
+        header = json.loads(arrays.tree)
+        for key in keys:
+            header = _inner(header)[key]
+        return _decode(header, arrays)
 
 
 def _inner(header: Any) -> Any:
@@ -223,9 +187,9 @@ def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
     raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
 
 
-def _decode(value: Any, arrays: Any, path: Path) -> Any:
+def _decode(value: Any, arrays: ArrayFile) -> Any:
     if isinstance(value, list):
-        return [_decode(part, arrays, path) for part in value]
+        return [_decode(part, arrays) for part in value]
     if not isinstance(value, dict):
         return value
     match list(value.items()):
@@ -234,39 +198,46 @@ def _decode(value: Any, arrays: Any, path: Path) -> Any:
         case [("$int", text)]:
             return int(text, 16)
         case [("$complex", parts)]:
-            return complex(*_decode(parts, arrays, path))
+            return complex(*_decode(parts, arrays))
         case [("$tuple", parts)]:
-            return tuple(_decode(part, arrays, path) for part in parts)
+            return tuple(_decode(part, arrays) for part in parts)
         case [("$items", items)]:
-            return {_decode(key, arrays, path): _decode(v, arrays, path) for key, v in items}
+            return {_decode(key, arrays): _decode(v, arrays) for key, v in items}
         case [("$OrderedDict" | "$Counter" as kind, [items, attributes])]:
-            made: Any = (OrderedDict if kind == "$OrderedDict" else Counter)(
-                _decode(items, arrays, path)
-            )
-            vars(made).update(_decode(attributes, arrays, path))
+            made: Any = (OrderedDict if kind == "$OrderedDict" else Counter)(_decode(items, arrays))
+            vars(made).update(_decode(attributes, arrays))
             return made
         case [("$defaultdict", [items, factory])]:
             return defaultdict(
-                None if factory is None else _FACTORIES[factory], _decode(items, arrays, path)
+                None if factory is None else _FACTORIES[factory], _decode(items, arrays)
             )
         case [("$array", name)]:
-            return arrays.get_tensor(name)
+            return _array(arrays.array(name))
         case [("$scalar", name)]:
-            return arrays.get_tensor(name)[()]
+            return _array(arrays.array(name))[()]
         case [("$complex array" | "$complex scalar" as kind, name)]:
-            pairs = arrays.get_tensor(name)
+            pairs = _array(arrays.array(name))
             array = pairs.view(np.result_type(pairs.dtype, np.complex64))[..., 0]
             return array if kind == "$complex array" else array[()]
-        case [("$tensor" | "$complex tensor" as kind, name)]:
-            from safetensors import safe_open
-
-            with safe_open(path, framework="pt") as tensors:
-                tensor = tensors.get_tensor(name)
-            if kind == "$tensor":
-                return tensor
+        case [("$tensor", name)]:
+            return _tensor(arrays.array(name))
+        case [("$complex tensor", name)]:
             import torch
 
-            return torch.view_as_complex(tensor)
+            return torch.view_as_complex(_tensor(arrays.array(name)))
         case [(kind, _)] if kind.startswith("$"):
             raise ValueError(f"it holds {kind!r}, which this version does not know")
-    return {key: _decode(part, arrays, path) for key, part in value.items()}
+    return {key: _decode(part, arrays) for key, part in value.items()}
+
+
+def _array(leaf: Leaf) -> Any:
+    return leaf.data.view(_NAMES[leaf.dtype]).reshape(leaf.shape)
+
+
+def _tensor(leaf: Leaf) -> Any:
+    import torch
+
+    dtype = getattr(torch, _NAMES[leaf.dtype])
+    if not leaf.data.size:  # which torch cannot view as another dtype
+        return torch.empty(leaf.shape, dtype=dtype)
+    return torch.from_numpy(leaf.data).view(dtype).reshape(leaf.shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,9 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tagi_ddp.checkpoint.errors import CheckpointError
 from tagi_ddp.checkpoint.folder import LATEST, Checkpoint, Folder
-from tagi_ddp.checkpoint.parts import run_state_of
+from tagi_ddp.checkpoint.parts import check_state, run_state_of
+from tagi_ddp.checkpoint.tree import DamagedFile
+from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.callbacks import Callback
@@ -24,7 +30,7 @@ from tagi_ddp.parallel.state_dicts import (
 )
 from tagi_ddp.replica.host import attach
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
-from tagi_ddp.sequential.run_state import load_parameters, named_parameters
+from tagi_ddp.sequential.run_state import check_fits, load_parameters, named_parameters
 
 PART = "trainer"
 
@@ -48,6 +54,12 @@ class State:
     def counts(self) -> dict[str, int]:
         """Return what tables of epochs tell of it."""
         return {name: getattr(self, name) for name in ("epoch", "num_steps", "num_samples")}
+
+    def check(self) -> None:
+        """Raise ValueError, naming it, if a number is none."""
+        for name, value in {**self.counts(), "position": self.position, **self.order}.items():
+            integer(name, value, 0)
+        real("loss", self.loss)
 
     def check_order(self, order: Mapping[str, int]) -> None:
         """Raise ValueError if samples of the epoch that has begun would be missed or come twice."""
@@ -122,84 +134,176 @@ class Training:
     def check_run_state(self, entry: Callable[[int, str], Any], ranks: int) -> Callable[[], None]:
         """Read all but the parameters, which `load` has loaded; return what goes on from it."""
         comm = self.communicator
-        callbacks = entry(0, "callbacks")
         same = ranks == comm.size
-        whose = [comm.rank] if same else range(ranks if comm.rank == 0 else 0)
-        loss = float(sum(entry(rank, "state")["loss"] for rank in whose))
-        buffers = entry(comm.rank, "buffers") if same else []
+        saved: dict[str, Any] = {"loss": 0.0, "exchange": None}
+
+        def check() -> list[Entry]:
+            saved["callbacks"] = dict(entry(0, "callbacks"))
+            for rank in [comm.rank] if same else range(ranks if comm.rank == 0 else 0):
+                saved["loss"] += float(entry(rank, "state")["loss"])
+            if self.optimizer is not None:
+                saved["optimizer"] = entry(0, "optimizer")
+                _check_optimizer(self.optimizer, saved["optimizer"])
+                buffers = saved["buffers"] = list(entry(comm.rank, "buffers")) if same else []
+                own = [buffer.shape for buffer in self.task_model.buffers()]
+                if buffers and own != [buffer.shape for buffer in buffers]:
+                    raise ValueError("the buffers that were saved are those of another module")
+            elif isinstance(self.network, DDPSequential):
+                saved["exchange"] = entry(0, "exchange")
+            return []
+
+        require_equal(comm, check, "states of the trainer", "Nothing was loaded.")
         load_network: Callable[[], None] | None = None
-        if self.optimizer is not None:
-            optimizer = entry(0, "optimizer")
-        elif isinstance(self.network, DDPSequential) and entry(0, "exchange") is not None:
+        if saved["exchange"] is not None:
             load_network = self.network.check_run_state(entry, ranks)
 
         def load() -> None:
-            self.state.loss = loss
-            for name in callbacks.keys() & self.callbacks.keys():
-                self.callbacks[name].load_state_dict(callbacks[name])
+            self.state.loss = saved["loss"]
+            for name in saved["callbacks"].keys() & self.callbacks.keys():
+                self.callbacks[name].load_state_dict(saved["callbacks"][name])
             if self.optimizer is not None:
-                load_optimizer_state_dict(self.task_model, self.optimizer, optimizer)
-                if buffers:
-                    for buffer, saved in zip(self.task_model.buffers(), buffers, strict=True):
-                        buffer.copy_(saved)
+                load_optimizer_state_dict(self.task_model, self.optimizer, saved["optimizer"])
+                if saved["buffers"]:
+                    own = self.task_model.buffers()
+                    for buffer, values in zip(own, saved["buffers"], strict=True):
+                        buffer.copy_(values)
             if load_network is not None:
                 load_network()
 
         return load
 
 
-def load(folder: Path, path: str | Path | None, task: Any, model: Any) -> tuple[Checkpoint, State]:
-    """Read the last checkpoint, or this one, into a task and a model that are not wrapped."""
-    if path is None and (whole := Folder(folder).whole()):
-        checkpoint = whole[-1]
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a state is one of an optimizer with as many groups."""
+    if len(saved["param_groups"]) != len(optimizer.param_groups) or not isinstance(
+        saved["state"], Mapping
+    ):
+        raise ValueError(
+            f"the optimizer has {len(optimizer.param_groups)} groups of parameters, but "
+            f"{len(saved['param_groups'])} were saved: give the one that was saved"
+        )
+
+
+def load(
+    folder: Path, path: str | Path | None, task: Any, model: Any, fallback: bool = False
+) -> tuple[Checkpoint, State]:
+    """Read the last checkpoint, or this one, into a task and a model that are not wrapped.
+
+    With ``fallback`` the last one that is not damaged. Each rank verifies all ranks' files, so all
+    choose the same one, and all raise CheckpointError if there is none.
+    """
+    told = ""
+    for checkpoint in _candidates(folder, path):
+        try:
+            for rank in range(checkpoint.ranks):
+                checkpoint.verify(rank)
+            state, load_parts = _read(checkpoint, task, model)
+        except CheckpointError:
+            raise
+        except (DamagedFile, FileNotFoundError) as error:
+            if not fallback:
+                remedy = "load_checkpoint(fallback=True) takes the last whole one before it"
+                raise CheckpointError(f"{error}. {remedy}") from error
+            told = f"{error}. It is left where it is"
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
+        else:
+            load_parts()
+            return checkpoint, state
+    raise CheckpointError(f"no whole checkpoint is left in {folder}. The last error is: {told}")
+
+
+def _candidates(folder: Path, path: str | Path | None) -> list[Checkpoint]:
+    """Return the checkpoints that lack no file, from that of the path back, or from the last."""
+    found = Folder(folder)
+    if path is not None:
+        first = found.at(Path(path))
+        found = Folder(first.path.parent)
     else:
-        checkpoint = Folder(folder).at(folder / LATEST if path is None else Path(path))
+        first = None
+    candidates = []
+    for each in reversed(found.all()):
+        if first is not None and each.number > first.number:
+            continue
+        missing = None
+        with suppress(DamagedFile):  # which `load` tells of
+            missing = each.lacks()
+        if missing is None:
+            candidates.append(each)
+        else:
+            text = f"{each.path} lacks {missing.name}: it is not used"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+    return candidates or [found.at(folder / LATEST)]
+
+
+def _read(checkpoint: Checkpoint, task: Any, model: Any) -> tuple[State, Callable[[], None]]:
+    """Return the state, and what loads the rest, which has been read and checked."""
     parts = checkpoint.run.get("parts")
     if parts is None:
-        raise ValueError(
+        raise CheckpointError(
             f"{checkpoint.path} is of an earlier version of the trainer, whose files had other "
             "entries: read_tree() reads them"
         )
     if parts != [PART]:
-        raise ValueError(f"{checkpoint.path} is of no trainer: it holds {', '.join(parts)}")
+        raise CheckpointError(f"{checkpoint.path} is of no trainer: it holds {', '.join(parts)}")
     entry = partial(run_state_of, checkpoint, PART)
-    state = State(**entry(0, "state"))
     saved = entry(0, "model" if _is_module(model) else "parameters")
     if not saved:
         kind = "TAGI network" if _is_module(model) else "torch module"
-        raise ValueError(
+        raise CheckpointError(
             f"model must be a {kind}, which {checkpoint.path} is of, got a {type(model).__name__}"
         )
-    if _is_module(model):
-        _load_module(model, saved)
-    elif not isinstance(model, DDPSequential):
-        load_parameters(attach(model), saved)
-    elif entry(0, "exchange") is not None:
-        model.load_run_state(entry, checkpoint.ranks)
-    else:
-        raise ValueError(
-            f"{checkpoint.path} is of a Sequential that was not wrapped: give the Sequential, "
-            "which train() wraps"
-        )
-    if _is_module(task):
-        _load_module(task, entry(0, "task"))
-    return checkpoint, state
+    loads: list[Callable[[], None]] = []
+    try:
+        state = State(**entry(0, "state"))
+        state.check()
+        if _is_module(model):
+            loads.append(_loading("model", model, saved))
+        elif not isinstance(model, DDPSequential):
+            replica = attach(model)
+            check_fits(named_parameters(replica), saved)
+            loads.append(partial(load_parameters, replica, saved))
+        elif entry(0, "exchange") is None:
+            raise CheckpointError(
+                f"{checkpoint.path} is of a Sequential that was not wrapped: give the Sequential, "
+                "which train() wraps"
+            )
+        else:
+            loads.append(partial(model.load_run_state, entry, checkpoint.ranks))
+        if _is_module(task):
+            loads.append(_loading("task", task, entry(0, "task")))
+    except (CheckpointError, DamagedFile):
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.path} cannot be loaded: {error}") from error
+
+    def load_all() -> None:
+        for each in loads:
+            each()
+
+    return state, load_all
 
 
-def _load_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a state; what would be rounded to a narrower dtype gets the wider one.
+def _loading(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:
+    """Check a module's state; return what loads it.
 
-    Names are those of a module that torch.compile has not wrapped, nor any part of it.
+    What would be rounded to a narrower dtype gets the wider one. Names are those of a module that
+    torch.compile has not wrapped, nor any part of it.
     """
-    own = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        plain = name.replace("_orig_mod.", "")
-        own[plain], value = name, saved.get(plain)
-        if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor):
-            wide = torch.promote_types(tensor.dtype, value.dtype)
-            if value.is_floating_point() or value.is_complex():
-                tensor.data = tensor.data.to(wide)
-    module.load_state_dict({own.get(name, name): value for name, value in saved.items()})
+    tensors = module.state_dict(keep_vars=True)
+    own = {each.replace("_orig_mod.", ""): each for each in tensors}
+    state = {own.get(each, each): value for each, value in saved.items()}
+    check_state(name, module, state)
+
+    def load() -> None:
+        for each, tensor in tensors.items():
+            value = state.get(each)
+            if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor):
+                wide = torch.promote_types(tensor.dtype, value.dtype)
+                if value.is_floating_point() or value.is_complex():
+                    tensor.data = tensor.data.to(wide)
+        module.load_state_dict(state)
+
+    return load
 
 
 def _is_module(part: Any) -> bool:

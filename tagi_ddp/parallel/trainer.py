@@ -213,17 +213,20 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 total += float(loss) * len(share)
         return self._sum(total) / length
 
-    def load_checkpoint(self, task: TaskT, model: ModelT, path: str | Path | None = None) -> State:
+    def load_checkpoint(
+        self, task: TaskT, model: ModelT, path: str | Path | None = None, fallback: bool = False
+    ) -> State:
         """Load the last checkpoint, or that of ``path``, into a task and a model, before `train`.
 
         `train` then goes on after its last batch, with the optimizer's state, as if it had not been
-        interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. Returns `state`. A
-        module of a narrower dtype than what was saved gets the wider one.
+        interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. ``fallback`` takes
+        the one before, with a RuntimeWarning, if that is damaged. Returns `state`. A module of a
+        narrower dtype than what was saved gets the wider one.
 
-        Raises FileNotFoundError if none is whole, ValueError for one of an earlier version, of
-        another kind of model, or of no trainer.
+        Raises FileNotFoundError if there is none, CheckpointError, before anything is loaded, if a
+        file is damaged, and for one of an earlier version, another kind of model, or no trainer.
         """
-        self._resumed, self.state = load(self.exp_dir / _CHECKPOINTS, path, task, model)
+        self._resumed, self.state = load(self.exp_dir / _CHECKPOINTS, path, task, model, fallback)
         self._saved = {}  # as many steps may come again
         return self.state
 

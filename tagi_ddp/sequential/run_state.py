@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
@@ -21,6 +21,7 @@ from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
+from tagi_ddp.sequential.saved_state import check_memory, check_merge, require_alike
 from tagi_ddp.update.merging import Merging, Reduction
 from tagi_ddp.update.saved import merge_saved
 
@@ -117,32 +118,55 @@ class RunStateInterface(MergeInterface, SequentialInterface):
     def check_run_state(self, entry: Entries, ranks: int) -> Callable[[], None]:
         """Do what `load_run_state` does before anything is changed; return what does the rest."""
         rank, size = self.communicator.rank, self.communicator.size
-        own: dict[str, Any] = {}
-        first: dict[str, Any] = {}
+        saved: list[dict[str, Any]] = []  # of this rank, or of all that it needs
+        same = False
 
         def check() -> list[Entry]:
+            nonlocal same
             same = ranks == size and entry(rank, "layout") == self._layout()
             same &= entry(0, "options") == {name: self._options[name] for name in _DECISIVE}
-            names = ("parameters", "exchange", "memory", "lasting")
-            if same:
-                own.update((name, entry(rank, name)) for name in names)
             if rank == 0:
                 with suppress(KeyError):  # of an earlier version
                     self._check_layers(entry(0, "layers"))
-                first.update(parameters=entry(0, "parameters"))
-                self._check_fits(first["parameters"])
+            names = ["memory", "exchange"]
+            if same or rank == 0:
+                names += ["parameters", "lasting"]
+            for other in [rank] if same else range(ranks):
+                first = other == 0 or rank == 0
+                saved.append({n: entry(other, n) for n in names if first or same or n == "memory"})
+            self._check_saved(saved, same)
             return [("whether all is as it was", str(same))]
 
         def load() -> None:
             with self._or_abort():
-                if own:
-                    self._load_own(own)
+                if same:
+                    self._load_own(saved[0])
                 else:
-                    self._load_together(entry, ranks)
+                    self._load_together(saved)
                 self._accumulation.forwarded = self._accumulation.samples = None
 
         require_equal(self.communicator, check, "run states", "Nothing was loaded.")
         return load
+
+    def _check_saved(self, saved: list[dict[str, Any]], same: bool) -> None:
+        """Raise ValueError unless `_load_own` or `_load_together` can load all of it."""
+        rank, merges = self.communicator.rank, bool(saved[0]["exchange"])
+        own = self._exchange.state_dict()
+        for number, state in enumerate(saved):
+            check_memory(self._memory(), state["memory"])
+            if "lasting" in state:
+                require_alike("lasting", self.compute.memory().lasting, state["lasting"])
+            if merges or (rank == 0 and number == 0):
+                if "parameters" in state:
+                    check_fits(named_parameters(self._replica), state["parameters"])
+                if not same and "exchange" in state and merges:
+                    check_merge(state["exchange"], len(self._replica.zeros()))
+        if same:
+            require_alike("exchange", own, saved[0]["exchange"])
+        elif merges and own:
+            then = saved[0]["exchange"]
+            for name in ["counters", *({"schedule", "epoch"} & own.keys() & then.keys())]:
+                require_alike(f"exchange/{name}", own[name], then[name])
 
     def _load_own(self, own: Mapping[str, Any]) -> None:
         self._remember(own["memory"], own["lasting"])
@@ -152,26 +176,27 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         self._exchange.load_state_dict(own["exchange"])
         self._exchange.count_lasting(own["lasting"])
 
-    def _load_together(self, entry: Entries, ranks: int) -> None:
+    def _load_together(self, saved: Sequence[Mapping[str, Any]]) -> None:
         rank, replica = self.communicator.rank, self._replica
-        memories = [entry(other, "memory") for other in range(ranks)]
+        memories = [state["memory"] for state in saved]
         if rank == 0:
-            everyone = [entry(other, "lasting") for other in range(ranks)]
-            lasting = [np.sum(parts, 0) for parts in zip(*everyone, strict=True)]
+            lasting = [
+                np.sum(parts, 0) for parts in zip(*(s["lasting"] for s in saved), strict=True)
+            ]
         else:
             lasting = [deltas * 0 for deltas in self.compute.memory().lasting]
         self._remember(_shared(memories, rank, self.communicator.size), lasting)
-        exchange = entry(0, "exchange")
+        exchange = saved[0]["exchange"]
         if rank == 0:
-            arrays = [entry(other, "parameters") for other in range(ranks if exchange else 1)]
+            arrays = [state["parameters"] for state in (saved if exchange else saved[:1])]
             posteriors = []
             for parameters in arrays:
                 load_parameters(self._replica, parameters)
                 replica.pull()
                 posteriors.append(replica.zeros())
                 replica.parameters.read_posterior(posteriors[-1])
-            if exchange and ranks > 1:
-                states = [exchange, *(entry(other, "exchange") for other in range(1, ranks))]
+            if exchange and len(saved) > 1:
+                states = [state["exchange"] for state in saved]
                 posterior = merge_saved(replica, posteriors, states)
                 load_parameters(self._replica, _mean_statistics(arrays, states))
                 replica.pull()
@@ -199,16 +224,6 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                     f"the layer saved as {other} is {mine} in this network, and the layers before "
                     "are the same: give the network that was saved, or another folder"
                 )
-
-    def _check_fits(self, parameters: Mapping[str, NDArray[Any]]) -> None:
-        own = {name: array.size for name, array in named_parameters(self._replica).items()}
-        saved = {name: array.size for name, array in parameters.items()}
-        if own != saved:
-            name = next(n for n in [*own, *saved] if own.get(n) != saved.get(n))
-            raise RanksDiffer(
-                f"{name} has {saved.get(name, 'no')} numbers in what was saved, and "
-                f"{own.get(name, 'none')} in this network: give the network that was saved"
-            )
 
     def _layout(self) -> list[int]:
         """Return what must be equal for a rank to take the state of that of its number."""
@@ -243,6 +258,19 @@ def named_parameters(replica: Replica) -> dict[str, NDArray[Any]]:
         number = numbers[layer] = numbers.get(layer, -1) + 1
         named[f"{layer}.{_NAMES[number]}"] = array
     return named
+
+
+def check_fits(own: Mapping[str, NDArray[Any]], saved: Mapping[str, NDArray[Any]]) -> None:
+    """Raise RanksDiffer, naming the first array, unless all are those of the network saved."""
+    sizes = {name: array.size for name, array in own.items()}
+    theirs = {name: array.size for name, array in saved.items()}
+    if sizes != theirs:
+        name = next(n for n in [*sizes, *theirs] if sizes.get(n) != theirs.get(n))
+        raise RanksDiffer(
+            f"{name} has {theirs.get(name, 'no')} numbers in what was saved, and "
+            f"{sizes.get(name, 'none')} in this network: give the network that was saved"
+        )
+    require_alike("parameters", own, saved)
 
 
 def load_parameters(replica: Replica, parameters: Mapping[str, NDArray[Any]]) -> None:

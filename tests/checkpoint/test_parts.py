@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,8 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
             checkpoints.save(step)
     folder = tmp_path / "new" / "folder"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["000002-step-5", "000003-step-9", "latest"]
+    assert names == [".lock", "000002-step-5", "000003-step-9", "latest"]
+    assert stat.S_IMODE((folder / ".lock").stat().st_mode) == 0o600
     assert (folder / "latest").resolve().name == "000003-step-9"
     assert sorted(path.name for path in (folder / "latest").iterdir()) == [
         "rank-0.safetensors",
@@ -118,6 +121,7 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
 
 
 def test_what_is_left_half_is_never_taken(tmp_path: Path) -> None:
+    """Nor removed if it was whole once."""
     model = accelerate(fresh("mlp"))
     x, y = NETWORKS["mlp"].batch(0, 4)
     with Checkpoints(tmp_path, model) as checkpoints:
@@ -129,29 +133,39 @@ def test_what_is_left_half_is_never_taken(tmp_path: Path) -> None:
         checkpoints.wait()
         for name in ("rank-0.safetensors", "run.json"):
             (tmp_path / "latest" / name).unlink()
-            assert checkpoints.resume() == 1
+            with pytest.warns(RuntimeWarning, match="it is not used") as warned:
+                assert checkpoints.resume() == 1
+            assert f"-step-2 lacks {name}" in str(warned[0].message)
             checkpoints.save(2)
             checkpoints.wait()
         (tmp_path / "latest" / "run.json").unlink()
+    saving = tmp_path / ".saving-000005-step-3-0123456789abcdef"
+    for left in (saving, tmp_path / ".removed-0123456789abcdef"):
+        shutil.copytree(tmp_path / "000004-step-2", left)
     (tmp_path / ".latest.1").symlink_to("000001-step-1")
     (tmp_path / ".seen.0123456789abcdef").touch()
     with Checkpoints(tmp_path, model) as checkpoints:
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-1", "latest"]
-        assert checkpoints.resume() == 1
+        names = [".lock", *(f"00000{n + 1}-step-{s}" for n, s in enumerate([1, 2, 2, 2])), "latest"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        with pytest.warns(RuntimeWarning, match="it is not used") as warned:
+            assert checkpoints.resume() == 1
+        assert len(warned) == 3
         assert model.check_replicas() == expected
 
 
 @pytest.mark.parametrize("text", [b"", b'{"ranks": 1', b"[]", b"{}", b'{"ranks": "all"}', b"\xff"])
 def test_what_is_damaged_is_named_and_stays(tmp_path: Path, text: bytes) -> None:
     model = accelerate(fresh("mlp"))
-    damaged = pytest.raises(CheckpointError, match=r"000001-step-1/run\.json is damaged .*: .*; mo")
-    with damaged, Checkpoints(tmp_path, model) as checkpoints:
+    with Checkpoints(tmp_path, model) as checkpoints:
         checkpoints.save(1)
         checkpoints.wait()
         (tmp_path / "latest" / "run.json").write_bytes(text)
-        checkpoints.resume()
-    with damaged:
-        Checkpoints(tmp_path, model)
+    for _ in range(2):
+        with Checkpoints(tmp_path, model) as checkpoints:
+            with pytest.raises(CheckpointError, match=r"000001-step-1/run\.json is damaged: .*: "):
+                checkpoints.resume()
+            with pytest.raises(CheckpointError, match=r"no whole checkpoint .*run\.json is"):
+                checkpoints.resume(fallback=True)
     assert (tmp_path / "latest" / "rank-0.safetensors").exists()
 
 
@@ -231,9 +245,14 @@ def failing(comm: Any, folder: str) -> Report:
     checkpoints.save(1)
     checkpoints.wait()
     if comm.rank == 1:
-        Path(folder, "000002-step-2").mkdir()
-        Path(folder, "000002-step-2", "rank-1.safetensors").mkdir()
-    comm.barrier()
+        write = checkpoints._folder.write
+
+        def no_file(checkpoint: Any, rank: int, *rest: Any) -> None:
+            saving = checkpoints._folder.saving(checkpoint, rest[-1])
+            saving.file_of(rank).mkdir(parents=True)
+            write(checkpoint, rank, *rest)
+
+        checkpoints._folder.write = no_file  # type: ignore[method-assign]
     checkpoints.save(2)
     told = report(lambda: checkpoints.save(3))
     assert checkpoints.resume() == 1

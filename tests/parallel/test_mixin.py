@@ -230,11 +230,11 @@ def test_training_goes_on_where_it_stopped(shm: RankPool, tmp_path: Path, every:
     folder = str(tmp_path / "stopped")
     state, other = shm.run(stop_and_go, secrets.token_hex(4), folder, every, size=2)
     assert np.array_equal(state, other)
-    checkpoints = sorted(path.name for path in (tmp_path / "stopped/checkpoints").iterdir())
-    assert len(checkpoints) == 2
-    assert checkpoints[0].endswith("-step-6")
+    lock, last, link = sorted(path.name for path in (tmp_path / "stopped/checkpoints").iterdir())
+    assert (lock, link) == (".lock", "latest")
+    assert last.endswith("-step-6")
     latest = tmp_path / "stopped/checkpoints/latest"
-    assert latest.resolve().name == checkpoints[0]
+    assert latest.resolve().name == last
     names = sorted(path.name for path in latest.iterdir())
     assert names == ["rank-0.safetensors", "rank-1.safetensors", "run.json"]
 
@@ -275,7 +275,7 @@ def test_files(every: int | None, recent: bool, files: list[str], tmp_path: Path
     config = settings(str(tmp_path), checkpoint=CheckpointConfig(every, recent))
     fit(config, model, task)
     folder = tmp_path / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == [*files, "latest"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", *files, "latest"]
     parts = read_tree(folder / "latest" / "rank-0.safetensors", "parts", "trainer")
     assert parts["state"] == asdict(State(2, 6, 2 * SAMPLES))
     plain, other = torch_net(), WithScale()

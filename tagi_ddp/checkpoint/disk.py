@@ -1,0 +1,51 @@
+"""Calls that wait for storage, with a limit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """A call in a thread of its own, which does not keep the process from ending.
+
+    Args:
+        call: is called with no arguments.
+        limit: for how many seconds `result` waits, all calls of it together.
+        failure: begins the text of the error when they are over, like "x has not been written".
+    """
+
+    def __init__(self, call: Callable[[], T], limit: float, failure: str) -> None:
+        self._call, self._limit, self._failure = call, limit, failure
+        self._done = threading.Event()
+        self._late = False
+        self._result: T
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """True if the call has returned or raised an error."""
+        return self._done.is_set()
+
+    def result(self) -> T:
+        """Return what the call returns, or raise its error; TimeoutError at the limit."""
+        if not self._done.wait(0 if self._late else self._limit):
+            self._late = True
+            raise TimeoutError(
+                f"{self._failure} within {self._limit:.3g} s: the storage of the folder does not "
+                "answer"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result

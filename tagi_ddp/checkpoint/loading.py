@@ -1,0 +1,155 @@
+"""Load a checkpoint, all ranks together, once all of it has been read and checked."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from tagi_ddp.checkpoint import generators as of
+from tagi_ddp.checkpoint import parts as of_parts
+from tagi_ddp.checkpoint.errors import CheckpointError
+from tagi_ddp.checkpoint.folder import Checkpoint
+from tagi_ddp.checkpoint.tree import DamagedFile, read_tree
+from tagi_ddp.communicators import Communicator, CommunicatorError
+from tagi_ddp.communicators.equality import Entry
+from tagi_ddp.data import DistributedSampler
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Calls a function on each rank; all raise CheckpointError if one of them raises an error."""
+
+    def __call__(self, describe: Callable[[], list[Entry]]) -> None:
+        """Call it."""
+        ...
+
+
+class OnDisk(Protocol):
+    """Returns what a function returns that waits for the disk; TimeoutError at a limit."""
+
+    def __call__(self, call: Callable[[], T], failure: str) -> T:
+        """Call it; ``failure`` begins the text of the error."""
+        ...
+
+
+class Loading:
+    """The parts of a run, and a checkpoint of it.
+
+    Args:
+        found: the checkpoint.
+        check_run: raises ValueError if it is of another run.
+        parts, sampler, generators: as for `Checkpoints`.
+        communicator: of all ranks.
+        agree, disk: what waits for the other ranks, and for the disk.
+    """
+
+    def __init__(
+        self,
+        found: Checkpoint,
+        check_run: Callable[[], None],
+        parts: Mapping[str, Any],
+        sampler: DistributedSampler | None,
+        generators: Mapping[str, Any],
+        communicator: Communicator,
+        agree: Together,
+        disk: OnDisk,
+    ) -> None:
+        self._check_run = check_run
+        self._found, self._sampler, self._own = found, sampler, generators
+        self._comm, self._agree, self._disk = communicator, agree, disk
+        self._models = {n: part for n, part in parts.items() if of_parts.has_run_state(part)}
+        self._others = {n: part for n, part in parts.items() if n not in self._models}
+        self._states: dict[str, Any] = {}
+        self._generators: dict[str, Any] = {}
+        self._loads: list[Callable[[], None]] = []
+        self._batch_sizes: list[int] = []
+        self._ranks = 0
+        self._extra: Any = None
+
+    def check(self) -> None:
+        """Read and check all that `load` loads; CheckpointError on all ranks."""
+        self._agree(self._verify)
+        self._agree(self._read_entries)
+        try:
+            for name, part in self._models.items():
+                self._loads.append(part.check_run_state(partial(self._entry, name), self._ranks))
+        except CommunicatorError:
+            raise
+        except Exception as error:  # on all ranks
+            folder = str(self._found.path.parent)
+            raise CheckpointError(f"{error}. The folder is {folder!r}") from error
+
+    def load(self) -> Any:
+        """Load all; return what `save` was given as ``extra``."""
+        self._agree(self._load_others)
+        for load in self._loads:
+            load()
+        if self._sampler is not None:
+            self._sampler.go_on(self._batch_sizes)
+        for name, (generator, state) in self._matching().items():
+            if state is not None:
+                of.set_state(generator, state)
+            elif name in self._own:
+                warnings.warn(
+                    f"the generator {name!r} was another one on each of the ranks, and there are "
+                    "other ranks now: it stays as it is. Seed it by rank and step",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        return self._extra
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def _verify(self) -> list[Entry]:
+        """Verify the files that are this rank's: all ranks verify all."""
+        self._read(self._check_run)
+        self._ranks = self._read(lambda: self._found.ranks)
+        for rank in range(self._comm.rank, self._ranks, self._comm.size):
+            self._read(partial(self._found.verify, rank))
+        return []
+
+    def _read_entries(self) -> list[Entry]:
+        found = self._found
+        own = self._comm.rank if self._ranks == self._comm.size else None
+        for name, part in self._others.items():
+            state = self._read(partial(of_parts.entry_of, found, own, "parts", name))
+            if state is None:
+                raise ValueError(
+                    f"{name} was another one on each of the {self._ranks} ranks that saved it: "
+                    "resume on as many"
+                )
+            of_parts.check_state(name, part, state)
+            self._states[name] = state
+        self._generators = self._read(partial(of_parts.generators_of, found, own))
+        for name, (generator, state) in self._matching().items():
+            if state is not None:
+                of.check_state(name, generator, state)
+        if self._sampler is not None:
+            sizes = self._read(lambda: found.run.get("batch_sizes", []))
+            if not isinstance(sizes, list) or any(type(size) is not int for size in sizes):
+                raise DamagedFile(f"{found.path / 'run.json'} is damaged: batch_sizes is {sizes!r}")
+            copy.copy(self._sampler).go_on(sizes)
+            self._batch_sizes = sizes
+        self._extra = self._read(partial(read_tree, found.file_of(own or 0), "extra"))
+        return []
+
+    def _matching(self) -> dict[str, tuple[Any, Any]]:
+        """Return the generators that are here and have been saved, with their states."""
+        saved = self._generators
+        here = {**of.global_generators(saved), **self._own}
+        return {name: (here[name], saved[name]) for name in here.keys() & saved.keys()}
+
+    def _load_others(self) -> list[Entry]:
+        for name, part in self._others.items():
+            part.load_state_dict(self._states[name])
+        return []
+
+    def _entry(self, part: str, rank: int, name: str) -> Any:
+        return self._read(partial(of_parts.run_state_of, self._found, part, rank, name))
+
+    def _read(self, call: Callable[[], T]) -> T:
+        return self._disk(call, f"{self._found.path} has not been read")

@@ -1,0 +1,171 @@
+"""One job owns a folder of checkpoints at a time, by a lock of its file ``.lock``.
+
+All ranks hold a shared lock; the first one to begin a job takes an exclusive one before. The
+system drops the locks of a process that ends. They belong to a process, and go when it closes any
+descriptor of the file: so a process has one for each folder, however often it opens that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOCK = ".lock"
+_BUSY = (errno.EACCES, errno.EAGAIN)
+_TURN = 0.05  # seconds between two attempts
+
+
+class FolderInUse(ValueError):
+    """Another job saves its checkpoints into the folder."""
+
+
+@dataclass
+class _Held:
+    """A descriptor of a lock file, and by how many it is used."""
+
+    descriptor: int
+    count: int = 0
+
+
+_lock = threading.Lock()
+_held: dict[str, _Held] = {}  # by folder
+_jobs: dict[str, str] = {}  # by folder, the last job that this process has been a rank of
+
+
+def _forget() -> None:
+    """Begin anew in a child, which has none of its parent's locks."""
+    global _lock
+    _lock = threading.Lock()
+    for held in _held.values():
+        os.close(held.descriptor)
+        held.descriptor = -1
+    _held.clear()
+    _jobs.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+class Owner:
+    """A rank's part in the ownership of a folder, until `release`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._key = os.path.realpath(folder)
+        self._path = Path(self._key, LOCK)
+        self._use: _Held | None = None
+
+    def begin(self, patience: float) -> None:
+        """Own the folder with a new job, or as a rank of the one that owns it.
+
+        Raises FolderInUse if another one still does after ``patience`` seconds; OSError.
+        """
+        held = self._open()
+        deadline = time.monotonic() + patience
+        while not self._take(held, fcntl.LOCK_EX):
+            if self._is_own(held):
+                return
+            if time.monotonic() > deadline:
+                error = FolderInUse(_in_use(held))
+                self.release()
+                raise error
+            time.sleep(_TURN)
+        with _lock:
+            _jobs[self._key] = job = secrets.token_hex(8)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        record = {"job": job, "process": os.getpid(), "host": socket.gethostname(), "since": now}
+        os.ftruncate(held.descriptor, 0)
+        os.pwrite(held.descriptor, json.dumps(record).encode(), 0)
+        self._take(held, fcntl.LOCK_SH)
+
+    def join(self, patience: float) -> None:
+        """Become a rank of the job that owns the folder; raises as `begin`."""
+        held = self._open()
+        deadline = time.monotonic() + patience
+        while not self._take(held, fcntl.LOCK_SH):
+            if time.monotonic() > deadline:
+                error = FolderInUse(_in_use(held))
+                self.release()
+                raise error
+            time.sleep(_TURN)
+        with _lock:
+            _jobs[self._key] = _record(held).get("job", "")
+
+    def release(self) -> None:
+        """Own the folder no more; may be called again."""
+        with _lock:
+            held, self._use = self._use, None
+            if held is None:
+                return
+            held.count -= 1
+            if not held.count and held.descriptor >= 0:
+                os.close(held.descriptor)
+                if _held.get(self._key) is held:
+                    del _held[self._key]
+
+    def _open(self) -> _Held:
+        with _lock:
+            held = _held.get(self._key)
+            if held is None or not _is_at(held.descriptor, self._path):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                held = _held[self._key] = _Held(os.open(self._path, flags, 0o600))
+            held.count += 1
+            self._use = held
+            return held
+
+    def _take(self, held: _Held, kind: int) -> bool:
+        """Return whether the lock could be had, or there are no locks on this file system."""
+        try:
+            fcntl.lockf(held.descriptor, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _BUSY:
+                return False
+            warnings.warn(
+                f"{self._path} cannot be locked ({error}), so another job that saves into this "
+                "folder is not noticed: give each job a folder of its own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return True
+
+    def _is_own(self, held: _Held) -> bool:
+        """Return whether the job that owns the folder is this rank's, whose lock it then shares."""
+        with _lock:
+            own = _jobs.get(self._key)
+        if own is None or _record(held).get("job") != own or not self._take(held, fcntl.LOCK_SH):
+            return False
+        return _record(held).get("job") == own
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a descriptor is of the file that lies at a path now."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
+
+
+def _record(held: _Held) -> dict[str, Any]:
+    """Return what the owner has written; {} if it is just about to."""
+    with suppress(ValueError):
+        record = json.loads(os.pread(held.descriptor, 4096, 0))
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def _in_use(held: _Held) -> str:
+    record = _record(held)
+    return (
+        f"it is used by another job, whose first rank is process {record.get('process', '?')} on "
+        f"host {record.get('host', '?')} since {record.get('since', '?')}: end that job, or give "
+        "another folder"
+    )
