@@ -21,6 +21,7 @@ from tagi_ddp.checkpoint.parts import check_part, communicator_of, has_run_state
 from tagi_ddp.checkpoint.tree import Snapshot
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import Closing, abort
 from tagi_ddp.communicators.init import as_communicator, is_made_for
@@ -86,12 +87,9 @@ class Checkpoints(Closing):
         self._number = 0  # of the next checkpoint
         self._owner = Owner(self._folder.path)
         try:
-            number = None
-            if self._joined:  # the others have done so before
+            number = None if self._joined else self._surviving(self._start)
+            if number is None:  # the others have begun before
                 self._arguments()
-            else:
-                number = self._surviving(self._start)
-            if number is None:
                 join(self._folder, self._owner, self._communicator, self._on_disk)
             self._number = number or 0
         except BaseException:
@@ -243,13 +241,9 @@ class Checkpoints(Closing):
             CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
                 this step, the network or the sampler is another one, or a file is damaged.
         """
-        made = None
-        if not self._joined:
-            made = self._surviving(partial(self._resume, step, fallback), changes=True)
-        if made is None:
-            assert self._elastic is not None
-            made = self._elastic.steps_made
-        return int(made)
+        call = partial(self._resume, step, fallback)
+        made = None if self._joined else self._surviving(call, changes=True)
+        return int(self._elastic.steps_made) if self._elastic and made is None else int(made or 0)
 
     def _resume(self, step: int | None, fallback: bool) -> int:
         tried: set[Path] = set()
@@ -388,8 +382,12 @@ class Checkpoints(Closing):
 
     @property
     def _limit(self) -> float:
-        """The seconds for which a rank waits for the disk; the others wait longer for that rank."""
-        return _SHARE * self._communicator.timeout
+        """The seconds for which a rank waits for the disk; the others wait longer for that rank.
+
+        Not in an elastic job, whose ranks go on without one that is late, and take it in again.
+        """
+        timeout = self._communicator.timeout
+        return _SHARE * (timeout if self._elastic is None else max(timeout, DEFAULT_TIMEOUT))
 
     def _on_disk(self, call: Callable[[], T], failure: str) -> T:
         return Call(call, self._limit, failure).result()

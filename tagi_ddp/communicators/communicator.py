@@ -14,6 +14,9 @@ Buffer = Any
 ReduceOp = Literal["sum", "mean", "min", "max"]
 """The operation by which a reduction combines the ranks' numbers."""
 
+DEFAULT_TIMEOUT = 300.0
+"""The limit of every wait for other ranks, in seconds, unless another one is given."""
+
 
 @runtime_checkable
 class Work(Protocol):

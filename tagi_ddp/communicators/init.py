@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 from tagi_ddp import checks
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
@@ -46,7 +46,7 @@ def init(
     world_size: int | None = None,
     *,
     job: str | None = None,
-    timeout: float = 300.0,
+    timeout: float = DEFAULT_TIMEOUT,
     device: str | None = None,
 ) -> Communicator:
     """Return a new communicator of all ranks; a collective call, in the same order on all ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tagi_ddp.communicators.base import BaseCommunicator
 from tagi_ddp.communicators.buffers import HostElements, elements
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, ReduceOp
 from tagi_ddp.communicators.errors import CommunicatorError
 
 
@@ -14,7 +14,7 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
 
     backend = "single"
 
-    def __init__(self, timeout: float = 300.0) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Make rank 0 of 1; nothing ever waits for ``timeout`` seconds."""
         super().__init__(0, 1, timeout)
 

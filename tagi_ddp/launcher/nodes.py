@@ -21,12 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.elastic import number_of
 from tagi_ddp.launcher.failure import Failure
 
-_MEET = 300.0  # seconds in which all launchers must come
+_MEET = DEFAULT_TIMEOUT  # seconds in which all launchers must come
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = "tagi-ddp run"  # what they ask for at the port where they meet
 

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from tagi_ddp.checks import seconds
 from tagi_ddp.communicators import BackendUnavailable, Communicator, PeerLost, Timeout, init
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.meeting import Meeting, meeting
 from tagi_ddp.launcher.roll_call import who_leads
 from tagi_ddp.sequential.config import DDPConfig
 
-_PATIENCE = 300.0  # seconds; also for processes that start, which some take long to do
 # All ranks of a group are there when they connect: one that does not come has been lost meanwhile.
 _CONNECT = 0.5
 
@@ -56,7 +56,7 @@ def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membersh
 
     Raises ValueError, TypeError, BackendUnavailable: what starts the ranks must outlive them.
     """
-    patience = _PATIENCE if elastic is True else seconds("elastic", elastic)
+    patience = DEFAULT_TIMEOUT if elastic is True else seconds("elastic", elastic)
     if config is None:
         raise ValueError("elastic needs config, not communicator: ranks connect again")
     if config.backend == "mpi":
@@ -77,7 +77,7 @@ def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membersh
 
 def _patience(seconds: float, progress: int | None) -> float:
     """Return for how long a rank waits for the others: longer if it, too, has only begun."""
-    return seconds if progress is not None else max(seconds, _PATIENCE)
+    return seconds if progress is not None else max(seconds, DEFAULT_TIMEOUT)
 
 
 class _Launched:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control.checked import open_channel, opened
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout, timeout_text
@@ -66,7 +67,7 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooC
     return opened(comm, comm.open_engines, timeout, deadline)
 
 
-def wrap(group: dist.ProcessGroup, timeout: float = 300.0) -> GlooCommunicator:
+def wrap(group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> GlooCommunicator:
     """Return a communicator of the ranks of ``group``, with connections of its own."""
     store = dist.distributed_c10d._get_process_group_store(group)
     return connect(store, group.rank(), group.size(), timeout)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tagi_ddp.communicators.buffers import cut
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.communicator import ReduceOp
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.checked import close_all, open_channel, opened
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
@@ -228,7 +228,7 @@ def create(
 
 
 def wrap(
-    group: MPI.Intracomm, timeout: float = 300.0, deadline: float | None = None
+    group: MPI.Intracomm, timeout: float = DEFAULT_TIMEOUT, deadline: float | None = None
 ) -> MpiCommunicator:
     """Return a communicator of the ranks of ``group`` over copies of it.
 
