@@ -39,9 +39,9 @@ def prepare(
     The ranks' shares of a batch are those of one process, whatever their number.
 
     Iteration draws nothing from the generators of this process. Before each batch, a worker seeds
-    the global generators of Python, numpy and torch, and its copy of ``loader.generator``, from
-    ``seed``, the step and the rank. A run that resumes at a step therefore draws the same as the
-    run that was not stopped. Other generators that a data set owns start anew in the workers.
+    the global generators of Python, numpy and torch, and a fork's copy of ``loader.generator``,
+    from ``seed``, the step and the rank. A run that resumes at a step therefore draws the same as
+    the run that was not stopped. Other generators of a data set start anew in the workers.
 
     Args:
         loader: of a data set with a length and indices, with a batch size, shuffled or not.
@@ -205,11 +205,17 @@ def _number(words: Sequence[int]) -> int:
 
 
 class _Start:
-    """Starts a worker as another function does, and keeps the loader's generator for `_Batch`."""
+    """Starts a worker as another function does, and keeps the loader's generator for `_Batch`.
+
+    A worker that is not forked has no copy of the generator: torch cannot send one.
+    """
 
     def __init__(self, start: Callable[[int], None] | None, generator: Any) -> None:
         self._start = start
         self._generator = generator
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Start, (self._start, None)
 
     def __call__(self, worker: int) -> None:
         if self._generator is not None:
