@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tagi_ddp.checks import integer
 from tagi_ddp.data.sampler import DistributedSampler, share_of
@@ -16,9 +19,7 @@ _OPTIONS = (
     "num_workers",
     "pin_memory",
     "timeout",
-    "worker_init_fn",
     "multiprocessing_context",
-    "generator",
     "prefetch_factor",
     "persistent_workers",
 )
@@ -37,10 +38,15 @@ def prepare(
     samples are put together, whether the last batch is dropped, whether samples are shuffled.
     The ranks' shares of a batch are those of one process, whatever their number.
 
+    Iteration draws nothing from the generators of this process. Before each batch, a worker seeds
+    the global generators of Python, numpy and torch, and a fork's copy of ``loader.generator``,
+    from ``seed``, the step and the rank. A run that resumes at a step therefore draws the same as
+    the run that was not stopped. Other generators of a data set start anew in the workers.
+
     Args:
         loader: of a data set with a length and indices, with a batch size, shuffled or not.
         num_replicas, rank: the launcher's by default.
-        seed: of the order, the same on all ranks.
+        seed: of the order, and of all that workers draw; the same on all ranks.
 
     Raises:
         TypeError, ValueError: naming what cannot be shared out.
@@ -69,9 +75,10 @@ def prepare(
         )
     shuffle = isinstance(drawn, RandomSampler)
     sampler = DistributedSampler(length, num_replicas, rank, shuffle, seed)
-    shares = _Shares(sampler, loader.batch_size, loader.drop_last)
+    shares = _Shares(sampler, loader.batch_size, loader.drop_last, loader.num_workers > 0)
     options = {name: getattr(loader, name) for name in _OPTIONS}
     collate = _Collate(loader.collate_fn, loader.dataset)
+    options["worker_init_fn"] = _Start(loader.worker_init_fn, loader.generator)
     return PreparedLoader(
         DataLoader(loader.dataset, batch_sampler=shares, collate_fn=collate, **options), shares
     )
@@ -117,15 +124,23 @@ class PreparedLoader:
         return self._steps(integer("first", first, 0), last)
 
     def _steps(self, first: int, last: int) -> Iterator[tuple[int, Any]]:
+        import torch
+
         self._shares.steps = range(first, last)
+        # A DataLoader draws a seed whenever it is iterated: not from a generator of the user.
+        self._loader.generator = torch.Generator(torch.get_default_device())
+        self._loader.generator.manual_seed(_number(self._shares.words(first)))
         yield from zip(range(first, last), self._loader, strict=True)
 
 
 class _Shares:
     """The indices of this rank's share of each batch of ``steps``."""
 
-    def __init__(self, sampler: DistributedSampler, batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self, sampler: DistributedSampler, batch_size: int, drop_last: bool, workers: bool
+    ) -> None:
         self.sampler = sampler
+        self._workers = workers
         self._size = batch_size
         self._length = sampler.settings["length"]
         whole, rest = divmod(self._length, batch_size)
@@ -144,7 +159,69 @@ class _Shares:
                 self.sampler.set_epoch(epoch)
                 order = self.sampler.order()
             batch = order[number * self._size : (number + 1) * self._size]
-            yield batch[share_of(len(batch), self.sampler.rank, self.sampler.num_replicas)].tolist()
+            share = batch[share_of(len(batch), self.sampler.rank, self.sampler.num_replicas)]
+            indices = share.tolist()
+            yield _Batch(indices, self.words(step)) if self._workers else indices
+
+    def words(self, step: int) -> list[int]:
+        """Return ten random numbers of 32 bits, which no other step or rank has."""
+        of_step = np.random.SeedSequence(self.sampler.seed, spawn_key=(step, self.sampler.rank))
+        return [int(word) for word in of_step.generate_state(10)]
+
+
+class _Batch(list[int]):
+    """The indices of a batch, and the numbers that seed the worker that draws it.
+
+    A worker loads the pickle of a batch directly before it draws the samples, and so knows the step
+    without a wrapper around the data set.
+    """
+
+    def __init__(self, indices: list[int], words: list[int]) -> None:
+        super().__init__(indices)
+        self._words = words
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_worker, (list(self), self._words)
+
+
+_generators: list[Any] = []  # of a worker, beside the global ones
+
+
+def _in_worker(indices: list[int], words: list[int]) -> list[int]:
+    """Seed the generators of this worker; return the indices."""
+    import torch
+
+    random.seed(_number(words))
+    torch.manual_seed(_number(words[2:]))
+    for generator in _generators:
+        generator.manual_seed(_number(words[4:]))
+    np.random.seed(words[6:])
+    return indices
+
+
+def _number(words: Sequence[int]) -> int:
+    """Return a seed of 63 bits, the most that a DataLoader's generator takes."""
+    return (words[0] << 32 | words[1]) >> 1
+
+
+class _Start:
+    """Starts a worker as another function does, and keeps the loader's generator for `_Batch`.
+
+    A worker that is not forked has no copy of the generator: torch cannot send one.
+    """
+
+    def __init__(self, start: Callable[[int], None] | None, generator: Any) -> None:
+        self._start = start
+        self._generator = generator
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Start, (self._start, None)
+
+    def __call__(self, worker: int) -> None:
+        if self._generator is not None:
+            _generators.append(self._generator)
+        if self._start is not None:
+            self._start(worker)
 
 
 class _Collate:

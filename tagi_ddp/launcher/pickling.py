@@ -13,6 +13,10 @@ def dumps(value: object) -> bytes:
     """Pickle with what it refers to, and with the names of source files, for tracebacks."""
     import cloudpickle  # imported on use: `import tagi_ddp` is quick
 
+    script = sys.modules.get("__mp_main__")
+    # The script has this name in a process that multiprocessing has spawned; no rank can import it.
+    if script is not None and script.__name__ == "__mp_main__":
+        cloudpickle.register_pickle_by_value(script)
     reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def _copied(value: Any) -> Any:
 
 def full_optimizer_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state on rank 0, by the parameters' names; a collective call."""
-    state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    with _kept_parameters(optimizer):
+        state = get_optimizer_state_dict(model, optimizer, options=FULL)
     return dict(state) if groups.rank_and_size()[0] == 0 else {}
 
 
@@ -71,4 +73,23 @@ def load_optimizer_state_dict(
     sharded = any(isinstance(part, kinds) for part in model.modules())
     # Parameters that never had a gradient have no state.
     options = StateDictOptions(full_state_dict=sharded, strict=False)
-    set_optimizer_state_dict(model, optimizer, state, options=options)
+    with _kept_parameters(optimizer):
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+@contextmanager
+def _kept_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the parameters after the block, if torch makes a first state of the optimizer in it.
+
+    It does so by a step with gradients and a learning rate of zero. An optimizer that adds noise,
+    or clips weights, changes parameters in such a step, too.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if optimizer.state or any(each.grad is not None for each in parameters):
+        yield
+        return
+    before = [each.detach().clone() for each in parameters]
+    yield
+    with torch.no_grad():
+        for each, value in zip(parameters, before, strict=True):
+            each.copy_(value)

@@ -1,7 +1,9 @@
 """TAGI_DDP_TRACE=folder: what each rank does when, as Chrome trace events, which Perfetto shows.
 
 All ranks of a job write into one file, which is a whole one whenever nobody writes: they take turns
-by a lock on it. Hosts need the folder in common, and clocks that agree.
+by a lock on it. A rank that does not get the lock within two seconds, because a stopped rank or
+another program holds it, writes into a file of its own. Hosts need the folder in common, and clocks
+that agree.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PERIOD = 10.0  # seconds between two writes
+_PATIENCE = 2.0  # seconds in which a rank has to get the lock
 _END = b"\n]\n"
 _TAIL = 1 << 16  # bytes at a file's end among which an event ends
 
@@ -40,6 +43,7 @@ class Timeline:
         self._epoch = time.time() - time.monotonic()
         self._events: list[tuple[str, threading.Thread, float, float]] = []
         self._failed = False  # to write, which is not tried again
+        self._alone = False  # in a file of its own
         self._named: set[int] = set()  # threads whose names have been written
         self._written = time.monotonic()
         self._lock = threading.RLock()  # a signal may come while its thread has it
@@ -87,8 +91,13 @@ class Timeline:
         place = detect()
         job = place.job or f"{socket.gethostname()}-{self._process}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{re.sub(r'[^a-zA-Z0-9.-]+', '-', job)}.json"
-        append(path, self._lines(place.rank, events))
+        name = re.sub(r"[^a-zA-Z0-9.-]+", "-", job)
+        lines = self._lines(place.rank, events)
+        if not self._alone:
+            self._alone = not append(self._folder / f"{name}.json", lines)
+        if self._alone:
+            own = f"{name}-rank{place.rank}-{self._process}.json"
+            append(self._folder / own, lines, locked=False)
 
     def _terminate(self, number: int, frame: object) -> None:
         if self._writer == threading.get_ident():  # interrupted, and ends when it has written
@@ -126,11 +135,15 @@ def _end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def append(path: Path, events: list[bytes]) -> None:
-    """Append events to the array in a file, after what a killed process has left whole."""
+def append(path: Path, events: list[bytes], locked: bool = True) -> bool:
+    """Append events to the array in a file, after what a killed process has left whole.
+
+    Returns False, and leaves the file as it is, if another process holds its lock.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if locked and not _lock(descriptor):
+            return False
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL))
         tail = file.read()
@@ -142,6 +155,20 @@ def append(path: Path, events: list[bytes]) -> None:
         view = memoryview(content)
         while view:
             view = view[file.write(view) :]
+    return True
+
+
+def _lock(descriptor: int) -> bool:
+    """Return whether this process gets the lock in time: all who may read the file can hold it."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
 
 
 timeline = Timeline(folder) if (folder := os.environ.get("TAGI_DDP_TRACE")) else None

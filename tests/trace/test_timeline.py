@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing import get_context
@@ -177,3 +179,31 @@ def test_what_a_killed_rank_has_left_whole_is_kept(
     append(path, [b'{"event": 1000}'])
     found = [event["event"] for event in json.loads(path.read_text())]
     assert found == [*range(kept), 1000]
+
+
+@pytest.mark.parametrize("mode", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_a_lock_that_another_process_holds_keeps_no_rank(tmp_path: Path, mode: int) -> None:
+    """Ranks write into files of their own; then a signal ends one at once."""
+    held = tmp_path / "traces" / "job.json"
+    held.parent.mkdir()
+    held.write_bytes(b'[\n{"event": 0}\n]\n')
+    code = "import os, signal\nfrom tagi_ddp.trace.timeline import timeline, traced\n"
+    code += "function = traced('name')(lambda: None)\n"
+    code += "for _ in range(2):\n    function()\n    timeline.write()\n"
+    code += "function()\nos.kill(os.getpid(), signal.SIGTERM)\n"
+    with open(held, "rb") as file:
+        fcntl.flock(file, mode)
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "TAGI_DDP_TRACE": str(held.parent), "TAGI_DDP_JOB": "job"}
+            | {f"TAGI_DDP_{name}RANK": "1" for name in ("", "LOCAL_")}
+            | {f"TAGI_DDP_{name}WORLD_SIZE": "2" for name in ("", "LOCAL_")},
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, b"")
+    assert json.loads(held.read_text()) == [{"event": 0}]
+    (own,) = held.parent.glob("job-rank1-*.json")
+    names = [event["name"] for event in json.loads(own.read_text())]
+    assert names == ["process_name", "thread_name", "name", "name", "name"]
