@@ -65,10 +65,13 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    tests/communicators/test_shm_memory.py tests/communicators/test_nccl.py \
 	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
 
-# Jobs in which one rank does something random at a random time; jobs that outlive their ranks.
-chaos: .venv/.installed-dev ## jobs whose ranks fail at random
+# Jobs in which one rank does something random at a random time; jobs that outlive their ranks, at
+# random times and at each of their calls; checkpoints with a flipped bit.
+chaos: .venv/.installed-dev ## jobs whose ranks fail at random, and damaged checkpoints
 	.venv/bin/python tests/chaos/campaign.py --faults 1000 --alone
 	.venv/bin/python tests/chaos/elastic.py --events 1000
+	.venv/bin/python tests/chaos/every_call.py --jobs 200
+	.venv/bin/python tests/chaos/flips.py --flips 5000
 
 bench: .venv/.installed-bench ## measure beside what others use; writes build/bench.json
 	.venv/bin/python -m benchmarks

@@ -38,13 +38,6 @@ def test_a_rank_that_is_killed_at_any_call(begun: dict[bool, Path], kill: Kill) 
     assert every_call.run(kill, begun) == []
 
 
-@pytest.mark.slow
-def test_a_short_campaign() -> None:
-    command = [sys.executable, every_call.__file__, "--jobs", "20", "--first", "7000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
