@@ -8,12 +8,11 @@ which is the caller's. Files of earlier versions have a tree alone.
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +23,6 @@ from numpy.typing import NDArray
 
 from tagi_ddp.checkpoint.seal import UNSEALED, checksum, is_sealed, seal
 
-# Bytes of an element, by the name that safetensors has for a dtype.
-_BYTES = {"BOOL": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-_BYTES.update({f"{kind}{bits}": bits // 8 for kind in "IU" for bits in (8, 16, 32, 64)})
 _METADATA, _TREE = "__metadata__", "tree"
 _KEYS = {*UNSEALED, "checksums", "save", _TREE}
 _PIECE = 1 << 22  # bytes that are read at a time to be verified
@@ -68,8 +64,6 @@ def write_arrays(file: BinaryIO, leaves: Mapping[str, Leaf], tree: str, save: st
 
 @dataclass(frozen=True)
 class _Place:
-    dtype: str
-    shape: tuple[int, ...]
     begin: int
     end: int
     checksum: str | None
@@ -90,13 +84,19 @@ class ArrayFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb")
-        try:
-            with naming(path):
-                self._read_header()
-        except BaseException:
-            self._file.close()
-            raise
+        with ExitStack() as opened, naming(path):
+            self._file = opened.enter_context(path.open("rb"))
+            header = self._read_header()
+            self.sealed = is_sealed(header)
+            self._arrays: Any = opened.enter_context(_safe_open(path, "np"))
+            metadata = self._arrays.metadata() or {}
+            if set(metadata) != (_KEYS if self.sealed else {_TREE}):
+                raise ValueError(f"its metadata are {sorted(metadata)}")
+            self.tree: str = metadata[_TREE]
+            self.save: str = metadata["save"] if self.sealed else ""
+            self._start = len(header)
+            self._places = _places(header[8:], metadata.get("checksums"))
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> ArrayFile:
         """Return the file itself."""
@@ -109,65 +109,61 @@ class ArrayFile:
         trace: TracebackType | None,
     ) -> None:
         """Close the file."""
-        self._file.close()
+        self._opened.close()
 
-    def array(self, name: str) -> Leaf:
+    def array(self, name: str) -> Any:
         """Return a copy of an array, verified."""
-        place = self._places[name]
-        data = np.empty(place.end - place.begin, np.uint8)
-        self._file.seek(self._start + place.begin)
-        if self._file.readinto(data.data) != data.size:
-            raise DamagedFile(f"{self._path} ends within {name}")
-        if place.checksum not in (None, checksum(data.data)):
-            raise self._refusal(name)
-        return Leaf(place.dtype, place.shape, data)
+        self._verify(name)
+        with naming(self._path):
+            return self._arrays.get_tensor(name)
+
+    def tensor(self, name: str) -> Any:
+        """Return a copy of a tensor, verified."""
+        self._verify(name)
+        with naming(self._path), _safe_open(self._path, "pt") as tensors:
+            return tensors.get_tensor(name)
 
     def verify(self) -> None:
         """Read all arrays, and compare their checksums."""
-        for name, place in self._places.items():
-            self._file.seek(self._start + place.begin)
-            left, sum_ = place.end - place.begin, 0
-            while left:
-                piece = self._file.read(min(left, _PIECE))
-                if not piece:
-                    raise DamagedFile(f"{self._path} ends within {name}")
-                left, sum_ = left - len(piece), zlib.crc32(piece, sum_)
-            if place.checksum not in (None, f"{sum_:08x}"):
-                raise self._refusal(name)
+        for name in self._places:
+            self._verify(name)
 
-    def _refusal(self, name: str) -> DamagedFile:
-        return DamagedFile(f"{self._path} is damaged: {name} has another checksum")
+    def _verify(self, name: str) -> None:
+        place = self._places[name]
+        if place.checksum is None:
+            return
+        self._file.seek(self._start + place.begin)
+        left, sum_ = place.end - place.begin, 0
+        while left and (piece := self._file.read(min(left, _PIECE))):
+            left, sum_ = left - len(piece), zlib.crc32(piece, sum_)
+        if place.checksum != f"{sum_:08x}":
+            raise DamagedFile(f"{self._path} is damaged: {name} has another checksum")
 
-    def _read_header(self) -> None:
+    def _read_header(self) -> bytes:
+        """Return the header's length and the header."""
         whole = os.fstat(self._file.fileno()).st_size
         length = self._file.read(8)
         (size,) = struct.unpack("<Q", length)
-        self._start = 8 + size
-        if self._start > whole:
-            raise ValueError(f"it has {whole} bytes, and its header ends at {self._start}")
-        text = self._file.read(size)
-        self.sealed = is_sealed(length + text)
-        entries = json.loads(text)
-        metadata = entries.pop(_METADATA)
-        if set(metadata) != (_KEYS if self.sealed else {_TREE}):
-            raise ValueError(f"its metadata are {sorted(metadata)}")
-        self.tree: str = metadata[_TREE]
-        self.save: str = metadata["save"] if self.sealed else ""
-        ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
-        sums = metadata["checksums"].split() if self.sealed else [None] * len(ordered)
-        self._places: dict[str, _Place] = {}
-        at = 0
-        for (name, entry), sum_ in zip(ordered, sums, strict=True):
-            begin, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            if begin != at or any(type(n) is not int or n < 0 for n in (end, *shape)):
-                raise ValueError(f"{name} has the shape {shape} at {begin}")
-            if end - begin != math.prod(shape) * _BYTES[entry["dtype"]]:
-                raise ValueError(f"{name} has {end - begin} bytes for the shape {shape}")
-            self._places[name] = _Place(entry["dtype"], shape, begin, end, sum_)
-            at = end
-        if self._start + at != whole:
-            raise ValueError(f"it has {whole} bytes, not {self._start + at}")
+        if size > whole:
+            raise ValueError(f"it has {whole} bytes, and its header has {size}")
+        return length + self._file.read(size)
+
+
+def _safe_open(path: Path, framework: str) -> Any:
+    from safetensors import safe_open  # imported on use: `import tagi_ddp` is quick
+
+    return safe_open(path, framework=framework)
+
+
+def _places(header: bytes, checksums: str | None) -> dict[str, _Place]:
+    """Return the place of each array in the file, by name, and its checksum if there are any."""
+    entries = json.loads(header)
+    entries.pop(_METADATA)
+    offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+    ordered = sorted(offsets, key=offsets.__getitem__)
+    sums = [None] * len(ordered) if checksums is None else checksums.split()
+    pairs = zip(ordered, sums, strict=True)
+    return {name: _Place(offsets[name][0], offsets[name][1], sum_) for name, sum_ in pairs}
 
 
 @contextmanager

@@ -26,7 +26,6 @@ _DTYPES = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
-_NAMES = {code: name for name, code in _DTYPES.items()}
 _PLAIN = (type(None), bool, int, float, complex, str)
 _ATTRIBUTED: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)  # dicts with attributes
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
@@ -212,32 +211,19 @@ def _decode(value: Any, arrays: ArrayFile) -> Any:
                 None if factory is None else _FACTORIES[factory], _decode(items, arrays)
             )
         case [("$array", name)]:
-            return _array(arrays.array(name))
+            return arrays.array(name)
         case [("$scalar", name)]:
-            return _array(arrays.array(name))[()]
+            return arrays.array(name)[()]
         case [("$complex array" | "$complex scalar" as kind, name)]:
-            pairs = _array(arrays.array(name))
+            pairs = arrays.array(name)
             array = pairs.view(np.result_type(pairs.dtype, np.complex64))[..., 0]
             return array if kind == "$complex array" else array[()]
         case [("$tensor", name)]:
-            return _tensor(arrays.array(name))
+            return arrays.tensor(name)
         case [("$complex tensor", name)]:
             import torch
 
-            return torch.view_as_complex(_tensor(arrays.array(name)))
+            return torch.view_as_complex(arrays.tensor(name))
         case [(kind, _)] if kind.startswith("$"):
             raise ValueError(f"it holds {kind!r}, which this version does not know")
     return {key: _decode(part, arrays) for key, part in value.items()}
-
-
-def _array(leaf: Leaf) -> Any:
-    return leaf.data.view(_NAMES[leaf.dtype]).reshape(leaf.shape)
-
-
-def _tensor(leaf: Leaf) -> Any:
-    import torch
-
-    dtype = getattr(torch, _NAMES[leaf.dtype])
-    if not leaf.data.size:  # which torch cannot view as another dtype
-        return torch.empty(leaf.shape, dtype=dtype)
-    return torch.from_numpy(leaf.data).view(dtype).reshape(leaf.shape)

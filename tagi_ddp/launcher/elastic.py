@@ -123,6 +123,7 @@ class ElasticJob:
                 len(here),
                 group.source,
                 group.behind,
+                group.stayed,
                 address,
                 port,
             )

@@ -28,7 +28,8 @@ class Seat:
     """A rank's place in its next group.
 
     number: of the group. source: the rank whose state is the latest; behind: those that take it.
-    address, port: where rank 0 can listen, as all ranks reach it.
+    stayed: how many ranks, the first ones, were in the group before. address, port: where rank 0
+    can listen, as all ranks reach it.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Seat:
     local_size: int
     source: int
     behind: tuple[int, ...]
+    stayed: int
     address: str
     port: int
 

@@ -38,13 +38,15 @@ class Group:
     """The ranks of the next group, by what the launcher calls them.
 
     members: in rank order. source: the rank whose state is the latest. behind: the ranks that take
-    that state, as theirs is an older one or none.
+    that state, as theirs is an older one or none. stayed: the number of ranks, the first ones, that
+    were in the group before; the others join, or come back.
     """
 
     number: int
     members: tuple[str, ...]
     source: int
     behind: tuple[int, ...]
+    stayed: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class RollCall:
         self._ranks = {who: rank for rank, who in enumerate(members)}
         for who in members:
             del self._waiting[who]
-        return Group(self.groups, tuple(members), source, behind)
+        return Group(self.groups, tuple(members), source, behind, len(there))
 
     def _left(self, who: str, now: float) -> bool:
         """Tell whether the others go on without a rank that has not come."""

@@ -164,6 +164,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             drawn = self.communicator
             sampler.rank, sampler.num_replicas = drawn.rank, drawn.size
             for step, share in sampler.steps(global_batch_size, epochs, self.steps_made):
+                self._position.aligned = True  # all ranks begin the same turn
                 yield step, share
                 if drawn is not self.communicator:
                     break
@@ -192,10 +193,11 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         """Make a collective call; if a rank is lost meanwhile, make it again in the next group.
 
         ``changes``: it changes the state of this rank, so that others may not take that before it
-        returns. Returns None if other ranks have completed the call, or go on with the next step.
+        returns. Returns None, without the call, if the last step comes again, or if other ranks are
+        ahead: they have completed the call, or stand behind another step.
         """
         position = self._position
-        while True:
+        while position.aligned:
             calls = position.calls
             self._began = self._began and not changes
             try:
@@ -206,8 +208,9 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                 self._meet_again(error.ranks, time.monotonic(), admits=False)
             finally:
                 self._began = True
-            if position.calls > calls or not position.aligned:
-                return None
+            if position.calls > calls:
+                break
+        return None
 
     def saves(self, step: int) -> bool:
         """Return whether the ranks save after ``step`` steps; not if the last one comes again.
@@ -286,6 +289,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         began = time.monotonic()
         met = self._membership.meet(self._progress, (), True, True)
         if met is None:
+            self._position.aligned = True
             return True
         self._leave()
         try:
@@ -320,7 +324,8 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         exchange.enter(communicator)
         self._began = known and not behind
         exchange.take_over(group.source, behind)
-        self._position.compare(communicator, not self._entered, exchange.steps_made)
+        comes_back = self._entered and rank >= group.stayed
+        self._position.compare(communicator, group.stayed, comes_back, exchange.steps_made)
         self._take_lasting(exchange, group.source)
         # What the first group agrees on is nobody's state before it is complete.
         self._began = known or rank in group.behind

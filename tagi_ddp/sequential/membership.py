@@ -27,6 +27,7 @@ class Group:
     number: int
     source: int
     behind: tuple[int, ...]
+    stayed: int
 
 
 class Membership(Protocol):
@@ -110,7 +111,7 @@ class _Launched:
                 limit = min(2 * limit, self._patience)
                 continue
             communicator.timeout = self._patience
-            return Group(communicator, seat.number, seat.source, seat.behind)
+            return Group(communicator, seat.number, seat.source, seat.behind, seat.stayed)
         return None
 
 
@@ -149,4 +150,4 @@ class _Survivors:
                 limit = min(2 * limit, self._patience)
                 continue
             communicator.timeout = self._patience
-            return Group(communicator, self._groups, source, behind)
+            return Group(communicator, self._groups, source, behind, communicator.size)

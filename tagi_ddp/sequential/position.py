@@ -17,10 +17,11 @@ class Position:
     When a rank is lost the others are at most one collective call apart: one may wait in a save
     that another has completed. By this each rank of the next group knows how to go on.
 
-    calls: the number of collective calls, beside steps, that the group has completed.
-    steps: the number of steps that had been made when this rank began its last step; None before
-    its first one. plan: the settings of the group's loop over `DDPSequential.steps`; None if there
-    is none yet. aligned: whether all ranks stand behind the same step, which has been made.
+    calls: the number of collective calls, beside steps, that the group has completed. steps: the
+    number of steps that had been made when this rank began its last step; None before its first
+    one. plan: the settings of the group's loop over `DDPSequential.steps`; None if there is none
+    yet. aligned: whether this rank makes the same calls as all others: they stand behind the same
+    step, which has been made.
     """
 
     calls: int = 0
@@ -32,21 +33,25 @@ class Position:
         """Take note of the step that begins."""
         self.steps, self.aligned = steps_made, True
 
-    def compare(self, communicator: Communicator, joins: bool, steps_made: int) -> None:
-        """Compare the places of a new group's ranks; a collective call.
+    def compare(
+        self, communicator: Communicator, stayed: int, comes_back: bool, steps_made: int
+    ) -> None:
+        """Compare the places of the ranks of a new group; a collective call.
 
-        A rank that ``joins`` is nowhere yet. ``steps_made`` is that of the group.
+        Args:
+            communicator: of the group.
+            stayed: how many ranks, the first ones, were in the group before. The others are nowhere
+                yet, or stand elsewhere.
+            comes_back: whether this rank is one of these, and has been in an earlier group.
+            steps_made: the number of steps that the group has made.
         """
-        everyone: list[dict[str, Any]] = all_gather_object(
-            communicator, {**asdict(self), "joins": joins}
-        )
-        self.calls = max(each["calls"] for each in everyone)
+        everyone: list[dict[str, Any]] = all_gather_object(communicator, asdict(self))
         made = {
             None if each["steps"] is None else each["steps"] + 1 == steps_made
-            for each in everyone
-            if not each["joins"]
+            for each in everyone[:stayed]
         }
-        self.aligned = made in ({True}, {None}, set())
+        self.aligned = made in ({True}, {None}) and not comes_back
+        self.calls = max(each["calls"] for each in everyone)
         plans = [each["plan"] for each in everyone if each["plan"] is not None]
         if plans and self.plan is None:
             self.plan = [(name, value) for name, value in plans[0]]

@@ -62,17 +62,14 @@ def train(
 def saved_states(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (name, steps, state) of the files of all whole checkpoints."""
     for checkpoint in Folder(folder / "checkpoints").whole():
-        for rank in range(checkpoint.ranks):
-            try:
-                saved = read_tree(checkpoint.file_of(rank), "parts", "model", "parameters")
-            except DamagedFile:  # removed by the job meanwhile
-                if checkpoint.path.exists():
-                    raise
-                continue
-            except OSError:
-                continue
-            if saved:
-                yield checkpoint.path.name, checkpoint.step, digest(saved)
+        try:
+            files = [checkpoint.file_of(rank) for rank in range(checkpoint.ranks)]
+            saved = [read_tree(file, "parts", "model", "parameters") for file in files]
+        except (DamagedFile, OSError):  # removed by the job meanwhile
+            if checkpoint.path.exists():
+                raise
+            continue
+        yield from ((checkpoint.path.name, checkpoint.step, digest(each)) for each in saved if each)
 
 
 def false_checkpoints(

@@ -146,7 +146,7 @@ class Job:
 
     def output(self) -> str:
         """Return the end of what the job has printed."""
-        return (self._folder / "output").read_text()[-3000:]
+        return (self._folder / "output").read_text()[-9000:]
 
     def tails(self) -> str:
         """Return the last lines of all ranks."""

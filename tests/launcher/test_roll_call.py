@@ -38,7 +38,7 @@ def first_group(names: str) -> RollCall:
     roll = RollCall(names)
     for name in names:
         roll.come(name, coming(None))
-    assert roll.next_group(0) == Group(1, tuple(names), 0, ())
+    assert roll.next_group(0) == Group(1, tuple(names), 0, (), len(names))
     return roll
 
 
@@ -50,7 +50,7 @@ def test_a_lost_rank_is_left_out() -> None:
     roll.gone("b")
     assert roll.next_group(0) is None  # c may still come
     roll.come("c", coming(8))
-    assert roll.next_group(0) == Group(2, ("a", "c"), 1, (0,))
+    assert roll.next_group(0) == Group(2, ("a", "c"), 1, (0,), 2)
 
 
 def test_who_is_blamed_is_waited_for_a_second_others_as_long_as_patience_lasts() -> None:
@@ -58,12 +58,12 @@ def test_who_is_blamed_is_waited_for_a_second_others_as_long_as_patience_lasts()
         roll = first_group("ab")
         roll.come("a", coming(7, 100.0, blamed))
         assert roll.next_group(100 + limit - 0.01) is None
-        assert roll.next_group(100 + limit) == Group(2, ("a",), 0, ())
+        assert roll.next_group(100 + limit) == Group(2, ("a",), 0, (), 1)
         # It comes back with what it knew, which the others have left behind.
         roll.come("b", coming(9, 200.0))
         assert roll.wanted
         roll.come("a", coming(8, 200.0))
-        assert roll.next_group(200) == Group(3, ("a", "b"), 0, (1,))
+        assert roll.next_group(200) == Group(3, ("a", "b"), 0, (1,), 1)
 
 
 def test_one_that_joins_takes_what_the_others_know() -> None:
@@ -72,7 +72,7 @@ def test_one_that_joins_takes_what_the_others_know() -> None:
     assert (roll.late, roll.call) == (["a", "b"], Call(None, joins=True))
     for name in "ab":
         roll.come(name, coming(5))
-    assert roll.next_group(0) == Group(2, ("a", "b", "c"), 0, (2,))
+    assert roll.next_group(0) == Group(2, ("a", "b", "c"), 0, (2,), 2)
 
 
 def test_a_rank_joins_when_all_others_stand_between_two_steps() -> None:
@@ -82,11 +82,11 @@ def test_a_rank_joins_when_all_others_stand_between_two_steps() -> None:
     assert roll.call == Call(None, joins=False)
     roll.come("a", coming(5))
     roll.come("b", coming(5, admits=False))
-    assert roll.next_group(0) == Group(2, ("a", "b"), 0, ())
+    assert roll.next_group(0) == Group(2, ("a", "b"), 0, (), 2)
     assert (roll.wanted, roll.late, roll.call) == (True, ["a", "b"], Call(None, joins=True))
     for name in "ab":
         roll.come(name, coming(6))
-    assert roll.next_group(0) == Group(3, ("a", "b", "d"), 0, (2,))
+    assert roll.next_group(0) == Group(3, ("a", "b", "d"), 0, (2,), 2)
 
 
 def test_all_are_done_only_together() -> None:
@@ -96,7 +96,7 @@ def test_all_are_done_only_together() -> None:
     roll.come("c", coming(None))
     assert (roll.late, roll.call) == (["b"], Call(5, joins=False))
     roll.come("b", coming(6))
-    assert roll.next_group(0) == Group(2, ("a", "b", "c"), 1, (0, 2))
+    assert roll.next_group(0) == Group(2, ("a", "b", "c"), 1, (0, 2), 2)
     for name in "abc":
         roll.come(name, coming(9, done=True))
     assert roll.next_group(0) is None
@@ -182,6 +182,8 @@ class Jobs(RuleBasedStateMachine):
         others = [name for name in self.waiting if name in there]
         admit = all(self.waiting[name] for name in others)
         assert set(group.members) == set(self.waiting if admit else others)
+        if group.number > 1:
+            assert set(group.members[: group.stayed]) == set(others)
         known = {name: self.state[name] for name in group.members if name in there}
         learned = [each for each in known.values() if each is not None]
         source = group.members[group.source]
