@@ -29,6 +29,7 @@ import re
 from collections.abc import Sequence
 
 _OWN_CALL = re.compile(r"rank \d+ called .*, this rank (\w+\(.*\))\. Make the same calls")
+_MISSED = re.compile(r"gave up: ranks? [\d, and]+ did not come within")
 _WHERE = re.compile(r"^\w+(?: #\d+)?(?: (?:to|from) rank \d+)? on rank \d+ of \d+ \(\w+\): ")
 
 
@@ -101,6 +102,11 @@ def timeout_text(ranks: Sequence[int], seconds: float) -> str:
         f"{name_ranks(ranks)} did not come within {seconds:g} s. "
         f"Look at {its} output; raise timeout= if {it_is} only slow."
     )
+
+
+def was_missed(error: CommunicatorError) -> bool:
+    """Return whether a rank was told that others have waited for it in vain."""
+    return _MISSED.search(str(error)) is not None
 
 
 def died_text(ranks: Sequence[int]) -> str:

@@ -8,12 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from tagi_ddp.communicators.communicator import Communicator
-from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, Timeout, name_ranks
+from tagi_ddp.communicators.errors import (
+    CommunicatorError,
+    Mismatch,
+    Timeout,
+    name_ranks,
+    was_missed,
+)
 from tagi_ddp.communicators.init import init
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
 
-_GRACE = 2.0  # seconds in which the world should tell who was first
+_GRACE = 2.0  # seconds in which news of a failure should reach the world
 
 
 class Hierarchy:
@@ -76,12 +82,13 @@ class Hierarchy:
                 level.abort(reason)
 
     @contextmanager
-    def naming(self, first: bool = False) -> Iterator[None]:
+    def naming(self, level: Communicator | None = None, first: bool = False) -> Iterator[None]:
         """Let an error of a level name the ranks that have caused it, as the world numbers them.
 
         A rank that fails where its node waits for it ends the other nodes' waiting, too, through
         those that stand between: so all tell it to the world, and ask the world who was first.
-        ``first``: the world has just met, so that a rank that does not come waits for no other.
+        ``level`` is the one that the block uses; None: both. ``first``: a rank of the level that
+        does not come to the block waits for no other.
         """
         try:
             yield
@@ -89,21 +96,34 @@ class Hierarchy:
             levels = (self.node, self._node_ranks), (self.inter_node, self._inter_node_ranks)
             failed = [
                 [members[rank] for rank in failure.ranks]
-                for level, members in levels
-                if (failure := _failure_of(level)) is not None
+                for each, members in levels
+                if level in (None, each) and (failure := _failure_of(each)) is not None
             ]
             if not failed:
                 raise
-            # Ranks that differ are the first cause; one that is missed may wait for another.
-            is_cause = isinstance(error, Mismatch) or (first and isinstance(error, Timeout))
-            deadline = time.monotonic() + (0.0 if is_cause else _GRACE)
+            blamed = failed[0]
+            deadline = time.monotonic() + self._patience(error, level, first)
             while time.monotonic() < deadline:
                 if (told := _failure_of(self.world)) is not None:
+                    if isinstance(error, Timeout) and was_missed(told):
+                        break  # others waited for this rank, and this one for those of its level
                     raise type(told)(str(told), told.ranks) from error
                 time.sleep(0.01)
-            blamed = failed[0]
             what = f"{error} Of all ranks: {name_ranks(blamed)}." if blamed else str(error)
             raise type(error)(what, blamed) from error
+
+    def _patience(self, error: CommunicatorError, level: Communicator | None, first: bool) -> float:
+        """Return the seconds in which a rank that knows the cause of an error tells the world.
+
+        Ranks that differ are the cause, and one that is missed ``first``, or in nodes of one rank.
+        Another node may miss a rank of its own up to a whole limit later; and the ranks of a node
+        wait for the one that waits for other nodes.
+        """
+        if level is None or not isinstance(error, Timeout):
+            return 0.0 if isinstance(error, Mismatch) else _GRACE
+        if first or self.node.size == 1:
+            return 0.0
+        return _GRACE + self.world.timeout * (2 if level is self.node else 1)
 
     def close(self) -> None:
         """Close both levels."""

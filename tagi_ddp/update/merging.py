@@ -9,7 +9,7 @@ merges, and whenever a change arrives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,15 +160,13 @@ class Merging(Exchange):
         agreement, culprit = self._vote(finished), self._culprit
         if agreement.batch:
             self._replica.average_statistics(self._communicator, self._samples, agreement.batch)
-        with self._hierarchy.naming(first=True):
-            self._merge_node()
-        with self._hierarchy.naming():
-            if self._sender is not None:
-                self._receive()
-            if self._hierarchy.nodes > 1:
-                self._send(0)
-                self._receive()
-                self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
+        self._merge_node()
+        if self._sender is not None:
+            self._receive()
+        if self._hierarchy.nodes > 1:
+            self._send(0)
+            self._receive()
+            self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
         self._write()
         self._begin()
         if ranks := agreement.not_finite:
@@ -190,7 +188,7 @@ class Merging(Exchange):
         nodes = None
         if self._hierarchy.nodes > 1:
             if self._sum is not None:
-                with self._hierarchy.naming():
+                with self._between_nodes():
                     self._sum.wait()
                 self._sum = Finishing(lambda: None)
             nodes = {
@@ -278,7 +276,12 @@ class Merging(Exchange):
     def _merge_node(self) -> None:
         self._replica.pull()
         self._replica.parameters.read_posterior(self._now)
-        self._count(self._node.merge(self._now))
+        # All that the ranks of the node have waited for elsewhere they have since shared.
+        with self._hierarchy.naming(self._hierarchy.node, first=True):
+            self._count(self._node.merge(self._now))
+
+    def _between_nodes(self) -> AbstractContextManager[None]:
+        return self._hierarchy.naming(self._hierarchy.inter_node)
 
     def _send(self, sender: int) -> None:
         """Begin to add up the changes of all nodes since the common posterior."""
@@ -287,17 +290,20 @@ class Merging(Exchange):
         self._sender = sender
         if self._hierarchy.node.rank == sender:
             common.change[:] = self._sent
-            self._sum = common.start()
+            with self._between_nodes():
+                self._sum = common.start()
         common.steps = 0
 
     @traced("merging nodes")
     def _receive(self) -> None:
         """Wait for the changes of all nodes, and take them into both posteriors."""
         if self._sum is not None:
-            self._sum.wait()
+            with self._between_nodes():
+                self._sum.wait()
         assert self._sender is not None
         common, add = self._common, self._replica.parameters.add_change
-        common.share(self._hierarchy.node, self._sender)
+        with self._hierarchy.naming(self._hierarchy.node):
+            common.share(self._hierarchy.node, self._sender)
         self._sum = self._sender = None
         common.agree()
         self._count(add(self._node.gaussians, common.gaussians, common.change, self._sent))
@@ -369,11 +375,10 @@ class ScheduledMerging(Merging):
         if sync.blocking:
             return self.merge()
         if sync.local:
-            with self._hierarchy.naming():
-                self._merge_node()
-                if sync.merge and self._sender is not None:  # not if merge() was called meanwhile
-                    self._receive()
-                if sync.send is not None and self._hierarchy.nodes > 1:
-                    self._send(sync.send % self._hierarchy.node.size)
+            self._merge_node()
+            if sync.merge and self._sender is not None:  # not if merge() was called meanwhile
+                self._receive()
+            if sync.send is not None and self._hierarchy.nodes > 1:
+                self._send(sync.send % self._hierarchy.node.size)
             self._write()
         return False

@@ -63,6 +63,9 @@ class Fault:
         # Two levels do not see what is called on the communicator of all.
         fitting = list(REDUCTIONS)[: -1 if kind == "other" else None]
         reduction = dice.choice(fitting)
+        # Ranks between the stopped one and others need two nodes of two; few jobs have these.
+        if kind == "stop" and launcher == "fork" and dice.random() < 0.5:
+            ranks, culprit, reduction = 4, dice.randrange(4), "precision, two levels"
         return cls(seed, kind, backend, launcher, ranks, culprit, step, reduction)
 
     def __str__(self) -> str:

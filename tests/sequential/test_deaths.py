@@ -19,6 +19,7 @@ from tagi_ddp import PeerLost, Timeout
 from tagi_ddp.optim.schedule import SyncSchedule
 
 SIZE = 3
+SLOW = pytest.mark.slow
 
 
 def train_until(
@@ -50,7 +51,7 @@ def train_until(
 
 
 @pytest.mark.parametrize(
-    "repetition", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3))]
+    "repetition", [0, 1, *(pytest.param(number, marks=SLOW) for number in (2, 3))]
 )
 @pytest.mark.parametrize("way", ["SIGKILL", "exit", "error"])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -80,6 +81,24 @@ def test_a_death_in_another_node(backend: str, victim: int, way: str) -> None:
     assert isinstance(answers.pop(victim), Died)
     for kind, ranks, text, seconds in answers:
         assert (kind, ranks) == (PeerLost, (victim,)), text
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("repetition", [0, *(pytest.param(n, marks=SLOW) for n in range(1, 8))])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_stop_in_another_node(backend: str, repetition: int) -> None:
+    """Ranks that wait for others blame the one that has stopped, whenever it does."""
+    dice = random.Random(f"{backend} {repetition}")
+    victim, delay = dice.randrange(4), dice.uniform(0.0, 0.3)
+    schedule = SyncSchedule(1, 0, 0, max_global_skips=4)
+    options = {"reduction": "precision", "sync_every": schedule, "node_size": 2}
+    pool = RankPool(backend, 4)
+    answers = pool.run(train_until, victim, "SIGSTOP", delay, options, silent=[victim], timeout=1)
+    pool.close()
+    answers.pop(victim)
+    for kind, ranks, text, seconds in answers:
+        assert issubclass(kind, (Timeout, PeerLost)), text
+        assert ranks == (victim,), text
         assert seconds < 10
 
 
