@@ -121,7 +121,7 @@ void answer(int fd, const Reply& reply, int memory) {
         header->cmsg_len = CMSG_LEN(sizeof(int));
         std::memcpy(CMSG_DATA(header), &memory, sizeof memory);
     }
-    // A rank that has gone meanwhile is noticed by the first operation.
+    // A rank that has gone meanwhile is noticed by its claim, or by the first operation.
     (void)sendmsg(fd, &message, MSG_NOSIGNAL);
 }
 
@@ -241,12 +241,33 @@ void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDesc
     }
 }
 
-FileDescriptor host(const Rendezvous& rendezvous, size_t bytes) {
+// Waits until all ranks have claimed their part of the memory.
+void await_claims(const Rendezvous& rendezvous, const std::vector<FileDescriptor>& peers) {
+    for (int r = 1; r < rendezvous.size; ++r) {
+        const int fd = peers[static_cast<size_t>(r)].get();
+        char claimed = 0;
+        if (!wait_for(rendezvous, fd, POLLIN)) {
+            fail(rendezvous, ErrorKind::timeout,
+                 "did not come in time: rank " + std::to_string(r) +
+                     ". Look at its output; raise timeout= if it is only slow.",
+                 {r});
+        }
+        if (recv(fd, &claimed, sizeof claimed, 0) != sizeof claimed)
+            fail(rendezvous, ErrorKind::peer_lost, died_text({r}), {r});
+    }
+}
+
+FileDescriptor host(const Rendezvous& rendezvous, size_t bytes,
+                    const std::function<void(int)>& claim) {
     FileDescriptor listener = listen_at(rendezvous);
     FileDescriptor memory = make_memory(rendezvous, bytes);
+    claim(memory.get());
     std::vector<FileDescriptor> peers(static_cast<size_t>(rendezvous.size));
     try {
         accept_all(rendezvous, listener.get(), peers);
+        for (int r = 1; r < rendezvous.size; ++r)
+            answer(peers[static_cast<size_t>(r)].get(), Reply{}, memory.get());
+        await_claims(rendezvous, peers);
     } catch (const CommunicatorError& error) {
         for (const auto& peer : peers) {
             if (peer) answer(peer.get(), refusal(error), -1);
@@ -254,7 +275,7 @@ FileDescriptor host(const Rendezvous& rendezvous, size_t bytes) {
         throw;
     }
     for (int r = 1; r < rendezvous.size; ++r)
-        answer(peers[static_cast<size_t>(r)].get(), Reply{}, memory.get());
+        answer(peers[static_cast<size_t>(r)].get(), Reply{}, -1);
     return memory;
 }
 
@@ -273,7 +294,15 @@ FileDescriptor try_connect(const Rendezvous& rendezvous, std::optional<uid_t>& s
     return fd;
 }
 
-FileDescriptor receive_memory(const Rendezvous& rendezvous, int fd) {
+// Waits for rank 0's answer; returns the descriptor that came along, if one did.
+FileDescriptor receive_answer(const Rendezvous& rendezvous, int fd) {
+    // Rank 0 answers at its own deadline at the latest; a little grace lets its words arrive.
+    Rendezvous patient = rendezvous;
+    patient.deadline += milliseconds(500);
+    if (!wait_for(patient, fd, POLLIN)) {
+        fail(rendezvous, ErrorKind::timeout,
+             "rank 0 is there, but did not answer in time. Look at that rank's output.", {0});
+    }
     Reply reply{};
     iovec part{&reply, sizeof reply};
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -282,7 +311,10 @@ FileDescriptor receive_memory(const Rendezvous& rendezvous, int fd) {
     message.msg_iovlen = 1;
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    if (recvmsg(fd, &message, MSG_CMSG_CLOEXEC) != sizeof reply) {
+    ssize_t received = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
+    // Rank 0 has closed without reading this rank's claim; its answer is still there.
+    if (received < 0 && errno == ECONNRESET) received = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
+    if (received != sizeof reply) {
         fail(rendezvous, ErrorKind::peer_lost, "rank 0 went away. Look at that rank's output.",
              {0});
     }
@@ -292,11 +324,10 @@ FileDescriptor receive_memory(const Rendezvous& rendezvous, int fd) {
     if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
         std::memcpy(&memory, CMSG_DATA(header), sizeof memory);
     }
-    if (memory < 0) system_error(rendezvous, "receiving the memory file");
     return FileDescriptor(memory);
 }
 
-FileDescriptor join(const Rendezvous& rendezvous) {
+FileDescriptor join(const Rendezvous& rendezvous, const std::function<void(int)>& claim) {
     std::optional<uid_t> stranger;
     FileDescriptor fd = try_connect(rendezvous, stranger);
     while (!fd) {
@@ -312,14 +343,14 @@ FileDescriptor join(const Rendezvous& rendezvous) {
         std::this_thread::sleep_for(milliseconds(2));
         fd = try_connect(rendezvous, stranger);
     }
-    // Rank 0 answers at its own deadline at the latest; a little grace lets its words arrive.
-    Rendezvous patient = rendezvous;
-    patient.deadline += milliseconds(500);
-    if (!wait_for(patient, fd.get(), POLLIN)) {
-        fail(rendezvous, ErrorKind::timeout,
-             "rank 0 is there, but did not answer in time. Look at that rank's output.", {0});
-    }
-    return receive_memory(rendezvous, fd.get());
+    FileDescriptor memory = receive_answer(rendezvous, fd.get());
+    if (!memory) system_error(rendezvous, "receiving the memory file");
+    claim(memory.get());
+    const char claimed = 1;
+    // If rank 0 has gone meanwhile there is no answer, either.
+    (void)send(fd.get(), &claimed, sizeof claimed, MSG_NOSIGNAL);
+    (void)receive_answer(rendezvous, fd.get());
+    return memory;
 }
 
 }  // namespace
@@ -338,8 +369,9 @@ void FileDescriptor::reset() {
     if (fd_ >= 0) close(std::exchange(fd_, -1));
 }
 
-FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes) {
-    return rendezvous.rank == 0 ? host(rendezvous, bytes) : join(rendezvous);
+FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes,
+                            const std::function<void(int)>& claim) {
+    return rendezvous.rank == 0 ? host(rendezvous, bytes, claim) : join(rendezvous, claim);
 }
 
 }  // namespace tagi_ddp

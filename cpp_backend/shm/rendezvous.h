@@ -38,8 +38,11 @@ struct Rendezvous {
     std::function<void()> on_wait;  // called now and then while waiting; may throw
 };
 
-// Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have come.
-// Throws CommunicatorError: Timeout naming the missing ranks, Mismatch when ranks do not fit.
-FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes);
+// Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have come and each
+// has returned from `claim(file)`, by which it shows the others that it is alive from then on.
+// Throws CommunicatorError: Timeout naming the missing ranks, PeerLost naming one that has died
+// since it came, Mismatch when ranks do not fit; and what `claim` throws.
+FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes,
+                            const std::function<void(int)>& claim);
 
 }  // namespace tagi_ddp

@@ -38,7 +38,7 @@ size_t heap_bytes() {
     return round_up(memory, page);
 }
 
-// The lock on a rank's byte.
+// A lock on a rank's byte.
 struct flock lock_of(int rank) {
     struct flock lock{};
     lock.l_type = F_WRLCK;
@@ -48,13 +48,23 @@ struct flock lock_of(int rank) {
     return lock;
 }
 
+// Takes the lock of this rank, which says that its process exists.
+void claim(const Rendezvous& rendezvous, int file) {
+    struct flock lock = lock_of(rendezvous.rank);
+    if (fcntl(file, F_SETLK, &lock) != 0) {
+        throw CommunicatorError(ErrorKind::unavailable,
+                                where_text("init", rendezvous.rank, rendezvous.size) +
+                                    "cannot lock: " + std::strerror(errno));
+    }
+}
+
 }  // namespace
 
 Segment::Segment(const Rendezvous& rendezvous)
     : rank_(rendezvous.rank),
       size_(rendezvous.size),
       bytes_(Layout(rendezvous.size).heap + heap_bytes()),
-      file_(share_memory(rendezvous, bytes_)),
+      file_(share_memory(rendezvous, bytes_, [&](int file) { claim(rendezvous, file); })),
       heap_next_(Layout(rendezvous.size).heap) {
     void* address =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
@@ -66,14 +76,6 @@ Segment::Segment(const Rendezvous& rendezvous)
     }
     base_ = static_cast<std::byte*>(address);
     // The pages of a new file are zero: the initial state of every structure in it.
-    struct flock lock = lock_of(rank_);
-    if (fcntl(file_.get(), F_SETLK, &lock) != 0) {
-        const std::string reason = std::strerror(errno);
-        munmap(base_, bytes_);
-        throw CommunicatorError(ErrorKind::unavailable,
-                                where_text("init", rank_, size_) + "cannot lock: " + reason);
-    }
-    rank(rank_).status.store(RankStatus::active, std::memory_order_seq_cst);
 }
 
 Segment::~Segment() { munmap(base_, bytes_); }
@@ -101,7 +103,7 @@ std::byte* Segment::packet(int src, int dst, uint32_t number) const {
 }
 
 bool Segment::alive(int r) const {
-    if (rank(r).status.load(std::memory_order_acquire) != RankStatus::active) return true;
+    if (rank(r).status.load(std::memory_order_acquire) == RankStatus::closed) return true;
     struct flock lock = lock_of(r);
     if (fcntl(file_.get(), F_GETLK, &lock) != 0) return true;
     return lock.l_type != F_UNLCK;

@@ -1,8 +1,8 @@
 // The memory that the ranks of one host share, and which of them are alive.
 //
 // A nameless file (memfd): nothing to remove, whatever happens to the ranks. It is sparse: a page
-// costs memory once it is written. Each rank holds a lock on one byte of it, which the kernel drops
-// when the process ends in whatever way.
+// costs memory once it is written. Each rank holds a lock on one byte of it before any rank is let
+// in; the kernel drops it when the process ends in whatever way.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@ constexpr uint32_t num_slots = 4;           // chunks a rank may be ahead of the
 constexpr size_t packet_bytes = 64 * 1024;  // a chunk of a message between two ranks
 constexpr uint32_t num_packets = 4;
 
-enum class RankStatus : uint32_t { joining, active, closed };
+enum class RankStatus : uint32_t { open, closed };
 
 struct RankState {
-    std::atomic<RankStatus> status{RankStatus::joining};
+    std::atomic<RankStatus> status{RankStatus::open};
     Counter entered;    // operations begun
     Counter published;  // chunks ready in this rank's slots
     Counter consumed;   // rounds of chunks that this rank has read
@@ -69,7 +69,7 @@ class Segment {
     Channel& channel(int src, int dst) const;
     std::byte* packet(int src, int dst, uint32_t number) const;
 
-    // Whether the process of an active rank still exists.
+    // Whether a rank has closed, or its process still exists.
     bool alive(int r) const;
 
     // Symmetric memory: called by all ranks in the same order; `bytes` for each rank.

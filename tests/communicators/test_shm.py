@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from contract.whole import WholeContract
 from support.rank_pool import worker_environment
 
@@ -49,3 +51,54 @@ def test_a_process_ends_well_with_work_under_way(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[0] the end", "[1] the end"]
+
+
+RANK = """
+import sys
+from tagi_ddp import init
+try:
+    with init("shm", int(sys.argv[1]), 3, job=sys.argv[2], timeout=90) as comm:
+        comm.barrier()
+except Exception as error:
+    print(type(error).__name__, error.ranks, flush=True)
+"""
+# Does what rank 1 does at the start, up to a point.
+DYING = """
+import array, fcntl, os, socket, struct, sys, time
+from tagi_ddp.communicators.shm import meeting_name
+name = "\\0tagi_ddp/%d/%s" % (os.geteuid(), meeting_name(sys.argv[1] + "/0"))
+for _ in range(1000):
+    meeting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        meeting.connect(name)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+meeting.send(struct.pack("II", 1, 3))
+point = int(sys.argv[2])
+if point > 0:
+    _, (memory,), *_ = socket.recv_fds(meeting, 4096, 1)
+if point > 1:
+    fcntl.lockf(memory, fcntl.LOCK_EX, 1, 1)
+if point > 2:
+    meeting.send(b"1")
+if point > 3:
+    meeting.recv(4096)
+"""
+
+
+@pytest.mark.parametrize("point", range(5))
+def test_a_rank_that_dies_at_the_start_is_named_at_once(point: int) -> None:
+    job = secrets.token_hex(4)
+    scripts = [[RANK, "0", job], [RANK, "2", job], [DYING, job, str(point)]]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", *script], stdout=subprocess.PIPE, text=True)
+        for script in scripts
+    ]
+    try:
+        found = [process.communicate(timeout=45)[0] for process in ranks]  # half of the limit
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert found == ["PeerLost (1,)\n"] * 2 + [""]
