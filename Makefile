@@ -66,12 +66,15 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
 
 # Jobs in which one rank does something random at a random time; jobs that outlive their ranks, at
-# random times and at each of their calls; checkpoints with a flipped bit.
+# random times and at each of their calls; checkpoints with a flipped bit; runs that resume at random
+# steps; ranks that stop at random times in merges.
 chaos: .venv/.installed-dev ## jobs whose ranks fail at random, and damaged checkpoints
 	.venv/bin/python tests/chaos/campaign.py --faults 1000 --alone
 	.venv/bin/python tests/chaos/elastic.py --events 1000
 	.venv/bin/python tests/chaos/every_call.py --jobs 200
 	.venv/bin/python tests/chaos/flips.py --flips 5000
+	.venv/bin/python -m pytest -m slow tests/checkpoint/test_random_numbers.py \
+	    tests/parallel/test_resumed_draws.py tests/sequential/test_deaths.py
 
 bench: .venv/.installed-bench ## measure beside what others use; writes build/bench.json
 	.venv/bin/python -m benchmarks
