@@ -163,7 +163,7 @@ def cases(draws: Any, workers: int, methods: tuple[str, ...] = ("fork",)) -> tup
     return case, every * draws(st.integers(1, EPOCHS * PER_EPOCH // every - 1))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(cases(workers=0))
 def test_without_workers(told: tuple[Case, int]) -> None:
     assert_resumes(*told)

@@ -158,11 +158,14 @@ def test_a_rank_that_ends_without_a_traceback(end, text, exitcode):
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_a_lost_peer_is_not_reported_when_the_peers_own_error_is_known(chained):
+def test_a_lost_peer_is_not_reported_when_the_peers_own_error_is_known(chained, tmp_path):
     def fn():
         if detect().rank == 1:
+            (tmp_path / "here").touch()
             time.sleep(0.2)
             raise ValueError("the cause")
+        while not (tmp_path / "here").exists():
+            time.sleep(0.01)
         try:
             raise PeerLost("rank 1 is gone", [1])
         except PeerLost as error:

@@ -148,8 +148,10 @@ class Jobs(RuleBasedStateMachine):
         blamed = tuple(
             rank for rank, each in enumerate(self.members) if blames and each not in self.state
         )
-        self.waiting[name] = admits
-        self.roll.come(name, coming(self.state[name], self.now, blamed, done, admits))
+        # A rank that begins stands between two steps.
+        self.waiting[name] = admits or not self.members
+        come = coming(self.state[name], self.now, blamed, done, self.waiting[name])
+        self.roll.come(name, come)
 
     @rule(name=alive)
     def step(self, name: str) -> None:

@@ -174,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(case=CASES, step=st.integers(1, STEPS - 1))
 def test_one_process(shm: RankPool, folder: Path, case: Case, step: int) -> None:
     job = secrets.token_hex(4)

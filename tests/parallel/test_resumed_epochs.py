@@ -105,7 +105,14 @@ def from_each_step(comm: Any, kind: str, job: str, folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("double", 1), ("tagi", 1), ("ddp", 2), ("double ddp", 2), ("double fsdp", 2), ("tagi", 2)],
+    [
+        ("double", 1),
+        ("tagi", 1),
+        ("ddp", 2),
+        pytest.param("double ddp", 2, marks=pytest.mark.slow),
+        ("double fsdp", 2),
+        ("tagi", 2),
+    ],
 )
 def test_losses_of_a_resumed_epoch(shm: RankPool, tmp_path: Path, kind: str, size: int) -> None:
     job = secrets.token_hex(4)

@@ -108,7 +108,7 @@ def test_sums_without_lost_ranks_are_those_of_one_process(
     assert distance(learned(answers[0]), alone(what)) < 1e-5
 
 
-@pytest.mark.parametrize("compute", ["torch", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compute", [pytest.param("torch", marks=pytest.mark.slow), "engine"])
 def test_a_step_that_comes_again_has_changed_no_running_statistics(
     tmp_path: Path, compute: str
 ) -> None:
