@@ -20,6 +20,7 @@ from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
 
 _GRACE = 2.0  # seconds in which news of a failure should reach the world
+_WAITS = "it waits for another node"
 
 
 class Hierarchy:
@@ -82,13 +83,12 @@ class Hierarchy:
                 level.abort(reason)
 
     @contextmanager
-    def naming(self, level: Communicator | None = None, first: bool = False) -> Iterator[None]:
+    def naming(self, level: Communicator | None = None) -> Iterator[None]:
         """Let an error of a level name the ranks that have caused it, as the world numbers them.
 
         A rank that fails where its node waits for it ends the other nodes' waiting, too, through
         those that stand between: so all tell it to the world, and ask the world who was first.
-        ``level`` is the one that the block uses; None: both. ``first``: a rank of the level that
-        does not come to the block waits for no other.
+        ``level`` is the one that the block uses; None: both.
         """
         try:
             yield
@@ -102,7 +102,7 @@ class Hierarchy:
             if not failed:
                 raise
             blamed = failed[0]
-            deadline = time.monotonic() + self._patience(error, level, first)
+            deadline = time.monotonic() + self._patience(error, level)
             while time.monotonic() < deadline:
                 if (told := _failure_of(self.world)) is not None:
                     if isinstance(error, Timeout) and was_missed(told):
@@ -112,18 +112,23 @@ class Hierarchy:
             what = f"{error} Of all ranks: {name_ranks(blamed)}." if blamed else str(error)
             raise type(error)(what, blamed) from error
 
-    def _patience(self, error: CommunicatorError, level: Communicator | None, first: bool) -> float:
+    def _patience(self, error: CommunicatorError, level: Communicator | None) -> float:
         """Return the seconds in which a rank that knows the cause of an error tells the world.
 
-        Ranks that differ are the cause, and one that is missed ``first``, or in nodes of one rank.
-        Another node may miss a rank of its own up to a whole limit later; and the ranks of a node
-        wait for the one that waits for other nodes.
+        Ranks that differ are the cause. So is one that its node misses: it is not waiting for other
+        nodes, as it would have told its node. One that another node misses may wait for its own.
         """
-        if level is None or not isinstance(error, Timeout):
-            return 0.0 if isinstance(error, Mismatch) else _GRACE
-        if first or self.node.size == 1:
+        if isinstance(error, Mismatch):
             return 0.0
-        return _GRACE + self.world.timeout * (2 if level is self.node else 1)
+        if _WAITS in str(error):
+            return 2 * self.world.timeout + 2 * _GRACE
+        if level is None or not isinstance(error, Timeout):
+            return _GRACE
+        if level is self.node or self.node.size == 1:
+            return 0.0
+        with suppress(CommunicatorError):  # it may have failed
+            self.node.abort(_WAITS)
+        return 2 * self.world.timeout + _GRACE
 
     def close(self) -> None:
         """Close both levels."""

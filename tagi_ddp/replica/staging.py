@@ -38,10 +38,12 @@ class Sum:
             self._buffer.copy_(self._staged)
 
 
-def broadcast(communicator: Communicator, buffer: Buffer, root: int) -> None:
+def broadcast(
+    communicator: Communicator, buffer: Buffer, root: int, timeout: float | None = None
+) -> None:
     """Copy the buffer of rank ``root`` to all."""
     staged = to_host(communicator, buffer)
-    communicator.broadcast(staged, root)
+    communicator.broadcast(staged, root, timeout=timeout)
     if staged is not buffer:
         buffer.copy_(staged)
 

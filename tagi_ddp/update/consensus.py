@@ -103,8 +103,11 @@ class Consensus:
         return Sum(self._communicator, self.bucket)
 
     def share(self, group: Communicator, root: int) -> None:
-        """Give the sum to ranks of another group, which have the same posterior."""
-        broadcast(group, self.bucket, root)
+        """Give the sum to ranks of another group, which have the same posterior.
+
+        They wait twice as long as ``root``, which has waited for the sum.
+        """
+        broadcast(group, self.bucket, root, 2 * group.timeout)
 
     def agree(self) -> None:
         """Make of the sum of all changes, in `change`, what is taken in."""

@@ -276,8 +276,7 @@ class Merging(Exchange):
     def _merge_node(self) -> None:
         self._replica.pull()
         self._replica.parameters.read_posterior(self._now)
-        # All that the ranks of the node have waited for elsewhere they have since shared.
-        with self._hierarchy.naming(self._hierarchy.node, first=True):
+        with self._hierarchy.naming(self._hierarchy.node):
             self._count(self._node.merge(self._now))
 
     def _between_nodes(self) -> AbstractContextManager[None]:
