@@ -117,7 +117,8 @@ wheels: .venv/.installed-wheels ## wheels for PYTHONS, in dist
 .venv/.installed-%: pyproject.toml CMakeLists.txt $(shell find cpp_backend tagi_ddp/engine -type f \
     -not -name '*.pyc')
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]' $(TORCH)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	    --editable '.[$*]' $(TORCH)
 	touch $@
 
 # All targets take the torch that dev pins; else the next one would replace it.

@@ -38,8 +38,8 @@ def test_a_flipped_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_two_ranks(shm: RankPool, tmp_path: Path) -> None:
-    for flips, broken in shm.run(flips_of_a_run, str(tmp_path), 500, FLIPS // 2, size=2):
-        assert (flips, broken) == (FLIPS // 2, [])
+    for flips, broken in shm.run(flips_of_a_run, str(tmp_path), 500, FLIPS // 4, size=2):
+        assert (flips, broken) == (FLIPS // 4, [])
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_module", [True, False])
+@pytest.mark.parametrize("as_module", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_from_a_process_that_multiprocessing_has_started(tmp_path: Path, as_module: bool) -> None:
     package = tmp_path / "package"
     package.mkdir()

@@ -108,7 +108,7 @@ def from_each_step(comm: Any, kind: str, job: str, folder: Path) -> int:
     [
         ("double", 1),
         ("tagi", 1),
-        ("ddp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
         pytest.param("double ddp", 2, marks=pytest.mark.slow),
         ("double fsdp", 2),
         ("tagi", 2),

@@ -26,7 +26,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
         # While the first group is made, in Checkpoints(), in resume() and in its last call, and
         # later in a save, where the new rank joins while the others save after each step.
         pytest.param(Kill(1, 3, "before", "shm", False, 2), marks=pytest.mark.slow),
-        Kill(0, 12, "behind", "shm", False, 1),
+        pytest.param(Kill(0, 12, "behind", "shm", False, 1), marks=pytest.mark.slow),
         pytest.param(Kill(1, 26, "before", "shm", False, 2), marks=pytest.mark.slow),
         pytest.param(Kill(2, 33, "behind", "shm", True, 1), marks=pytest.mark.slow),
         Kill(2, 60, "before", "shm", False, 1),
