@@ -5,7 +5,7 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check test slow lint format sanitize chaos bench gpu gpu-wheels docs wheels
+.PHONY: help demo check test tests slow lint style types format sanitize chaos bench gpu gpu-wheels docs wheels
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -25,7 +25,10 @@ check: lint ## style, types, and tests of a minute or two: for the inner loop
 
 # Five files at a time, as ranks often wait.
 PARALLEL = --dist loadfile --no-loadscope-reorder --numprocesses 5
-test: lint ## style, types, and all tests but the longest (marker slow)
+test: style ## style, types, and all tests but the longest (marker slow)
+	$(MAKE) --no-print-directory --jobs 2 types tests
+
+tests: .venv/.installed-dev
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
@@ -34,11 +37,15 @@ test: lint ## style, types, and all tests but the longest (marker slow)
 slow: .venv/.installed-dev ## the tests that test leaves out: long examples, installations, SLURM
 	.venv/bin/python -m pytest -m slow $(PARALLEL) --numprocesses 3
 
-# The types of the C++ backend lie where it is installed; mypy looks for them in the package.
-lint: .venv/.installed-dev ## check style and types
+lint: style types ## check style and types
+
+style: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
+
+# The types of the C++ backend lie where it is installed; mypy looks for them in the package.
+types: .venv/.installed-dev
 	cp $$(dirname $$(.venv/bin/python -c 'from tagi_ddp import _backend; print(_backend.__file__)'))/_backend.pyi tagi_ddp
 	.venv/bin/mypy
 
@@ -117,8 +124,7 @@ wheels: .venv/.installed-wheels ## wheels for PYTHONS, in dist
 .venv/.installed-%: pyproject.toml CMakeLists.txt $(shell find cpp_backend tagi_ddp/engine -type f \
     -not -name '*.pyc')
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-	    --editable '.[$*]' $(TORCH)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]' $(TORCH)
 	touch $@
 
 # All targets take the torch that dev pins; else the next one would replace it.

@@ -31,7 +31,14 @@ from tagi_ddp.parallel import CheckpointConfig, ParallelMixin
 FLIPS = 120
 
 
-@pytest.mark.parametrize("kind", ["1 rank", "trainer of a module", "trainer of a network"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "1 rank",
+        "trainer of a module",
+        pytest.param("trainer of a network", marks=pytest.mark.slow),
+    ],
+)
 def test_a_flipped_bit(kind: str, tmp_path: Path) -> None:
     flips, broken = of_kind(kind, str(tmp_path / "run"), 7 * FALLBACK, FLIPS)
     assert (flips, broken) == (FLIPS, [])

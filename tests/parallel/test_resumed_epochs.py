@@ -106,7 +106,7 @@ def from_each_step(comm: Any, kind: str, job: str, folder: Path) -> int:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        ("double", 1),
+        pytest.param("double", 1, marks=pytest.mark.slow),
         ("tagi", 1),
         pytest.param("ddp", 2, marks=pytest.mark.slow),
         pytest.param("double ddp", 2, marks=pytest.mark.slow),

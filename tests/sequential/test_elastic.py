@@ -188,7 +188,7 @@ def test_a_first_group_that_is_made_again_is_no_change(tmp_path: Path, breaks: s
 @pytest.mark.parametrize(
     ("restarts", "network"),
     [
-        (0, "mlp"),
+        pytest.param(0, "mlp", marks=pytest.mark.slow),
         pytest.param(0, "embedding", marks=pytest.mark.slow),
         pytest.param(3, "mlp", marks=pytest.mark.slow),
         pytest.param(3, "embedding", marks=pytest.mark.slow),

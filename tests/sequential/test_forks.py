@@ -59,11 +59,13 @@ for call in (predict, in_thread, train, go_on):
 print("alike")
 """
 TESTS = Path(__file__).parents[1]
-CASES = [("mlp", "native"), ("mlp", "auto")]
-CASES += [(kind, compute) for kind in ("mlp", "cnn", "lstm") for compute in ("engine", "torch")]
+CASES = [("mlp", "native"), ("mlp", "auto"), ("cnn", "torch"), ("lstm", "engine")]
+MORE = [("mlp", "engine"), ("mlp", "torch"), ("cnn", "engine"), ("lstm", "torch")]
 
 
-@pytest.mark.parametrize(("kind", "compute"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "compute"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_a_fork_computes_as_its_parent(kind: str, compute: str) -> None:
     command = [sys.executable, "-c", SCRIPT, kind, compute, str(TESTS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
