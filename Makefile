@@ -28,7 +28,7 @@ PARALLEL = --dist loadfile --no-loadscope-reorder --numprocesses 5
 test: style ## style, types, and all tests but the longest (marker slow)
 	$(MAKE) --no-print-directory --jobs 2 types tests
 
-tests: .venv/.installed-dev
+tests: .venv/.installed-dev ## the tests of make test alone
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
@@ -39,13 +39,13 @@ slow: .venv/.installed-dev ## the tests that test leaves out: long examples, ins
 
 lint: style types ## check style and types
 
-style: .venv/.installed-dev
+style: .venv/.installed-dev ## check style alone
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.
-types: .venv/.installed-dev
+types: .venv/.installed-dev ## check types alone
 	cp $$(dirname $$(.venv/bin/python -c 'from tagi_ddp import _backend; print(_backend.__file__)'))/_backend.pyi tagi_ddp
 	.venv/bin/mypy
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # In a process of its own, of which all is ended when a fork gives no answer.
 SCRIPT = """
 import multiprocessing
@@ -41,6 +43,7 @@ print("alike")
 """
 
 
+@pytest.mark.slow
 def test_a_fork_predicts_and_fits_as_its_parent() -> None:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

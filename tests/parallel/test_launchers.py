@@ -67,6 +67,7 @@ def test_two_processes(launcher: str, alone: dict[str, Any], tmp_path: Path) -> 
         assert rank == found[0]
 
 
+@pytest.mark.slow
 def test_what_to_do_when_ranks_cannot_meet() -> None:
     """Numbers of ranks alone, and no place to meet."""
     code = "from torch import nn; from tagi_ddp.parallel import *\ndp(nn.Linear(1, 1), P())"

@@ -207,6 +207,7 @@ def test_training_goes_on_while_processes_are_killed(tmp_path):
     assert (tmp_path / "elastic" / "elastic.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_the_forecast_beats_last_years_numbers(tmp_path):
     plot = tmp_path / "forecast.png"
     output = run(*ranks(1), EXAMPLES / "forecast.py", "--plot", plot, cwd=tmp_path).stdout

@@ -38,7 +38,8 @@ def shown() -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
-        *(("python", 1), ("tagi-ddp", 2), ("tagi-ddp", 4), ("mpirun", 2)),
+        *(("python", 1), ("tagi-ddp", 2), ("mpirun", 2)),
+        pytest.param("tagi-ddp", 4, marks=pytest.mark.slow),
         pytest.param("torchrun", 2, marks=pytest.mark.slow),
     ],
 )

@@ -12,6 +12,7 @@ from support import any_order
 from support.rank_pool import worker_environment
 
 SCRIPT = Path(any_order.__file__)
+SLOW = pytest.mark.slow
 COMPUTES = ["engine", "native", "torch", "auto", "cpu:0"]  # the last: a replica on a device
 
 
@@ -28,7 +29,10 @@ def run(compute: str, first: int, count: int) -> None:
     assert done.returncode == 0, f"program {number} of {compute}: {done.returncode} {done.stderr}"
 
 
-@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize(
+    "compute",
+    [*COMPUTES[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in COMPUTES[3:])],
+)
 def test_random_programs(compute: str) -> None:
     run(compute, 0, 50)
 

@@ -174,6 +174,7 @@ def test_a_stopped_rank_is_left_behind_and_comes_back(
         assert distance(learned(answers[0]), alone(what)) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_rank_that_starts_late_is_waited_for(tmp_path: Path) -> None:
     answers = run(tmp_path, case("shm", SUMS, late="1"), ranks=3)
     assert [answer["changes"] for answer in answers] == [[], [], []]

@@ -120,6 +120,7 @@ def check_staged(comm: Any) -> int:
         Transport.staged = own
 
 
+@pytest.mark.slow
 def test_by_way_of_the_host(shm: RankPool) -> None:
     assert min(shm.run(check_staged, size=2)) > 50
 

@@ -156,7 +156,8 @@ def test_shm(shm: RankPool, size: int, task: Callable[..., Any], tmp_path: Path)
         same(ours, gloo)
 
 
-@pytest.mark.parametrize("carrier", [pytest.param("mpi", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", ["mpi", "gloo"])
 def test_between_hosts(mpi: RankPool, carrier: str, tmp_path: Path) -> None:
     for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), carrier, collectives, limit=60):
         same(ours, gloo)
