@@ -243,7 +243,9 @@ class Checkpoints(Closing):
         """
         call = partial(self._resume, step, fallback)
         made = None if self._joined else self._surviving(call, changes=True)
-        return int(self._elastic.steps_made) if self._elastic and made is None else int(made or 0)
+        if made is None and self._elastic is not None:  # other ranks have resumed before
+            made = int(self._elastic.steps_made)
+        return made or 0
 
     def _resume(self, step: int | None, fallback: bool) -> int:
         tried: set[Path] = set()

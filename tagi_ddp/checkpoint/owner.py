@@ -71,15 +71,8 @@ class Owner:
         Raises FolderInUse if another one still does after ``patience`` seconds; OSError.
         """
         held = self._open()
-        deadline = time.monotonic() + patience
-        while not self._take(held, fcntl.LOCK_EX):
-            if self._is_own(held):
-                return
-            if time.monotonic() > deadline:
-                error = FolderInUse(_in_use(held))
-                self.release()
-                raise error
-            time.sleep(_TURN)
+        if not self._wait(held, fcntl.LOCK_EX, patience):
+            return
         with _lock:
             _jobs[self._key] = job = secrets.token_hex(8)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -91,13 +84,7 @@ class Owner:
     def join(self, patience: float) -> None:
         """Become a rank of the job that owns the folder; raises as `begin`."""
         held = self._open()
-        deadline = time.monotonic() + patience
-        while not self._take(held, fcntl.LOCK_SH):
-            if time.monotonic() > deadline:
-                error = FolderInUse(_in_use(held))
-                self.release()
-                raise error
-            time.sleep(_TURN)
+        self._wait(held, fcntl.LOCK_SH, patience)
         with _lock:
             _jobs[self._key] = _record(held).get("job", "")
 
@@ -122,6 +109,19 @@ class Owner:
             held.count += 1
             self._use = held
             return held
+
+    def _wait(self, held: _Held, kind: int, patience: float) -> bool:
+        """Return whether the lock was had; False if this rank's job owns the folder already."""
+        deadline = time.monotonic() + patience
+        while not self._take(held, kind):
+            if self._is_own(held):
+                return False
+            if time.monotonic() > deadline:
+                error = FolderInUse(_in_use(held))
+                self.release()
+                raise error
+            time.sleep(_TURN)
+        return True
 
     def _take(self, held: _Held, kind: int) -> bool:
         """Return whether the lock could be had, or there are no locks on this file system."""

@@ -99,7 +99,7 @@ class Meeting:
 
     @property
     def awaited(self) -> bool:
-        """Whether ranks wait to join, and nothing else has happened."""
+        """True if ranks wait to join, and nothing else has happened."""
         call = self._last_call()
         return call is not None and call.joins
 

@@ -123,7 +123,7 @@ class RollCall:
 
     @property
     def call(self) -> Call:
-        """What the ranks that are late are told."""
+        """The request to the ranks that are late."""
         there = [coming for who, coming in self._waiting.items() if who in self.members]
         progress = [coming.progress for coming in there if coming.progress is not None]
         joins = not there and len(self._ranks) == len(self.members)

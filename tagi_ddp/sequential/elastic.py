@@ -187,15 +187,23 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         self._elastic("regroup")
         self._meet_again(lost, time.monotonic(), admits=False)
 
-    # --- for checkpoints ----------------------------------------------------------------------
-
     def survive(self, call: Callable[[], T], changes: bool = False) -> T | None:
         """Make a collective call; if a rank is lost meanwhile, make it again in the next group.
 
-        ``changes``: it changes the state of this rank, so that others may not take that before it
-        returns. Returns None, without the call, if the last step comes again, or if other ranks are
-        ahead: they have completed the call, or stand behind another step.
+        Args:
+            call: calls operations of `communicator`, the same on all ranks.
+            changes: whether it changes the network, so that others may not take over this rank's
+                state before it returns.
+
+        Returns:
+            what ``call`` returns; None, without the call, if the last step comes again, or if other
+            ranks are ahead: they have completed the call, or stand behind another step.
+
+        Raises:
+            RuntimeError: the model is not elastic.
+            PeerLost: the job has ended.
         """
+        self._elastic("survive")
         position = self._position
         while position.aligned:
             calls = position.calls
@@ -211,6 +219,8 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             if position.calls > calls:
                 break
         return None
+
+    # --- for checkpoints ----------------------------------------------------------------------
 
     def saves(self, step: int) -> bool:
         """Return whether the ranks save after ``step`` steps; not if the last one comes again.

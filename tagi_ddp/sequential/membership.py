@@ -14,6 +14,7 @@ from tagi_ddp.environment import detect
 from tagi_ddp.launcher.meeting import Meeting, meeting
 from tagi_ddp.launcher.roll_call import who_leads
 from tagi_ddp.sequential.config import DDPConfig
+from tagi_ddp.update.elastic import Calls
 
 # All ranks of a group are there when they connect: one that does not come has been lost meanwhile.
 _CONNECT = 0.5
@@ -30,20 +31,11 @@ class Group:
     stayed: int
 
 
-class Membership(Protocol):
+class Membership(Calls, Protocol):
     """This process's part in the meetings."""
 
     may_use_gloo: bool
     """Whether the next group may meet over gloo, for which torch is needed."""
-
-    @property
-    def awaited(self) -> bool:
-        """Whether ranks wait to join; see `Meeting.awaited`."""
-        ...
-
-    def called(self, progress: int, exchanging: bool) -> bool:
-        """Return whether this rank should come at once; see `Meeting.called`."""
-        ...
 
     def meet(
         self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool

@@ -1,9 +1,9 @@
 """TAGI_DDP_TRACE=folder: what each rank does when, as Chrome trace events, which Perfetto shows.
 
 All ranks of a job write into one file, which is a whole one whenever nobody writes: they take turns
-by a lock on it. A rank that does not get the lock within two seconds, because a stopped rank or
-another program holds it, writes into a file of its own. Hosts need the folder in common, and clocks
-that agree.
+by a lock on it. Training never waits for that lock, which a stopped rank or another program may
+hold: a rank that finds it taken twice in turn, or at its end for two seconds, writes into a file of
+its own. Hosts need the folder in common, and clocks that agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PERIOD = 10.0  # seconds between two writes
-_PATIENCE = 2.0  # seconds in which a rank has to get the lock
+_PATIENCE = 2.0  # seconds in which a rank has to get the lock at its end
 _END = b"\n]\n"
 _TAIL = 1 << 16  # bytes at a file's end among which an event ends
 
@@ -43,13 +43,14 @@ class Timeline:
         self._epoch = time.time() - time.monotonic()
         self._events: list[tuple[str, threading.Thread, float, float]] = []
         self._failed = False  # to write, which is not tried again
+        self._unwritten: list[bytes] = []  # lines for which the lock was taken
         self._alone = False  # in a file of its own
         self._named: set[int] = set()  # threads whose names have been written
         self._written = time.monotonic()
         self._lock = threading.RLock()  # a signal may come while its thread has it
         self._writer = 0  # the thread that is writing
         self._ended_by = 0  # the signal that has come meanwhile
-        atexit.register(self.write)
+        atexit.register(self.write, _PATIENCE)
         # Launchers end ranks by it when another one has failed.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -63,14 +64,17 @@ class Timeline:
         if end - self._written > _PERIOD:
             self.write()
 
-    def write(self) -> None:
-        """Write what is new into the job's file; warn once and give up if that fails."""
+    def write(self, patience: float = 0.0) -> None:
+        """Write what is new into the job's file; warn once and give up if that fails.
+
+        ``patience``: seconds to wait for the lock, at the end of this process.
+        """
         if os.getpid() != self._process:
             return  # a fork: these are its parent's
         with self._lock:
             self._writer = threading.get_ident()
             try:
-                self._write()
+                self._write(patience)
             except (OSError, ValueError) as error:
                 self._failed = True
                 warnings.warn(
@@ -83,27 +87,30 @@ class Timeline:
         if self._ended_by:
             _end_by(self._ended_by)
 
-    def _write(self) -> None:
+    def _write(self, patience: float) -> None:
         events, self._events = self._events, []
         self._written = time.monotonic()
-        if not events:
+        if not events and not self._unwritten:
             return
         place = detect()
         job = place.job or f"{socket.gethostname()}-{self._process}"
         self._folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^a-zA-Z0-9.-]+", "-", job)
-        lines = self._lines(place.rank, events)
-        if not self._alone:
-            self._alone = not append(self._folder / f"{name}.json", lines)
+        kept, self._unwritten = self._unwritten, []
+        lines = kept + self._lines(place.rank, events)
+        if not self._alone and append(self._folder / f"{name}.json", lines, patience):
+            return
+        self._alone = self._alone or bool(kept) or patience > 0
         if self._alone:
-            own = f"{name}-rank{place.rank}-{self._process}.json"
-            append(self._folder / own, lines, locked=False)
+            append(self._folder / f"{name}-rank{place.rank}-{self._process}.json", lines, None)
+        else:
+            self._unwritten = lines
 
     def _terminate(self, number: int, frame: object) -> None:
         if self._writer == threading.get_ident():  # interrupted, and ends when it has written
             self._ended_by = number
             return
-        self.write()
+        self.write(_PATIENCE)
         _end_by(number)
 
     def _lines(
@@ -135,14 +142,15 @@ def _end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def append(path: Path, events: list[bytes], locked: bool = True) -> bool:
+def append(path: Path, events: list[bytes], patience: float | None = _PATIENCE) -> bool:
     """Append events to the array in a file, after what a killed process has left whole.
 
-    Returns False, and leaves the file as it is, if another process holds its lock.
+    Returns False, and leaves the file as it is, if another process holds its lock for ``patience``
+    seconds; None: no lock is needed.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b", buffering=0) as file:
-        if locked and not _lock(descriptor):
+        if patience is not None and not _lock(descriptor, patience):
             return False
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL))
@@ -158,15 +166,15 @@ def append(path: Path, events: list[bytes], locked: bool = True) -> bool:
     return True
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, patience: float) -> bool:
     """Return whether this process gets the lock in time: all who may read the file can hold it."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(0.01)
 

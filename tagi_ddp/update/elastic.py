@@ -24,7 +24,7 @@ class Calls(Protocol):
 
     @property
     def awaited(self) -> bool:
-        """Whether ranks wait to join."""
+        """True if ranks wait to join, and nothing else has happened."""
         ...
 
     def called(self, progress: int, exchanging: bool) -> bool:
@@ -46,9 +46,9 @@ class ElasticExchange(Exchange):
     steps_made: int
     """The number of steps that the posterior knows of."""
     between_steps = False
-    """Whether this rank joins the next group between two steps, if others wait to join."""
+    """True in a loop over steps: ranks that wait to join are admitted between two of them."""
     awaited = False
-    """Whether the ranks have agreed, in the last exchange, that others wait to join."""
+    """True if the ranks have agreed, in the last exchange, that others wait to join."""
     _calls: Calls
 
     def _require_group(self) -> None:

@@ -253,6 +253,13 @@ def test_join_is_refused(tmp_path: Path) -> None:
     assert "RuntimeError: join() is not for an elastic job: loop over steps()" in done.stderr
 
 
+def test_what_is_for_elastic_jobs_is_refused_in_others() -> None:
+    with DDPSequential(fresh("mlp"), DDPConfig.from_env()) as model:
+        for name, call in (("survive", model.survive), ("regroup", model.regroup)):
+            with pytest.raises(RuntimeError, match=f"{name} needs .*elastic=True"):
+                call(list)
+
+
 FAILS = """
 import os, time
 import numpy as np

@@ -187,7 +187,8 @@ def test_a_lock_that_another_process_holds_keeps_no_rank(tmp_path: Path, mode: i
     held = tmp_path / "traces" / "job.json"
     held.parent.mkdir()
     held.write_bytes(b'[\n{"event": 0}\n]\n')
-    code = "import os, signal\nfrom tagi_ddp.trace.timeline import timeline, traced\n"
+    code = "import os, signal, time\nfrom tagi_ddp.trace.timeline import timeline, traced\n"
+    code += "time.sleep = None  # training never waits\n"
     code += "function = traced('name')(lambda: None)\n"
     code += "for _ in range(2):\n    function()\n    timeline.write()\n"
     code += "function()\nos.kill(os.getpid(), signal.SIGTERM)\n"
