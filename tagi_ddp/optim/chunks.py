@@ -23,8 +23,8 @@ def mean_in_place(
     """Replace every element by its mean over the ranks; a collective call.
 
     Args:
-        tensors: dense, of floats, on any device; in number, shapes and dtypes the same on all
-            ranks.
+        tensors: dense, of floats or complex numbers, on any device; in number, shapes and dtypes
+            the same on all ranks.
         communicator: of the ranks. What is not on its device is copied there and back.
         limit: the largest number of elements of one reduction, and of memory for each dtype.
             Results do not depend on it, bit for bit, where ranks are added up in their order, as
@@ -110,7 +110,10 @@ class _Chunk:
             self._flat().write(self.buffer)
             self.buffer = None
         for flat, tensor in self.copies:
-            tensor.copy_(flat.view(tensor.shape))
+            if tensor.is_complex():
+                tensor.copy_(torch.view_as_complex(flat.view(*tensor.shape, 2)))
+            else:
+                tensor.copy_(flat.view(tensor.shape))
 
     def _flat(self) -> Flat:
         return Flat(self.pieces, self.pieces[0].dtype, self.device)
@@ -130,7 +133,7 @@ def _chunks(tensors: Iterable[Tensor], communicator: Communicator, limit: int) -
     for kind in kinds.values():
         chunk, room = _Chunk(device), limit
         for tensor in kind:
-            flat, begin = tensor.contiguous().view(-1), 0
+            flat, begin = as_real(tensor.resolve_conj().resolve_neg().contiguous()).view(-1), 0
             while begin < len(flat):
                 piece = flat[begin : begin + room]
                 chunk.pieces.append(piece)
@@ -142,6 +145,11 @@ def _chunks(tensors: Iterable[Tensor], communicator: Communicator, limit: int) -
                     chunk, room = _Chunk(device), limit
         if chunk.pieces:
             yield chunk
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of the real numbers of a tensor: of complex ones, pairs of them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _finish(work: Work | None) -> None:

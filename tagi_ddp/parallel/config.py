@@ -6,7 +6,7 @@ import copy
 import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -117,12 +117,45 @@ class ParallelConfig(Config):
             A Sequential knows two: NO_SHARD, and all others.
         sync_module_states: begin with the parameters and buffers of rank 0; False: the caller has
             made them equal. A Sequential always begins so.
+
+    The others are of torch's DistributedDataParallel, which knows more, for `ddp` to pass on. With
+    ``use_fsdp`` or for a Sequential they must be the defaults.
+
+    Args:
+        find_unused_parameters: look after each forward for parameters that the loss does not
+            depend on, whose gradients no rank then waits for.
+        gradient_as_bucket_view: let gradients be views of the memory that is exchanged.
+        static_graph: the same parameters are used in each step.
+        broadcast_buffers: let buffers be rank 0's, as of each forward; False: each rank's own.
+        bucket_cap_mb: how many MiB of gradients are exchanged at once; None: torch's choice.
     """
 
     use_fsdp: bool = False
     cpu_offload: bool = False
     sharding_strategy: ShardingStrategy = ShardingStrategy.HYBRID_SHARD
     sync_module_states: bool = True
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int | None = field(default=None, metadata={"low": 1})
+
+    @property
+    def of_ddp(self) -> dict[str, Any]:
+        """The settings of DistributedDataParallel that are not its defaults, by their names."""
+        given = {name: getattr(self, name) for name in _OF_DDP}
+        return {
+            name: v for name, v in given.items() if v != self.__dataclass_fields__[name].default
+        }
+
+
+_OF_DDP = (
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+)
 
 
 def _read(load: Callable[[Any], Any], source: Any) -> dict[str, Any]:

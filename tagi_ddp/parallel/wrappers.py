@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def dp(
-    model: T, cfg: Settings = None, *, node_size: int | None = None
+    model: T, cfg: Settings = None, *, node_size: int | None = None, **arguments: Any
 ) -> T | DistributedDataParallel | FullyShardedDataParallel:
     """Wrap a model for data parallel training, if necessary; a collective call.
 
@@ -40,43 +41,51 @@ def dp(
         cfg: the settings, a mapping of them, or None for the defaults.
         node_size: for FSDP's hybrid strategies: how many consecutive ranks make a node; None: the
             launcher's local world size, or the ranks of a host.
+        arguments: for `ddp`, and only for it.
 
     Returns:
         the same object if there is one process, else what `fsdp` (if ``cfg.use_fsdp``) or `ddp`
         returns.
 
     Raises:
-        TypeError, ValueError: ``cfg`` holds no settings, the model is wrapped already, or a
-            Sequential cannot do what the settings ask for.
+        TypeError, ValueError: ``cfg`` holds no settings, the model is wrapped already, or FSDP or a
+            Sequential cannot do what the settings and arguments ask for.
         RuntimeError: torch.distributed could not be initialised; the text says how to.
     """
     with groups.all_raise():
         settings = ParallelConfig.given("cfg", cfg)
+        _check_arguments(arguments)
+        if settings.use_fsdp:
+            _refuse_ddp("with use_fsdp", settings, arguments)
     if groups.rank_and_size()[1] == 1:
         return model
     wrapped: DistributedDataParallel | FullyShardedDataParallel = (
-        fsdp(model, settings, node_size=node_size) if settings.use_fsdp else ddp(model, settings)
+        fsdp(model, settings, node_size=node_size)
+        if settings.use_fsdp
+        else ddp(model, settings, **arguments)
     )
     return wrapped
 
 
-def ddp(model: Any, cfg: Settings = None) -> Any:
+def ddp(model: Any, cfg: Settings = None, **arguments: Any) -> Any:
     """Return a model of which every rank has all; a collective call.
 
     A torch module becomes torch's DistributedDataParallel on the default group, which is
-    initialised if need be. Gradients are averaged: a loss that is a mean over samples gives, with
-    equal shares, what one process gives on the union of the shares. Buffers like running statistics
-    are rank 0's, as of each forward.
+    initialised if need be. ``arguments`` are further ones of DistributedDataParallel, and count
+    more than the settings; instead of ``init_sync`` there is ``sync_module_states``. Gradients are
+    averaged: a loss that is a mean over samples gives, with equal shares, what one process gives on
+    the union of the shares. Buffers like running statistics are rank 0's, as of each forward.
 
     A Sequential becomes a DDPSequential that sums deltas, which reproduces one process on the union
     of any shares. Without torch's default group it finds the ranks by itself. A TaskModel over a
     Sequential is returned as another one over the DDPSequential.
     """
-    settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel))
+    settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel), arguments)
     if bare is not None:
         return _around(model, _wrap_sequential(bare, sharded=False))
     groups.initialise()
-    return DistributedDataParallel(model, init_sync=settings.sync_module_states)
+    arguments = {**settings.of_ddp, **arguments}
+    return DistributedDataParallel(model, init_sync=settings.sync_module_states, **arguments)
 
 
 def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> Any:
@@ -118,7 +127,10 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
 
 
 def _checked(
-    model: Any, cfg: Settings, wrappers: tuple[type[nn.Module], ...]
+    model: Any,
+    cfg: Settings,
+    wrappers: tuple[type[nn.Module], ...],
+    arguments: Mapping[str, Any] | None = None,
 ) -> tuple[ParallelConfig, Any]:
     """Return the settings, and the Sequential that is meant or None; all ranks raise what one does.
 
@@ -127,11 +139,37 @@ def _checked(
     with groups.all_raise():
         settings = ParallelConfig.given("cfg", cfg)
         bare = _sequential(model)
+        if arguments is None:
+            _refuse_ddp("for fsdp", settings, {})
+        else:
+            _check_arguments(arguments)
         if bare is None:
             check_not_wrapped("model", model, wrappers)
         else:
             _check_for_sequential(settings)
+            _refuse_ddp("for a pytagi Sequential", settings, arguments or {})
     return settings, bare
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError unless DistributedDataParallel takes them beside the module."""
+    known = [*inspect.signature(DistributedDataParallel).parameters][1:]
+    known.remove("init_sync")
+    for name in arguments:
+        if name not in known:
+            raise TypeError(
+                f"{name} is no argument of DistributedDataParallel for ddp; there are "
+                f"{', '.join(known)}"
+            )
+
+
+def _refuse_ddp(where: str, settings: ParallelConfig, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if there is anything for DistributedDataParallel."""
+    for name, value in {**settings.of_ddp, **arguments}.items():
+        raise ValueError(
+            f"{name} is for torch's DistributedDataParallel and must not be given {where}, "
+            f"got {value!r}"
+        )
 
 
 # --- torch's modules -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import Work
 from tagi_ddp.communicators.nccl.create import create
+from tagi_ddp.optim.sparse import sparse_sum
 from tagi_ddp.torch_backend.operations import Flat, OperationWork, share_memory
 
 NAME = "tagi_ddp"
@@ -23,7 +24,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     Tensors of the CPU travel over it, those of a GPU over NCCL, and nobody waits for these but
     their stream. Any may be a view. Reductions are sum, average, minimum and maximum; bools and
-    complex numbers travel as the integers and floats behind them.
+    complex numbers travel as the integers and floats behind them. Sparse tensors (COO) are summed
+    and averaged, by a call that waits, and take part in nothing else.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -51,12 +53,23 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce each tensor in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._allreduce_sparse(tensors, opts)
         flats = [Flat(tensor) for tensor in tensors]
         works = [
             self._for(flat.data).all_reduce(flat.data, self._reduction(opts, flat), async_op=True)
             for flat in flats
         ]
         return self._under_way(works, tensors, flats)
+
+    def _allreduce_sparse(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        name = _name_of(opts)
+        if name not in ("SUM", "AVG"):
+            raise ValueError(f"op must be SUM or AVG for sparse tensors, got {name}")
+        for tensor in tensors:
+            result = sparse_sum(tensor, self._for(tensor))
+            tensor.copy_(result / self.size() if name == "AVG" else result)
+        return self._under_way([], tensors, [])
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduce each tensor in place."""
@@ -277,8 +290,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _reduction(self, opts: Any, result: Flat) -> Any:
         """Return the communicator's name of torch's reduction; integers it does not average."""
-        asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        name = str(getattr(asked, "op", asked)).rpartition(".")[2]
+        name = _name_of(opts)
         if name not in _REDUCTIONS:
             raise ValueError(
                 f"op must be one of {', '.join(_REDUCTIONS)} for the backend 'tagi_ddp', got {name}"
@@ -295,6 +307,12 @@ class ProcessGroup(dist.ProcessGroup):
         flats: Iterable[Flat],
     ) -> OperationWork:
         return OperationWork(works, list(tensors), list(flats))
+
+
+def _name_of(opts: Any) -> str:
+    """Return torch's name of a reduction, like "SUM"."""
+    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    return str(getattr(asked, "op", asked)).rpartition(".")[2]
 
 
 def _elements(splits: Sequence[int], tensor: Tensor, flat: Tensor) -> list[int] | None:

@@ -327,20 +327,3 @@ def test_public_attributes(shm: RankPool) -> None:
             assert optimizer.blocking_parameter_updates is False, "DataParallel overrides"
 
     shm.run(task, size=1)
-
-
-@MODES
-def test_sparse_gradients_are_refused(shm: RankPool, blocking: bool) -> None:
-    def task(comm: Any) -> None:
-        net = nn.Embedding(3, 2, sparse=True)
-        optimizer = descend(net.parameters())
-
-        def run() -> None:
-            with DataParallel(net, comm, optimizer, blocking) as model:
-                model(torch.tensor([1])).sum().backward()
-                optimizer.step()
-
-        with pytest.raises((TypeError, PeerLost), match="must be dense"):
-            run()
-
-    shm.run(task, size=2, fresh=True)

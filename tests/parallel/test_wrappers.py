@@ -300,6 +300,64 @@ def test_settings(shm: RankPool, tmp_path: Path) -> None:
     check_wrong_settings()  # in one process, too
 
 
+class Branches(nn.Module):
+    """The second branch is used by one rank, the third by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        found: Tensor = self.branches[0](x)
+        return found + self.branches[1](x) if both else found
+
+
+def unused(comm: Any, path: str) -> None:
+    """Parameters that a rank does not use, by each way to say so."""
+    name = "find_unused_parameters"
+    with torch_group(comm, path):
+        for wrap, cfg, arguments in (
+            (dp, ParallelConfig(find_unused_parameters=True, bucket_cap_mb=1), {}),
+            (dp, None, {name: True, "device_ids": None, "process_group": dist.group.WORLD}),
+            (ddp, {name: "yes", "broadcast_buffers": False}, {}),
+            (ddp, {name: False, "gradient_as_bucket_view": True}, {name: True}),
+        ):
+            torch.manual_seed(0)
+            net = Branches()
+            model = wrap(net, cfg, **arguments)
+            for _ in range(2):  # without the setting torch refuses the second forward
+                model.zero_grad()
+                model(torch.ones(4, 2), comm.rank == 1).mean().backward()
+            grads = [branch.weight.grad for branch in net.branches]
+            assert [None if g is None else g.tolist() for g in grads[:2]] == [
+                [[1, 1]],
+                [[0.5, 0.5]],
+            ]
+            assert grads[2] is None or not grads[2].any()
+
+
+def test_parameters_that_a_rank_does_not_use(shm: RankPool, tmp_path: Path) -> None:
+    shm.run(unused, str(tmp_path / "f"), size=2)
+
+
+def test_settings_of_ddp_are_refused_where_they_would_do_nothing() -> None:
+    """In one process, too, as the script is for several."""
+    unused = {"find_unused_parameters": True}
+    with pytest.raises(ValueError, match=r"find_unused_parameters .* with use_fsdp, got True"):
+        dp(nn.Linear(2, 2), {**unused, "use_fsdp": True})
+    with pytest.raises(ValueError, match=r"static_graph .* with use_fsdp, got False"):
+        dp(nn.Linear(2, 2), {"use_fsdp": True}, static_graph=False)
+    with pytest.raises(ValueError, match=r"bucket_cap_mb .* for fsdp, got 3"):
+        fsdp(nn.Linear(2, 2), {"bucket_cap_mb": 3})
+    with pytest.raises(ValueError, match=r"find_unused_parameters .* for a pytagi Sequential"):
+        ddp(Sequential(Linear(2, 2)), unused)
+    for name in ("find_unused", "init_sync", "module"):
+        with pytest.raises(TypeError, match=f"{name} is no argument .* there are device_ids"):
+            dp(nn.Linear(2, 2), **{name: True})
+    with pytest.raises(ValueError, match="bucket_cap_mb must be at least 1, got 0"):
+        ParallelConfig(bucket_cap_mb=0)
+
+
 def wrap_twice(comm: Any, path: str) -> None:
     whole = ParallelConfig(True, sharding_strategy=ShardingStrategy.FULL_SHARD)
     wraps = (dp, ddp, lambda model: dp(model, whole), lambda model: fsdp(model, whole))

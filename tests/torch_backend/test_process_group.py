@@ -147,7 +147,31 @@ def unusual() -> list[Any]:
     return [matrix, flags, complexes, whole, many, *polled, objects, got, some, whole_numbers]
 
 
-@pytest.mark.parametrize("task", [collectives, unusual])
+def sparse() -> list[Any]:
+    """Sums of sparse tensors of different rows, and what DistributedDataParallel makes of them."""
+    rank = dist.get_rank()
+    found: list[Any] = []
+    for dtype in (torch.float64, torch.float32, torch.cfloat, torch.int64):
+        rows = torch.tensor([[rank, 1, 3, 3][: 2 + rank]])
+        values = numbers(torch.float32, rows.shape[1], 2).to(dtype)
+        tensor = torch.sparse_coo_tensor(rows, values, (5, 2))
+        dist.all_reduce(tensor)
+        found.append(tensor.coalesce())
+    empty = torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0), (3, 2))
+    dist.all_reduce(empty)
+    found.append(empty.coalesce())
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
+    model = DistributedDataParallel(net)
+    for step in range(3):
+        model.zero_grad()
+        model(torch.tensor([step, rank, 7, 7])).square().mean().backward()
+        found.append(net[0].weight.grad.coalesce())
+        torch.optim.SGD(net.parameters(), 0.1).step()
+    return [*found, *(value.detach().clone() for value in net.parameters())]
+
+
+@pytest.mark.parametrize("task", [collectives, unusual, sparse])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shm(shm: RankPool, size: int, task: Callable[..., Any], tmp_path: Path) -> None:
     if size == 1 and task is unusual:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import broadcast_in_place, mean_in_place
+from tagi_ddp.optim.sparse import refuse_sparse
 
 
 class Tensors:
@@ -35,6 +36,7 @@ class Tensors:
         self.floats: list[Tensor] = [p for _, p in others if p.requires_grad]
         self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
         self.integers = [buffer for _, buffer in buffers if not buffer.is_floating_point()]
+        refuse_sparse("model", model, "give sparse=False to the layer")
         if any(tensor.is_complex() for tensor in (*self.parameters, *self.floats)):
             raise TypeError("parameters must be real, got complex ones")
         self.shapes = {

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.optim.chunks import Reduction, start_reduction
+from tagi_ddp.optim.chunks import Reduction, as_real, start_reduction
 from tagi_ddp.optim.flat import Flat
 
 _ELEMENTS = 2**20  # of a bucket: few enough that backward is not over when it is full
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of floats, by their bytes
 
 
 class Bucket:
@@ -27,14 +28,12 @@ class Bucket:
 
     def load(self) -> None:
         """Take over the gradients as they are now; one that is missing counts as zero."""
-        self._local = self._flat.empty()
-        for param, part in self._flat.parts(self._local):
-            if param.grad is None:
-                part.zero_()
-            elif param.grad.layout != torch.strided:
-                raise TypeError(f"gradients must be dense, got one of layout {param.grad.layout}")
-            else:
-                part.copy_(param.grad)
+        self._local = self._gradients()
+
+    def reload(self) -> Tensor:
+        """Load once more; return a flag, whether a bit has changed."""
+        before, self._local = self._local, self._gradients()
+        return (_bits(before) != _bits(self._local)).any()
 
     def start(self, communicator: Communicator, keep: bool) -> None:
         """Begin to reduce what was loaded; ``keep`` it too, so that this can be done again."""
@@ -46,6 +45,26 @@ class Bucket:
         if self._reduction is not None:
             self._reduction.wait()
         return self._flat.parts(self._mean)
+
+    def _gradients(self) -> Tensor:
+        vector = self._flat.empty()
+        for param, part in self._flat.parts(vector):
+            if param.grad is None:
+                part.zero_()
+            elif param.grad.layout != torch.strided:
+                raise TypeError(
+                    f"a gradient of the shape {tuple(param.shape)} has the layout "
+                    f"{param.grad.layout}: make it dense, or give DataParallel(..., blocking=True)"
+                )
+            else:
+                part.copy_(param.grad)
+        return vector
+
+
+def _bits(vector: Tensor) -> Tensor:
+    """Return a view of floats as integers, of which NaN is equal to itself."""
+    real = as_real(vector)
+    return real.view(_BITS[real.element_size()])
 
 
 def make_buckets(params: Iterable[Tensor], device: torch.device) -> list[Bucket]:
@@ -79,41 +98,29 @@ class Round:
         self._missing = [set(bucket.params) for bucket in self.buckets]
         self._number = {p: n for n, bucket in enumerate(self.buckets) for p in bucket.params}
         self._started = 0
-        self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}  # gradients and versions
 
     def ready(self, param: Tensor) -> None:
         """Take note that backward has left a gradient; reduce what is complete."""
         number = self._number.get(param)
         if number is None:
             return
-        self._seen.setdefault(param, (param.grad, _version(param.grad)))
         self._missing[number].discard(param)
         while self.early and self._started < len(self.buckets):
             if self._missing[self._started]:
                 return
             self._start_next()
 
-    def finish(self, params: Iterable[Tensor]) -> bool:
-        """Reduce what is left, ``params`` that were not known before too; return `changed`."""
+    def finish(self, params: Iterable[Tensor]) -> Tensor:
+        """Reduce what is left, ``params`` that were not known before too.
+
+        Returns a flag, whether gradients have changed since their reduction began: more backward
+        calls do that, clipping, or `zero_grad` without a step.
+        """
         self.buckets += make_buckets((p for p in params if p not in self._number), self._device)
-        changed = self.changed()
-        started = self._started
+        changes = [bucket.reload() for bucket in self.buckets[: self._started]]
         while self._started < len(self.buckets):
             self._start_next()
-        if changed:
-            for bucket in self.buckets[:started]:
-                bucket.load()
-        return changed
-
-    def changed(self) -> bool:
-        """Tell whether a gradient is no longer what backward first left.
-
-        More backward calls do that, clipping, or `zero_grad` without a step.
-        """
-        return any(
-            grad is not param.grad or version != _version(param.grad)
-            for param, (grad, version) in self._seen.items()
-        )
+        return torch.stack(changes).any() if changes else torch.zeros((), dtype=torch.bool)
 
     def cast(self) -> bool:
         """Tell whether parameters have another dtype than at first."""
@@ -129,8 +136,3 @@ class Round:
         bucket.load()
         bucket.start(self._communicator, keep=self.early)
         self._started += 1
-
-
-def _version(grad: Tensor | None) -> int:
-    """Return the number of changes made to a gradient in place."""
-    return -1 if grad is None else grad._version

@@ -22,6 +22,7 @@ from tagi_ddp.optim.daso import DASO
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
 from tagi_ddp.optim.models import describe_model
+from tagi_ddp.optim.sparse import refuse_sparse
 from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
 
 # The open DataParallel that wrapped each module last.
@@ -39,9 +40,11 @@ class DataParallel(Closing, Wrapper):
 
     Blocking, a step does what serial training on the union of equal shares does. Non-blocking,
     gradients are averaged while backward goes on, and the update is made in the next forward, just
-    before each layer runs: one step late. Reading parameters through this object, `eval`,
-    `state_dict` and leaving the block catch up first. A layer's parameters must not be used before
-    it runs, unless it did not run in the forward before.
+    before each layer runs: one step late. If they are changed before the step, by clipping or a
+    second backward, the changed ones count, and later steps average in `step`, after a warning.
+    Reading parameters through this object, `eval`, `state_dict` and leaving the block catch up
+    first. A layer's parameters must not be used before it runs, unless it did not run in the
+    forward before.
 
     An error on one rank is raised on the others too, at their next collective operation.
 
@@ -106,6 +109,8 @@ class DataParallel(Closing, Wrapper):
             self._former = _owner_of(module, self._optimizers)
             yield "wrapped before", str(self._former is not None)
             check_not_wrapped("module", module)
+            if not self.blocking:
+                refuse_sparse("module", module, "give blocking=True, or sparse=False to the layer")
             _check_owner(module, self._optimizers)
 
         remedy = "Give the same module, optimizer and blocking on all ranks."
@@ -199,8 +204,8 @@ class DataParallel(Closing, Wrapper):
     def catch_up(self) -> None:
         """Make the update that waits for the next forward.
 
-        After a step whose gradients were changed between backward and the step for the first time,
-        by clipping or a second backward, this waits for the other ranks to do the same.
+        After the first step whose gradients were changed between backward and the step, by clipping
+        or a second backward, this waits for the other ranks to do the same.
         """
         with self._or_abort():
             for updates in self._updates:

@@ -70,14 +70,36 @@ class DataParallelOptimizer:
     def step(self) -> None:
         """Update with the means of all ranks' gradients, now or in the next forward.
 
-        A collective call. Until it a gradient is this rank's own. Where no rank has one for a
-        parameter, that is left alone; where only some have, others count as zero.
+        A collective call. Until it, or `synchronize`, a gradient is this rank's own. Where no rank
+        has one for a parameter, that is left alone; where only some have, others count as zero.
         """
-        updates = self._attached
-        if updates is None:
-            raise RuntimeError("step() needs an open DataParallel that was given this optimizer")
+        updates = self._open("step")
         with self._guard():
             updates.step(self._overflow())
+
+    def synchronize(self) -> None:
+        """Replace this rank's gradients by the means of all ranks' now, before `step`.
+
+        A collective call, for what is done with the gradient of the whole batch, like clipping by
+        its norm, and only with ``blocking=True``. A step averages once more, so that the ranks stay
+        equal whatever each has done with its gradients since.
+
+        Raises RuntimeError: no open DataParallel has this optimizer, or it is non-blocking.
+        """
+        updates = self._open("synchronize")
+        if not isinstance(updates, BlockingUpdates):
+            raise RuntimeError(
+                "synchronize() needs DataParallel(..., blocking=True): without it no step waits "
+                "for the mean of all ranks' gradients"
+            )
+        with self._guard():
+            updates.synchronize()
+
+    def _open(self, name: str) -> BlockingUpdates | LaggingUpdates:
+        updates = self._attached
+        if updates is None:
+            raise RuntimeError(f"{name}() needs an open DataParallel that was given this optimizer")
+        return updates
 
     def _overflow(self) -> bool:
         """Unscale the gradients for a GradScaler, if one steps; return whether it refuses them."""
@@ -88,9 +110,9 @@ class DataParallelOptimizer:
         gradients = [param.grad for param in self.params_ref if param.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("a GradScaler needs parameters of float32, got some of float16")
-        for gradient in gradients:
-            # If the caller has unscaled, by 1: torch's `unscale_` leaves no trace of the change.
-            gradient.detach().div_(1.0 if scale is None else float(scale))
+        if scale is not None:  # else the caller has unscaled
+            for gradient in gradients:
+                gradient.detach().div_(float(scale))
         return bool(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

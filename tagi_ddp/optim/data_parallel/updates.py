@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import Any
@@ -15,6 +16,9 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import mean_in_place, start_reduction
 from tagi_ddp.optim.data_parallel.buckets import Round
+from tagi_ddp.optim.sparse import no_rows, sparse_sum
+
+_DENSE = 255  # in a vote, beside the numbers of sparse dimensions
 
 
 def buffers_of(module: nn.Module, communicator: Communicator) -> Changes:
@@ -22,7 +26,7 @@ def buffers_of(module: nn.Module, communicator: Communicator) -> Changes:
 
     def buffers() -> list[Tensor]:
         found = module.buffers() if communicator.size > 1 else ()
-        return [buffer for buffer in found if buffer.is_floating_point()]
+        return [b for b in found if b.is_floating_point() or b.is_complex()]
 
     return Changes(buffers)
 
@@ -43,20 +47,32 @@ class BlockingUpdates:
     def step(self, overflow: bool) -> None:
         """Average gradients and buffers; update the parameters unless a rank has ``overflow``."""
         if self._communicator.size > 1:
-            overflow = self._average(overflow)
+            any_overflow, *has_changed = self._average([overflow], self._buffers.flags())
+            mean_in_place(compress(self._buffers.tensors(), has_changed), self._communicator)
+            self._buffers.note(has_changed)
+            overflow = bool(any_overflow)
         if not overflow:
             self._optimizer.step()
 
-    def _average(self, overflow: bool) -> bool:
+    def synchronize(self) -> None:
+        """Average gradients."""
+        if self._communicator.size > 1:
+            self._average([], [])
+
+    def _average(self, numbers: list[int], flags: list[Tensor]) -> list[int]:
+        """Average gradients; return the votes on ``numbers`` and ``flags``."""
         params = all_params(self._optimizer)
-        own = [overflow, *(param.grad is not None for param in params)]
-        any_overflow, *flags = Vote(own, self._buffers.flags(), self._communicator).result()
-        has_gradient, has_changed = flags[: len(params)], flags[len(params) :]
-        gradients = [_gradient(param) for param in compress(params, has_gradient)]
-        buffers = compress(self._buffers.tensors(), has_changed)
-        mean_in_place([*gradients, *buffers], self._communicator)
-        self._buffers.note(has_changed)
-        return bool(any_overflow)
+        kinds = [_kind(param.grad) for param in params]
+        votes = Vote([*kinds, *numbers], flags, self._communicator).result()
+        dense = []
+        for param, kind in zip(params, votes, strict=False):
+            if kind == _DENSE:
+                dense.append(_dense_gradient(param))
+            elif kind:
+                param.grad = sparse_sum(_sparse_gradient(param, kind), self._communicator)
+                param.grad /= self._communicator.size
+        mean_in_place(dense, self._communicator)
+        return votes[len(params) :]
 
     def apply(self, params: Iterable[Tensor] | None = None) -> None:
         """Do nothing: nothing is ever left to apply."""
@@ -108,7 +124,7 @@ class LaggingUpdates:
     def step(self, overflow: bool) -> None:
         """Remember gradients, buffers and settings, for no update if a rank has ``overflow``."""
         self.apply()  # no forward has followed the step before
-        changed = self._round.finish(self._trainable())
+        changed = self._round.finish(self._trainable())  # on this rank
         self._update = _Update(
             self._optimizer, self._communicator, self._buffers, self._round, changed, overflow
         )
@@ -122,11 +138,22 @@ class LaggingUpdates:
         if update is None:
             return
         if not update.settled:
-            changed = update.settle()
-            self._round.early = self._overlap and not changed
+            if update.settle():
+                self._reduce_in_step()
+            self._round.early = self._overlap
         update.apply(params)
         if not update.left:
             self._update = None
+
+    def _reduce_in_step(self) -> None:
+        """Reduce no gradients during backward any more: what changes them costs a second time."""
+        self._overlap = False
+        warnings.warn(
+            "gradients were changed between backward and step, by clipping or another backward: "
+            "from now on step() reduces them, not backward",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def begin_again(self) -> None:
         """Begin anew if parameters have been cast, as on all ranks; nothing is pending."""
@@ -162,7 +189,7 @@ class _Update:
         communicator: Communicator,
         buffers: Changes,
         gradients: Round,
-        changed: bool,
+        changed: Tensor,
         overflow: bool,
     ) -> None:
         self.settled = False
@@ -175,15 +202,16 @@ class _Update:
         self._buffer_means = [buffer.clone() for buffer in self._averaged]
         self._buffer_reduction = start_reduction(self._buffer_means, communicator)
         has = [p.grad is not None for bucket in gradients.buckets for p in bucket.params]
-        self._vote = Vote([changed, overflow, *has], buffers.flags(), communicator)
+        self._vote = Vote([overflow, *has], [changed, *buffers.flags()], communicator)
 
     def settle(self) -> bool:
         """Wait for the reductions; return whether any rank's gradients had changed."""
-        changed, overflow, *flags = self._vote.result()
-        if changed and self._gradients.early:
+        overflow, *flags = self._vote.result()
+        count = sum(len(bucket.params) for bucket in self._gradients.buckets)
+        has_gradient, changed, has_changed = flags[:count], flags[count], flags[count + 1 :]
+        if changed:
             self._gradients.again()
         means = [pair for bucket in self._gradients.buckets for pair in bucket.means()]
-        has_gradient, has_changed = flags[: len(means)], flags[len(means) :]
         self.left = {} if overflow else dict(compress(means, has_gradient))
         self._settle_buffers(has_changed)
         self.settled = True
@@ -222,11 +250,29 @@ def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _gradient(param: Tensor) -> Tensor:
+def _kind(gradient: Tensor | None) -> int:
+    """Return a number for its layout, of which the ranks take the greatest."""
+    if gradient is None:
+        return 0
+    return gradient.sparse_dim() if gradient.is_sparse else _DENSE
+
+
+def _dense_gradient(param: Tensor) -> Tensor:
     """Return the gradient, made of zeros if only other ranks have one."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
+    elif param.grad.is_sparse:
+        param.grad = param.grad.to_dense()
     return param.grad
+
+
+def _sparse_gradient(param: Tensor, sparse_dim: int) -> Tensor:
+    """Return the gradient, of no rows if only other ranks have one."""
+    if param.grad is None:
+        return no_rows(param, sparse_dim)
+    if param.grad.sparse_dim() == sparse_dim:
+        return param.grad
+    return param.grad.to_dense().to_sparse(sparse_dim)
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
