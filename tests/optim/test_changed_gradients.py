@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.rank_pool import RankPool
-from torch import Tensor, nn
+from torch import nn
 
 from optim.torch_cases import (
     Plain,
