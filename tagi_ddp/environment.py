@@ -5,10 +5,14 @@ The first of these whose variables are there decides, the innermost launcher fir
 1. ``tagi_ddp``: our own launcher (``TAGI_DDP_RANK``).
 2. ``torchrun`` (``TORCHELASTIC_RUN_ID``), which is started by mpirun or srun and never starts them.
 3. ``openmpi``: Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``).
-4. ``mpich``: Hydra, of MPICH and its relatives (``PMI_RANK`` with ``MPI_LOCALRANKID``).
-5. ``slurm``: a step of srun. The body of an sbatch script and an salloc shell carry
-   ``SLURM_PROCID=0`` and ``SLURM_NTASKS`` too, but are one process: they count as no launcher.
-6. ``torchrun`` again: RANK and its companions set by hand.
+4. ``mvapich``: its mpirun_rsh (``MV2_COMM_WORLD_RANK``, since version 3 ``MVP_COMM_WORLD_RANK``).
+5. ``mpich``: Hydra, of MPICH, Intel MPI and relatives (``PMI_RANK`` with ``MPI_LOCALRANKID``).
+6. ``slurm``: a step of srun. The body of an sbatch script, an salloc shell, and a shell that
+   ``srun --pty`` runs carry ``SLURM_PROCID=0`` and the number of tasks too, but what they start is
+   one process: they count as no launcher.
+7. ``pmi``: others that start ranks of MPI, like PALS and Flux (``PMI_RANK`` and ``PMI_SIZE``).
+8. ``torchrun`` again: RANK and WORLD_SIZE set by hand, LOCAL_RANK and LOCAL_WORLD_SIZE if they are
+   known, as in a notebook or in the pods of a Kubernetes job.
 
 ``TAGI_DDP_JOB`` replaces the job key of any launcher. The key that keeps strangers out is
 `job_secret`.
@@ -22,10 +26,10 @@ import re
 import stat
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 # SLURM numbers the steps that srun did not start (batch, extern, interactive) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -40,6 +44,17 @@ _OPENMPI_NAMES = tuple(
     f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 )
 _HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PMI_NAMES = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+_MVAPICH_NAMES = tuple(
+    tuple(f"{version}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    for version in ("MV2", "MVP")
+)
+
+# Launchers whose ranks learn their numbers from MPI, too.
+_OF_MPI = ("openmpi", "mvapich", "mpich", "pmi", "mpi")
+
+# What launchers set that do not tell the number of ranks, or in a way that is not known here.
+_SIGNS = ("PMIX_RANK", "PMI_RANK", "PMI_ID", "PALS_RANKID", "MPIRUN_RANK", "JSM_NAMESPACE_RANK")
 
 
 @dataclass(frozen=True)
@@ -51,11 +66,13 @@ class LaunchEnvironment:
     """
 
     launcher: str
-    """ "tagi_ddp", "torchrun", "openmpi", "mpich", "slurm" or "none"."""
+    """One of those above, "none", or "mpi" if MPI itself was asked."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    """The number among the ranks of this host; ``rank`` where nothing tells it."""
     local_world_size: int = 1
+    """The number of ranks of this host; 0 where nothing tells it."""
     job: str | None = None
 
 
@@ -72,16 +89,46 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     elif "OMPI_COMM_WORLD_RANK" in environ:
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
         found = _read(environ, "openmpi", _OPENMPI_NAMES, job)
+    elif names := next((names for names in _MVAPICH_NAMES if names[0] in environ), ()):
+        found = _read(environ, "mvapich", names, None)
     elif "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ:
         found = _read(environ, "mpich", _HYDRA_NAMES, _hydra_job())
-    elif _in_slurm_step(environ):
+    elif (step := _slurm_step(environ)) == "ranks":
         found = _slurm(environ)
+    elif step != "shell" and "PMI_RANK" in environ and "PMI_SIZE" in environ:
+        job = environ.get("PMI_JOBID") or environ.get("PALS_APID") or environ.get("FLUX_JOB_ID")
+        found = _read(environ, "pmi", _PMI_NAMES, job, whole=False)
     elif "RANK" in environ:
-        found = _torchrun(environ)
+        found = _torchrun(environ, whole=False)
     else:
         return LaunchEnvironment("none")
     _warn_of_second_launcher(environ, found)
     return found
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks.
+
+    They are those of torch's default group, if that is initialised, else the launcher's.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    environment = detect()
+    return environment.rank, environment.world_size
+
+
+def warn_if_not_alone(environment: LaunchEnvironment) -> None:
+    """Warn (RuntimeWarning) in a world of one which a launcher that is not known has started."""
+    names = [name for name in _SIGNS if name in os.environ]
+    if environment.launcher == "none" and names and not _slurm_step(os.environ):
+        warnings.warn(
+            f"{names[0]}={os.environ[names[0]]}, but no variable tells how many ranks there are: "
+            'this process counts as one alone. Use the backend "mpi", which asks MPI, or set RANK '
+            f"and WORLD_SIZE; unset {names[0]} if it is left over from another job",
+            RuntimeWarning,
+            stacklevel=1,  # said once, whoever asks,
+        )
 
 
 def offers_mpi(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
@@ -91,7 +138,7 @@ def offers_mpi(environment: LaunchEnvironment, environ: Mapping[str, str] = os.e
     """
     if environment.launcher == "slurm":
         return "PMIX_RANK" in environ or "PMI_RANK" in environ
-    return environment.launcher in ("openmpi", "mpich")
+    return environment.launcher in _OF_MPI
 
 
 def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
@@ -124,7 +171,8 @@ def rendezvous_endpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, i
     first node, and a port that follows from the job's number. Raises ValueError that says what is
     missing.
     """
-    if "MASTER_ADDR" not in environ and "MASTER_PORT" not in environ and _in_slurm_step(environ):
+    told = "MASTER_ADDR" in environ or "MASTER_PORT" in environ
+    if not told and _slurm_step(environ) == "ranks":
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         # "rack[3-5,9]-gpu,other": the first of each bracket, up to the comma outside of brackets.
         host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0].strip()
@@ -163,23 +211,36 @@ def warn_if_imported_mpi_disagrees(environment: LaunchEnvironment, backend: str)
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    if size > 1 or backend == "mpi" or environment.launcher in ("openmpi", "mpich"):
+    if size > 1 or backend == "mpi" or environment.launcher in _OF_MPI:
         warn_if_launcher_disagrees(environment, rank, size)
 
 
 def _read(
-    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str | None
+    environ: Mapping[str, str],
+    launcher: str,
+    names: tuple[str, ...],
+    job: str | None,
+    whole: bool = True,
 ) -> LaunchEnvironment:
-    """Read the four numbers from the variables of these names and check that they fit together."""
+    """Read the four numbers from the variables of these names and check that they fit together.
+
+    Unless ``whole``, the number of this host's ranks may be left out, and then the local rank.
+    """
     rank, world_size, local_rank, local_world_size = names
     size = _integer(environ, world_size, launcher, 1)
-    local_size = _integer(environ, local_world_size, launcher, 1, size + 1, world_size)
+    number = local = _integer(environ, rank, launcher, 0, size, world_size)
+    local_size = 0
+    if whole or local_world_size in environ:
+        local_size = _integer(environ, local_world_size, launcher, 1, size + 1, world_size)
+        local = _integer(environ, local_rank, launcher, 0, local_size, local_world_size)
+    elif local_rank in environ:
+        local = _integer(environ, local_rank, launcher, 0, size, world_size)
     return LaunchEnvironment(
         launcher,
-        _integer(environ, rank, launcher, 0, size, world_size),
+        number,
         size,
-        _integer(environ, local_rank, launcher, 0, local_size, local_world_size),
-        local_size,
+        local,
+        1 if size == 1 else local_size,
         environ.get("TAGI_DDP_JOB") or (job and f"{launcher}:{job}"),
     )
 
@@ -209,16 +270,33 @@ def _integer(
     return value
 
 
-def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
+def _torchrun(environ: Mapping[str, str], whole: bool = True) -> LaunchEnvironment:
     # The port and the restart count tell apart two jobs of one user-chosen run id.
     keys = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     parts = [environ[key] for key in keys if key in environ]
-    return _read(environ, "torchrun", _TORCH_NAMES, "/".join(parts) or None)
+    return _read(environ, "torchrun", _TORCH_NAMES, "/".join(parts) or None, whole)
 
 
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+def _slurm_step(environ: Mapping[str, str]) -> str:
+    """Return "ranks" in a step of srun, "shell" in one that runs a script or a shell, else ""."""
     step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _SLURM_SPECIAL_STEPS
+    if "SLURM_PROCID" not in environ or not step.isdecimal():
+        return ""
+    if int(step) >= _SLURM_SPECIAL_STEPS:
+        return "shell"
+    return "shell" if "SLURM_PTY_PORT" in environ and _in_interactive_shell() else "ranks"
+
+
+def _in_interactive_shell() -> bool:
+    """Return whether a shell with job control, a task of SLURM on a terminal, has started this.
+
+    Such a shell makes a process group of each command; a script stays in that of its task.
+    """
+    chain = list(_ancestors())
+    for child, task, parent in zip(chain, chain[1:], chain[2:], strict=False):
+        if parent.name == "slurmstepd":
+            return task.terminal != 0 and child.group != task.group
+    return False
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -245,22 +323,37 @@ def _tasks_per_node(text: str, name: str) -> list[int]:
 
 def _hydra_job() -> str | None:
     """Name Hydra's proxy on this host, an ancestor of all its ranks: no variable names the job."""
+    proxies = (each for each in _ancestors() if each.name == "hydra_pmi_proxy")
+    proxy = next(proxies, None)
+    return None if proxy is None else f"{proxy.pid}/{proxy.started}"
+
+
+class _Process(NamedTuple):
+    pid: int
+    name: str
+    group: int
+    terminal: int
+    started: str
+
+
+def _ancestors() -> Iterator[_Process]:
+    """Yield this process, its parent, and so on, as far as they are seen."""
     pid = os.getpid()
-    while pid > 1:
+    while pid > 0:
         try:
-            # "pid (comm) state ppid ... starttime ...": comm may hold spaces and brackets.
+            # "pid (name) state parent group session terminal ... started ...": a name may hold
+            # spaces and brackets.
             before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         except OSError:
-            return None
+            return
         fields = after.split()
-        if before.endswith("(hydra_pmi_proxy"):
-            return f"{pid}/{fields[19]}"
+        name = before.partition("(")[2]
+        yield _Process(pid, name, int(fields[2]), int(fields[4]), fields[19])
         pid = int(fields[1])
-    return None
 
 
 def _warn_of_second_launcher(environ: Mapping[str, str], found: LaunchEnvironment) -> None:
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"):
         text = environ.get(name, "")
         if text.isdecimal() and int(text) != found.world_size:
             warnings.warn(

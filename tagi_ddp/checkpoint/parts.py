@@ -10,7 +10,7 @@ from tagi_ddp.checkpoint.folder import Checkpoint
 from tagi_ddp.checkpoint.tree import equal, read_tree
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import rank_and_size
 
 
 def check_part(name: str, part: Any) -> None:
@@ -88,7 +88,7 @@ def communicator_of(parts: Mapping[str, Any]) -> Communicator:
             found = getattr(part, name, None)
             if isinstance(found, Communicator):
                 return found
-    if (size := detect().world_size) > 1:
+    if (size := rank_and_size()[1]) > 1:
         raise ValueError(f"communicator must be given: there are {size} ranks and no part has one")
     return SingleCommunicator()
 

@@ -16,7 +16,14 @@ from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.environment import LaunchEnvironment, detect, offers_mpi
+from tagi_ddp.environment import (
+    LaunchEnvironment,
+    detect,
+    offers_mpi,
+    rank_and_size,
+    warn_if_imported_mpi_disagrees,
+    warn_if_not_alone,
+)
 
 BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
 """The names of backends that `init` and DDPConfig accept."""
@@ -29,15 +36,18 @@ _MODULES = {
     "gloo": ("host.gloo", "torch", "torch"),
 }
 
+_MPI = "tagi_ddp.communicators.host.mpi"
+
 # Communicators of one job are told apart by their order, which is the same on all ranks.
 _orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class _Backend(Protocol):
-    """What the module of a backend has; shm and nccl wrap no groups."""
+    """What the module of a backend has; shm and nccl wrap no groups, and MPI alone has a place."""
 
     create: Callable[..., Communicator]
     wrap: Callable[..., Communicator]
+    place: Callable[[float], LaunchEnvironment]
 
 
 def init(
@@ -56,8 +66,9 @@ def init(
             all ranks are on this host, else mpi where the launcher offers it (mpirun; srun with
             ``--mpi=pmix``), else gloo. A world of one is "single", unless "nccl" is asked for.
             "nccl" is for GPUs, on one host or many.
-        rank: this process's number; None: the launcher's.
-        world_size: the number of processes; None: the launcher's.
+        rank: this process's number; None: the launcher's, or for "mpi", if there is no launcher,
+            MPI's.
+        world_size: the number of processes; None: the same.
         job: a name that all ranks give and no other job of this user on this host; None: the
             launcher's.
         timeout: the limit of this call, and the default limit of every wait, in seconds.
@@ -65,7 +76,8 @@ def init(
             local rank.
 
     Raises:
-        ValueError, TypeError: an argument is wrong.
+        ValueError, TypeError: an argument is wrong; or torch's default group has several ranks,
+            and neither a launcher nor the arguments say so.
         BackendUnavailable: the backend cannot work here; the text says what to do.
         Timeout: naming the ranks that did not call this in time.
     """
@@ -75,13 +87,14 @@ def init(
     timeout = checks.seconds("timeout", timeout)
     environment = detect()
     if world_size is None:
+        environment = launched(backend, timeout)
         world_size = environment.world_size
     world_size = checks.integer("world_size", world_size, 1)
     rank = checks.rank("rank", environment.rank if rank is None else rank, world_size)
     if world_size == 1 and backend != "nccl":
         return SingleCommunicator(timeout)
     if backend == "auto":
-        backend = _choose(environment, world_size)
+        backend = _choose(environment, world_size, job or environment.job)
     if backend == "shm":
         return _shm(rank, world_size, job or environment.job, timeout)
     if backend == "mpi":
@@ -89,6 +102,24 @@ def init(
     if backend == "gloo":
         return _backend("gloo").create(rank, world_size, job, timeout)
     return _nccl(rank, world_size, environment, job, timeout, device)
+
+
+def launched(backend: str, timeout: float = DEFAULT_TIMEOUT) -> LaunchEnvironment:
+    """Return the place of this process, for "mpi" MPI's if there is no launcher.
+
+    Raises ValueError if torch's default group has several ranks that no launcher tells of.
+    """
+    environment = detect()
+    if environment.launcher == "none" and backend == "mpi" and _can_import(_MPI):
+        environment = _backend("mpi").place(timeout)
+    if environment.world_size == 1 and (size := rank_and_size()[1]) > 1:
+        raise ValueError(
+            f"torch.distributed's group has {size} ranks, of which no launcher tells: give "
+            "communicator=torch.distributed.group.WORLD to what takes one, or rank= and world_size="
+        )
+    warn_if_imported_mpi_disagrees(environment, backend)
+    warn_if_not_alone(environment)
+    return environment
 
 
 def as_communicator(group: Any) -> Communicator:
@@ -143,17 +174,19 @@ def _below(group: Any) -> Communicator | None:
     return None
 
 
-def _choose(environment: LaunchEnvironment, world_size: int) -> str:
+def _choose(environment: LaunchEnvironment, world_size: int, job: str | None) -> str:
     # Processes that were started by hand are taken to be on one host.
-    if environment.launcher == "none" or environment.local_world_size == world_size:
+    one_host = environment.local_world_size == world_size and job is not None
+    if environment.launcher == "none" or one_host:
         return "shm"
-    if offers_mpi(environment) and _can_import("tagi_ddp.communicators.host.mpi"):
+    if offers_mpi(environment) and _can_import(_MPI):
         return "mpi"
     if _can_import("torch.distributed"):
         return "gloo"
     raise BackendUnavailable(
-        "ranks on several hosts need mpi4py under an MPI launcher, or torch: "
-        "pip install mpi4py, or pip install torch"
+        "ranks on several hosts, or on hosts that are not told, need mpi4py under an MPI launcher, "
+        "or torch: pip install mpi4py, or pip install torch; if all are on one host, set "
+        "LOCAL_WORLD_SIZE and LOCAL_RANK beside WORLD_SIZE and RANK"
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from tagi_ddp.environment import detect, shows_bars
+from tagi_ddp.environment import rank_and_size, shows_bars
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -22,13 +22,14 @@ def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: A
     """Iterate with tqdm's progress bar on rank 0 and with a silent one on the others.
 
     On a terminal, and in a notebook, it is a bar; elsewhere, as in a file, a line every 5 seconds:
-    the environment variable TAGI_DDP_TERMINAL, 1 or 0, decides otherwise. ``rank`` is the
-    launcher's by default; ``tqdm_kwargs`` go to tqdm. The result has tqdm's methods
-    (``set_postfix``, ``write``, ...) on all ranks.
+    the environment variable TAGI_DDP_TERMINAL, 1 or 0, decides otherwise. ``rank`` is that of
+    torch's default group or the launcher's by default; ``tqdm_kwargs`` go to tqdm. The result has
+    tqdm's methods (``set_postfix``, ``write``, ...) on all ranks.
     """
     from tqdm import tqdm
 
-    shown = (detect().rank if rank is None else rank) == 0 and not tqdm_kwargs.pop("disable", False)
+    own = rank_and_size()[0] if rank is None else rank
+    shown = own == 0 and not tqdm_kwargs.pop("disable", False)
     if shown and "file" not in tqdm_kwargs and not shows_bars(sys.stderr):
         seconds = tqdm_kwargs.setdefault("mininterval", _SECONDS)
         if desc := tqdm_kwargs.get("desc"):
@@ -41,9 +42,9 @@ def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: A
 def log(*values: object, sep: str = " ", rank: int | None = None) -> None:
     """Print a line on rank 0 only, above its progress bar if there is one.
 
-    ``rank`` is this process's number; None: the launcher's.
+    ``rank`` is this process's number; None: that of torch's default group, or the launcher's.
     """
-    if (detect().rank if rank is None else rank) != 0:
+    if (rank_and_size()[0] if rank is None else rank) != 0:
         return
     from tqdm import tqdm
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import rank_and_size
 
 
 class DistributedSampler:
@@ -26,8 +26,9 @@ class DistributedSampler:
 
     Args:
         dataset: anything with a length, or the length.
-        num_replicas: number of ranks; the launcher's world size by default.
-        rank: this rank; the launcher's by default.
+        num_replicas: number of ranks; by default that of torch's default group, if it is
+            initialised, else the launcher's world size.
+        rank: this rank; by default the same's.
         shuffle: draw a new order each epoch (see `set_epoch`); else 0, 1, 2, ...
         seed: start of the order, the same on all ranks.
         uneven: how iteration shares what does not divide. "pad": the order's first samples are
@@ -48,10 +49,10 @@ class DistributedSampler:
         seed: int = 0,
         uneven: Literal["keep", "pad", "drop"] = "pad",
     ) -> None:
-        environment = detect() if num_replicas is None or rank is None else None
-        if environment is not None:
-            num_replicas = environment.world_size if num_replicas is None else num_replicas
-            rank = environment.rank if rank is None else rank
+        if num_replicas is None or rank is None:
+            own, size = rank_and_size()
+            num_replicas = size if num_replicas is None else num_replicas
+            rank = own if rank is None else rank
         length = len(dataset) if isinstance(dataset, Sized) else dataset
         self._length = integer("dataset's length", length, 0)
         self.num_replicas = integer("num_replicas", num_replicas, 1)

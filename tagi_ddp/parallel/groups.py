@@ -17,21 +17,11 @@ from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
+from tagi_ddp.environment import rank_and_size as rank_and_size  # as others know it
 from tagi_ddp.torch_backend.objects import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks.
-
-    They are those of torch's default group, if that is initialised, else the launcher's.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    environment = detect()
-    return environment.rank, environment.world_size
 
 
 def world() -> dist.ProcessGroup:

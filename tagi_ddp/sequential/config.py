@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from tagi_ddp.checks import integer
-from tagi_ddp.environment import detect, warn_if_imported_mpi_disagrees
+from tagi_ddp.communicators.init import launched
 
 Backend = Literal["auto", "nccl", "mpi", "shm", "gloo"]
 _BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -45,17 +45,17 @@ class DDPConfig:
         """Take rank and world size from the launcher; without one, rank 0 of 1.
 
         Launchers: ``tagi-ddp run`` and `tagi_ddp.launch`, torchrun, Open MPI's mpirun, MPICH's
-        mpiexec, srun. ``device_ids`` is one per rank of this host, counted from 0, by default.
+        mpiexec, srun, and others (docs/clusters.md). ``device_ids`` is one per rank of this host,
+        counted from 0, by default.
 
-        Raises ValueError when the launcher's variables are malformed; warns when the launcher and
-        an MPI that is loaded already disagree, or two launchers' variables do.
+        Raises ValueError when the launcher's variables are malformed, or torch's default group has
+        ranks of which no launcher tells; warns when the launcher and an MPI that is loaded already
+        disagree, or two launchers' variables do.
         """
-        environment = detect()
+        environment = launched(backend)
         if device_ids is None:
             device_ids = range(environment.local_world_size)
-        config = cls(device_ids, backend, environment.rank, environment.world_size)
-        warn_if_imported_mpi_disagrees(environment, config.backend)
-        return config
+        return cls(device_ids, backend, environment.rank, environment.world_size)
 
     @property
     def device_ids(self) -> list[int]:

@@ -13,7 +13,7 @@ from torch.distributed import Store
 from tagi_ddp.communicators import BackendUnavailable, Communicator, init
 from tagi_ddp.communicators.host import gloo
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import detect, offers_mpi
 from tagi_ddp.torch_backend.process_group import NAME, ProcessGroup
 
 _BACKENDS = ("auto", "shm", "mpi", "gloo")
@@ -45,7 +45,7 @@ def _connect(store: Store, rank: int, size: int, timeout: float) -> Communicator
     if backend == "shm" or (backend == "auto" and len(hosts) == 1):
         return init("shm", rank, size, job=store.get("job").decode(), timeout=timeout)
     environment = detect()
-    if backend == "mpi" or (backend == "auto" and environment.launcher in ("openmpi", "mpich")):
+    if backend == "mpi" or (backend == "auto" and offers_mpi(environment)):
         if size == environment.world_size:
             return init("mpi", rank, size, timeout=timeout)
         raise BackendUnavailable(

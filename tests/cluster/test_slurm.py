@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -113,6 +114,19 @@ def test_the_job_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
         time.sleep(0.5)
     starts = [line for line in output.read_text().splitlines() if line.startswith("from")]
     assert starts == ["from 0", "from 3"]
+
+
+def test_an_interactive_shell_starts_one_process(slurm: Slurm) -> None:
+    """And not one of the ranks that SLURM's variables tell of; but a task on a terminal is one."""
+    code = "from tagi_ddp.environment import detect; print(detect().launcher, end=chr(59))"
+    python = shlex.join([sys.executable, "-c", code])
+    for task, launcher in (
+        (f"bash --norc -ic {shlex.quote(python + '; true')}", "none"),
+        (python, "slurm"),
+    ):
+        command = f"srun -N 1 -n 2 --pty {task}"
+        done = slurm.run("script", "-qec", command, "/dev/null")
+        assert f"{launcher};" in done.stdout, done.stdout
 
 
 def test_a_killed_rank_ends_all_by_name(slurm: Slurm, script: Path) -> None:

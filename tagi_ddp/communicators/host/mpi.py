@@ -206,6 +206,13 @@ class MpiCommunicator(CheckedHostCommunicator):
             part.open_engines(made, Call("init", "", call.left(), deadline=call.deadline))
 
 
+def place(timeout: float) -> LaunchEnvironment:
+    """Return this process's place in MPI's world, of which no launcher tells."""
+    start("init (mpi)", timeout)
+    world = MPI.COMM_WORLD
+    return LaunchEnvironment("mpi", world.rank, world.size, world.rank, 0)
+
+
 def create(
     rank: int, world_size: int, environment: LaunchEnvironment, timeout: float
 ) -> MpiCommunicator:
@@ -215,9 +222,10 @@ def create(
     itself does not start in time.
     """
     deadline = time.monotonic() + timeout
-    start(rank, world_size, timeout)
+    start(f"init on rank {rank} of {world_size} (mpi)", timeout)
     world = MPI.COMM_WORLD
-    warn_if_launcher_disagrees(environment, world.rank, world.size)
+    if environment.launcher != "none":
+        warn_if_launcher_disagrees(environment, world.rank, world.size)
     if (rank, world_size) != (world.rank, world.size):
         raise BackendUnavailable(
             f"this is rank {rank} of {world_size}, but MPI says rank {world.rank} of {world.size}: "

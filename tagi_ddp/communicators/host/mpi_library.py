@@ -23,8 +23,11 @@ from mpi4py import MPI  # loads the library
 __all__ = ["MPI", "start"]
 
 
-def start(rank: int, size: int, timeout: float) -> None:
-    """Start MPI unless it has been; in C it waits for all ranks, and nothing ends that."""
+def start(where: str, timeout: float) -> None:
+    """Start MPI unless it has been; in C it waits for all ranks, and nothing ends that.
+
+    ``where`` begins the text of an error.
+    """
     if MPI.Is_initialized():
         return
     name = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
@@ -40,7 +43,7 @@ def start(rank: int, size: int, timeout: float) -> None:
     thread.join(timeout)
     if thread.is_alive():
         raise Timeout(
-            f"init on rank {rank} of {size} (mpi): MPI did not start within {timeout:g} s: a rank "
+            f"{where}: MPI did not start within {timeout:g} s: a rank "
             "has not called init, nor imported mpi4py.MPI. Look at the ranks' output; raise "
             "timeout= if they are only slow. End this process: MPI cannot be started again."
         )

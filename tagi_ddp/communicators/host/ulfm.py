@@ -35,7 +35,7 @@ class Survivors:
                 "start the ranks with mpirun --with-ft ulfm"
             )
         environment = detect()
-        start(environment.rank, environment.world_size, limit)
+        start(f"init on rank {environment.rank} of {environment.world_size} (mpi)", limit)
         outlive_ranks()
         self._group: MPI.Intracomm = MPI.COMM_WORLD
 
