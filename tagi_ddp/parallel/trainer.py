@@ -133,7 +133,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 parameters are in `task_model` and the checkpoints.
             data: arrays or tensors of one length, like ``(x, y)``, whose slices make a batch, or a
                 torch dataset, whose samples are collated. A torch module gets tensors on its
-                device, floats of its dtype; a Sequential gets what the slices are.
+                device, floats of its dtype, or of several dtypes the widest for floats of none of
+                them. A Sequential gets what the slices are.
             epochs: how many there are in all.
             batch_size: of all ranks together.
             optimizer: makes one of the parameters, like ``partial(Adam, lr=0.01)``; None for a
