@@ -19,13 +19,14 @@ from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile, Leaf, naming,
 
 __all__ = ["DamagedFile", "Snapshot", "equal", "read_tree"]
 
-_DTYPES = {
+_DTYPES = {  # as safetensors names them
     "bool": "BOOL",
-    "bfloat16": "BF16",
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
+# Those that all versions of safetensors know. Tensors of others of 8 or 16 bits lie as integers.
+_OF_TORCH = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", **_DTYPES}
 _PLAIN = (type(None), bool, int, float, complex, str)
 _ATTRIBUTED: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)  # dicts with attributes
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
@@ -164,16 +165,7 @@ def _is_key(key: Any) -> bool:
 def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
     torch = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor:
-        held = value.layout == torch.strided and not (value.is_nested or value.is_meta)
-        parts = torch.view_as_real(value.resolve_conj()) if held and value.is_complex() else value
-        dtype = str(parts.dtype).removeprefix("torch.")
-        if dtype in _DTYPES and held:
-            flat = parts.detach().cpu().resolve_neg().contiguous().reshape(-1)
-            if flat.stride(0) != 1:  # of a single element, which any stride leaves contiguous
-                flat = flat.clone(memory_format=torch.contiguous_format)
-            kind = "$tensor" if parts is value else "$complex tensor"
-            return kind, Leaf(_DTYPES[dtype], tuple(parts.shape), flat.view(torch.uint8).numpy())
-        raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
+        return _tensor_leaf(torch, value, name)
     if type(value) is np.ndarray or isinstance(value, np.generic):
         is_complex = value.dtype.kind == "c" and value.dtype.isnative
         array = np.stack([value.real, value.imag], -1) if is_complex else np.asarray(value)
@@ -184,6 +176,29 @@ def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
             return tag, Leaf(_DTYPES[array.dtype.name], array.shape, flat.view(np.uint8))
         raise TypeError(f"{name[1:]} is an array of {value.dtype}: give one of numbers")
     raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
+
+
+def _tensor_leaf(torch: Any, value: Any, name: str) -> tuple[str, Leaf]:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if (
+        value.layout != torch.strided
+        or value.is_nested
+        or value.is_meta
+        or dtype.startswith("q")  # quantized: its scale is beside its numbers
+        or (dtype not in _OF_TORCH and not value.is_complex() and value.itemsize > 2)
+    ):
+        raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
+    tag, parts = "$tensor", value.detach()
+    if value.is_complex():
+        tag, parts = "$complex tensor", torch.view_as_real(parts.resolve_conj())
+    elif dtype not in _OF_TORCH:
+        tag = f"${dtype} tensor"
+        parts = parts.view(torch.uint8 if value.itemsize == 1 else torch.uint16)
+    flat = parts.cpu().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of a single element, which any stride leaves contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    kind = _OF_TORCH[str(parts.dtype).removeprefix("torch.")]
+    return tag, Leaf(kind, tuple(parts.shape), flat.view(torch.uint8).numpy())
 
 
 def _decode(value: Any, arrays: ArrayFile) -> Any:
@@ -224,6 +239,13 @@ def _decode(value: Any, arrays: ArrayFile) -> Any:
             import torch
 
             return torch.view_as_complex(arrays.tensor(name))
+        case [(kind, name)] if kind.startswith("$") and kind.endswith(" tensor"):
+            import torch
+
+            dtype = getattr(torch, kind[1 : -len(" tensor")], None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"it holds a {kind[1:]}, which this version of torch has not")
+            return arrays.tensor(name).view(dtype)
         case [(kind, _)] if kind.startswith("$"):
             raise ValueError(f"it holds {kind!r}, which this version does not know")
     return {key: _decode(part, arrays) for key, part in value.items()}
