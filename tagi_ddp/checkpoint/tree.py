@@ -17,7 +17,7 @@ import numpy as np
 
 from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile, Leaf, naming, write_arrays
 
-__all__ = ["DamagedFile", "Snapshot", "equal", "read_tree"]
+__all__ = ["DamagedFile", "Snapshot", "check", "equal", "read_tree"]
 
 _DTYPES = {  # as safetensors names them
     "bool": "BOOL",
@@ -62,6 +62,11 @@ class Snapshot:
         write_arrays(file, self._leaves, json.dumps(self._header, allow_nan=False), save)
 
 
+def check(tree: Any, name: str = "") -> None:
+    """Raise TypeError, naming it, if something in a tree cannot be saved; no array is copied."""
+    _encode(tree, f"/{name}" if name else "", None)
+
+
 def equal(a: Any, b: Any) -> bool:
     """Return whether two trees are the same in value and type, their arrays bit for bit."""
     leaves: tuple[dict[str, Leaf], dict[str, Leaf]] = {}, {}
@@ -101,8 +106,8 @@ def _inner(header: Any) -> Any:
     return header
 
 
-def _encode(value: Any, name: str, leaves: dict[str, Leaf], depth: int = 0) -> Any:
-    """Return ``value`` as JSON has it, and put its arrays into ``leaves``."""
+def _encode(value: Any, name: str, leaves: dict[str, Leaf] | None, depth: int = 0) -> Any:
+    """Return ``value`` as JSON has it, and put its arrays into ``leaves``; None: leave them out."""
     if depth > _DEPTH:
         raise TypeError(f"{name[1:40]}... is nested more than {_DEPTH} deep, or holds itself")
 
@@ -136,7 +141,10 @@ def _encode(value: Any, name: str, leaves: dict[str, Leaf], depth: int = 0) -> A
     if kind in (list, tuple):
         parts = [inner(part, index) for index, part in enumerate(value)]
         return {"$tuple": parts} if kind is tuple else parts
-    tag, leaf = _leaf(value, name)
+    _check_leaf(value, name)
+    if leaves is None:
+        return None
+    tag, leaf = _leaf(value)
     name = name.encode(errors="replace").decode()  # a file has no half a character
     while name in leaves:  # "a/b" next to "a" with "b" in it
         name += "'"
@@ -162,32 +170,44 @@ def _is_key(key: Any) -> bool:
     )
 
 
-def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
+def _check_leaf(value: Any, name: str) -> None:
+    """Raise TypeError unless a value is an array or a tensor that a file can hold."""
     torch = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor:
-        return _tensor_leaf(torch, value, name)
-    if type(value) is np.ndarray or isinstance(value, np.generic):
-        is_complex = value.dtype.kind == "c" and value.dtype.isnative
-        array = np.stack([value.real, value.imag], -1) if is_complex else np.asarray(value)
-        if array.dtype.name in _DTYPES and array.dtype.isnative:
-            flat = np.ascontiguousarray(array).reshape(-1)
-            kind = "array" if isinstance(value, np.ndarray) else "scalar"
-            tag = f"$complex {kind}" if is_complex else f"${kind}"
-            return tag, Leaf(_DTYPES[array.dtype.name], array.shape, flat.view(np.uint8))
-        raise TypeError(f"{name[1:]} is an array of {value.dtype}: give one of numbers")
-    raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if (
+            value.layout != torch.strided
+            or value.is_nested
+            or value.is_meta
+            or dtype.startswith("q")  # quantized: its scale is beside its numbers
+            or (dtype not in _OF_TORCH and not value.is_complex() and value.itemsize > 2)
+        ):
+            raise TypeError(
+                f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file"
+            )
+    elif type(value) is np.ndarray or isinstance(value, np.generic):
+        part = value.real if value.dtype.kind == "c" else value
+        if part.dtype.name not in _DTYPES or not value.dtype.isnative:
+            raise TypeError(f"{name[1:]} is an array of {value.dtype}: give one of numbers")
+    else:
+        raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
 
 
-def _tensor_leaf(torch: Any, value: Any, name: str) -> tuple[str, Leaf]:
+def _leaf(value: Any) -> tuple[str, Leaf]:
+    if not isinstance(value, np.ndarray | np.generic):
+        return _tensor_leaf(value)
+    is_complex = value.dtype.kind == "c"
+    array = np.stack([value.real, value.imag], -1) if is_complex else np.asarray(value)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    tag = f"$complex {kind}" if is_complex else f"${kind}"
+    return tag, Leaf(_DTYPES[array.dtype.name], array.shape, flat.view(np.uint8))
+
+
+def _tensor_leaf(value: Any) -> tuple[str, Leaf]:
+    import torch
+
     dtype = str(value.dtype).removeprefix("torch.")
-    if (
-        value.layout != torch.strided
-        or value.is_nested
-        or value.is_meta
-        or dtype.startswith("q")  # quantized: its scale is beside its numbers
-        or (dtype not in _OF_TORCH and not value.is_complex() and value.itemsize > 2)
-    ):
-        raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
     tag, parts = "$tensor", value.detach()
     if value.is_complex():
         tag, parts = "$complex tensor", torch.view_as_real(parts.resolve_conj())

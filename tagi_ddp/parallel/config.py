@@ -6,7 +6,7 @@ import copy
 import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -102,6 +102,19 @@ class Config:
         if value is not getattr(kind, name, kind):  # the default
             value = _checked(kind, name, value)
         object.__setattr__(self, name, value)
+
+
+@dataclass
+class CheckpointConfig(Config):
+    """The times at which the trainer writes checkpoints, beside the one at the end.
+
+    Args:
+        save_every_n_steps: after every so many steps; None: at the end only.
+        only_save_most_recent: remove the older ones.
+    """
+
+    save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
+    only_save_most_recent: bool = False
 
 
 @dataclass
