@@ -56,8 +56,8 @@ class Checkpoints(Closing):
             torch's. The global ones of all three are always saved.
 
     Raises:
-        CheckpointError: on all ranks: an argument is not as it must be, ranks differ, or the folder
-            cannot be used, as another job saves into it.
+        CheckpointError: on all ranks: an argument is not as it must be, a torch module or optimizer
+            holds what cannot be saved, ranks differ, or another job saves into the folder.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Checkpoints(Closing):
         self._writing = Call(write, self._limit, f"{path} has not been written")
 
     def check(self) -> None:
-        """Find out early, without a copy of arrays, that `save` can save all parts as they are now.
+        """Check early that `save` can save all parts as they are now; nothing is written.
 
         Raises CheckpointError on all ranks, which names what cannot be saved.
         """

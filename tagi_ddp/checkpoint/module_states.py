@@ -31,7 +31,7 @@ def fitted(part: Any, state: Any) -> Any:
     prefixes = {prefix for prefix, _ in part.named_modules(remove_duplicate=False)}
     names = prefixes | set(part.state_dict())
     # Of a wrapper and what it wraps, which have the same bare name, the latter is longer.
-    own = {_bare(name, wrapped): name for name in sorted(names, key=len)}
+    own: dict[str, str] = {_bare(name, wrapped): name for name in sorted(names, key=len)}
 
     def name_of(name: str) -> str:
         if name in names and name != "":
