@@ -14,11 +14,11 @@ from tagi_ddp.checkpoint.disk import Call
 from tagi_ddp.checkpoint.entering import enter, join
 from tagi_ddp.checkpoint.errors import CheckpointError, is_damage
 from tagi_ddp.checkpoint.folder import FORMAT, FORMATS, Checkpoint, Folder, label
-from tagi_ddp.checkpoint.generators import global_generators, state_of
+from tagi_ddp.checkpoint.generators import state_of, states
 from tagi_ddp.checkpoint.loading import Loading
 from tagi_ddp.checkpoint.owner import Owner
-from tagi_ddp.checkpoint.parts import check_part, communicator_of, has_run_state, is_elastic
-from tagi_ddp.checkpoint.tree import Snapshot
+from tagi_ddp.checkpoint.parts import check_part, communicator_of, is_elastic, states_of
+from tagi_ddp.checkpoint.tree import Snapshot, check
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
@@ -56,8 +56,8 @@ class Checkpoints(Closing):
             torch's. The global ones of all three are always saved.
 
     Raises:
-        CheckpointError: on all ranks: an argument is not as it must be, ranks differ, or the folder
-            cannot be used, as another job saves into it.
+        CheckpointError: on all ranks: an argument is not as it must be, a torch module or optimizer
+            holds what cannot be saved, ranks differ, or another job saves into the folder.
     """
 
     def __init__(
@@ -140,19 +140,7 @@ class Checkpoints(Closing):
         self._agree(lambda: [("step", str(integer("step", step, 0)))], wait=True)
         everyone = all_gather_object(self._communicator, [self._number, secrets.token_hex(8)])
         self._number, save = max(number for number, _ in everyone), everyone[0][1]
-        try:
-            parts = self._states()
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-        def copy() -> list[Entry]:
-            own = {**global_generators(), **self._generators}
-            generators = {name: state_of(each) for name, each in own.items()}
-            self._snapshot.take({"parts": parts, "generators": generators, "extra": extra})
-            return []
-
-        self._agree(copy)
+        self._collect(self._snapshot.take, extra)
         checkpoint = self._folder.checkpoint(self._number, step)
         self._number += 1
         rank = self._communicator.rank
@@ -161,6 +149,27 @@ class Checkpoints(Closing):
         path = self._folder.saving(checkpoint, run).file_of(rank)
         write = partial(self._write, checkpoint, rank, run)
         self._writing = Call(write, self._limit, f"{path} has not been written")
+
+    def check(self) -> None:
+        """Check early that `save` can save all parts as they are now; nothing is written.
+
+        Raises CheckpointError on all ranks, which names what cannot be saved.
+        """
+        self._surviving(partial(self._collect, check, None))
+
+    def _collect(self, use: Callable[[Any], None], extra: Any) -> None:
+        """Call a function of all that this rank saves."""
+        try:
+            parts = states_of(self._parts)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+        def call() -> list[Entry]:
+            use({"parts": parts, "generators": states(self._generators), "extra": extra})
+            return []
+
+        self._agree(call)
 
     def _write(self, checkpoint: Checkpoint, rank: int, run: dict[str, Any]) -> None:
         write = partial(self._snapshot.write, save=label(run, rank))
@@ -333,14 +342,6 @@ class Checkpoints(Closing):
                 raise ValueError(
                     f"{name} is {now[name]} now, and was {saved.get(name)} in {checkpoint.path}"
                 )
-
-    # --- what is saved beside the parts -------------------------------------------------------
-
-    def _states(self) -> dict[str, Any]:
-        return {
-            name: part.run_state() if has_run_state(part) else part.state_dict()
-            for name, part in self._parts.items()
-        }
 
     def _run(self, step: int) -> dict[str, Any]:
         """Return what people, and `resume`, want to know of a checkpoint first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,11 @@ def global_generators(saved: Container[str] = ()) -> dict[str, Any]:
         if cuda.is_initialized() or (_GPU in saved and cuda.is_available()):
             found[_GPU] = cuda
     return found
+
+
+def states(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the global generators and of others, by name."""
+    return {name: state_of(each) for name, each in {**global_generators(), **own}.items()}
 
 
 def state_of(generator: Any) -> Any:

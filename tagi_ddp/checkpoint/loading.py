@@ -12,6 +12,7 @@ from tagi_ddp.checkpoint import generators as of
 from tagi_ddp.checkpoint import parts as of_parts
 from tagi_ddp.checkpoint.errors import CheckpointError
 from tagi_ddp.checkpoint.folder import Checkpoint
+from tagi_ddp.checkpoint.module_states import fitted
 from tagi_ddp.checkpoint.tree import DamagedFile, read_tree
 from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.equality import Entry
@@ -122,8 +123,8 @@ class Loading:
                     f"{name} was another one on each of the {self._ranks} ranks that saved it: "
                     "resume on as many"
                 )
-            of_parts.check_state(name, part, state)
-            self._states[name] = state
+            self._states[name] = fitted(part, state)
+            of_parts.check_state(name, part, self._states[name])
         self._generators = self._read(partial(of_parts.generators_of, found, own))
         for name, (generator, state) in self._matching().items():
             if state is not None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tagi_ddp.checkpoint.folder import Checkpoint
-from tagi_ddp.checkpoint.tree import equal, read_tree
+from tagi_ddp.checkpoint.module_states import state_of
+from tagi_ddp.checkpoint.tree import check, equal, read_tree
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import rank_and_size
@@ -29,6 +30,37 @@ def check_part(name: str, part: Any) -> None:
         raise TypeError(
             f"{name} is a {type(part).__name__}, which has no state_dict and load_state_dict"
         )
+    check_held(name, part)
+
+
+def check_held(name: str, part: Any) -> None:
+    """Raise TypeError if a torch module or optimizer holds already what cannot be saved.
+
+    Those whose ``state_dict`` may wait for other ranks are not checked, nor lazy parameters.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if isinstance(part, torch.nn.Module):
+        sharding = sys.modules.get("torch.distributed.fsdp")
+        if type(part).state_dict is not torch.nn.Module.state_dict or (
+            sharding is not None
+            and any(isinstance(each, sharding.FullyShardedDataParallel) for each in part.modules())
+        ):
+            return
+    elif getattr(type(part), "state_dict", None) is not torch.optim.Optimizer.state_dict:
+        return
+    for key, value in state_of(part).items():
+        if not torch.nn.parameter.is_lazy(value):
+            check({key: value}, f"parts/{name}")
+
+
+def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of parts by their names; a collective call."""
+    return {
+        name: part.run_state() if has_run_state(part) else state_of(part)
+        for name, part in parts.items()
+    }
 
 
 def check_state(name: str, part: Any, state: Any) -> None:

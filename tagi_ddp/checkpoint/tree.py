@@ -17,15 +17,16 @@ import numpy as np
 
 from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile, Leaf, naming, write_arrays
 
-__all__ = ["DamagedFile", "Snapshot", "equal", "read_tree"]
+__all__ = ["DamagedFile", "Snapshot", "check", "equal", "read_tree"]
 
-_DTYPES = {
+_DTYPES = {  # as safetensors names them
     "bool": "BOOL",
-    "bfloat16": "BF16",
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
+# Those that all versions of safetensors know. Tensors of others of 8 or 16 bits lie as integers.
+_OF_TORCH = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", **_DTYPES}
 _PLAIN = (type(None), bool, int, float, complex, str)
 _ATTRIBUTED: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)  # dicts with attributes
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
@@ -59,6 +60,11 @@ class Snapshot:
     def write(self, file: BinaryIO, save: str = "") -> None:
         """Write the copy as a safetensors file, with checksums and a label of the save."""
         write_arrays(file, self._leaves, json.dumps(self._header, allow_nan=False), save)
+
+
+def check(tree: Any, name: str = "") -> None:
+    """Raise TypeError, naming it, if something in a tree cannot be saved; no array is copied."""
+    _encode(tree, f"/{name}" if name else "", None)
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -100,8 +106,8 @@ def _inner(header: Any) -> Any:
     return header
 
 
-def _encode(value: Any, name: str, leaves: dict[str, Leaf], depth: int = 0) -> Any:
-    """Return ``value`` as JSON has it, and put its arrays into ``leaves``."""
+def _encode(value: Any, name: str, leaves: dict[str, Leaf] | None, depth: int = 0) -> Any:
+    """Return ``value`` as JSON has it, and put its arrays into ``leaves``; None: leave them out."""
     if depth > _DEPTH:
         raise TypeError(f"{name[1:40]}... is nested more than {_DEPTH} deep, or holds itself")
 
@@ -135,7 +141,10 @@ def _encode(value: Any, name: str, leaves: dict[str, Leaf], depth: int = 0) -> A
     if kind in (list, tuple):
         parts = [inner(part, index) for index, part in enumerate(value)]
         return {"$tuple": parts} if kind is tuple else parts
-    tag, leaf = _leaf(value, name)
+    _check_leaf(value, name)
+    if leaves is None:
+        return None
+    tag, leaf = _leaf(value)
     name = name.encode(errors="replace").decode()  # a file has no half a character
     while name in leaves:  # "a/b" next to "a" with "b" in it
         name += "'"
@@ -161,29 +170,55 @@ def _is_key(key: Any) -> bool:
     )
 
 
-def _leaf(value: Any, name: str) -> tuple[str, Leaf]:
+def _check_leaf(value: Any, name: str) -> None:
+    """Raise TypeError unless a value is an array or a tensor that a file can hold."""
     torch = sys.modules.get("torch")
     if torch is not None and type(value) is torch.Tensor:
-        held = value.layout == torch.strided and not (value.is_nested or value.is_meta)
-        parts = torch.view_as_real(value.resolve_conj()) if held and value.is_complex() else value
-        dtype = str(parts.dtype).removeprefix("torch.")
-        if dtype in _DTYPES and held:
-            flat = parts.detach().cpu().resolve_neg().contiguous().reshape(-1)
-            if flat.stride(0) != 1:  # of a single element, which any stride leaves contiguous
-                flat = flat.clone(memory_format=torch.contiguous_format)
-            kind = "$tensor" if parts is value else "$complex tensor"
-            return kind, Leaf(_DTYPES[dtype], tuple(parts.shape), flat.view(torch.uint8).numpy())
-        raise TypeError(f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file")
-    if type(value) is np.ndarray or isinstance(value, np.generic):
-        is_complex = value.dtype.kind == "c" and value.dtype.isnative
-        array = np.stack([value.real, value.imag], -1) if is_complex else np.asarray(value)
-        if array.dtype.name in _DTYPES and array.dtype.isnative:
-            flat = np.ascontiguousarray(array).reshape(-1)
-            kind = "array" if isinstance(value, np.ndarray) else "scalar"
-            tag = f"$complex {kind}" if is_complex else f"${kind}"
-            return tag, Leaf(_DTYPES[array.dtype.name], array.shape, flat.view(np.uint8))
-        raise TypeError(f"{name[1:]} is an array of {value.dtype}: give one of numbers")
-    raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if (
+            value.layout != torch.strided
+            or value.is_nested
+            or value.is_meta
+            or dtype.startswith("q")  # quantized: its scale is beside its numbers
+            or (dtype not in _OF_TORCH and not value.is_complex() and value.itemsize > 2)
+        ):
+            raise TypeError(
+                f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file"
+            )
+    elif type(value) is np.ndarray or isinstance(value, np.generic):
+        part = value.real if value.dtype.kind == "c" else value
+        if part.dtype.name not in _DTYPES or not value.dtype.isnative:
+            raise TypeError(f"{name[1:]} is an array of {value.dtype}: give one of numbers")
+    else:
+        raise TypeError(f"{name[1:]} is a {type(value).__name__}, which cannot be saved: {_TAKES}")
+
+
+def _leaf(value: Any) -> tuple[str, Leaf]:
+    if not isinstance(value, np.ndarray | np.generic):
+        return _tensor_leaf(value)
+    is_complex = value.dtype.kind == "c"
+    array = np.stack([value.real, value.imag], -1) if is_complex else np.asarray(value)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    tag = f"$complex {kind}" if is_complex else f"${kind}"
+    return tag, Leaf(_DTYPES[array.dtype.name], array.shape, flat.view(np.uint8))
+
+
+def _tensor_leaf(value: Any) -> tuple[str, Leaf]:
+    import torch
+
+    dtype = str(value.dtype).removeprefix("torch.")
+    tag, parts = "$tensor", value.detach()
+    if value.is_complex():
+        tag, parts = "$complex tensor", torch.view_as_real(parts.resolve_conj())
+    elif dtype not in _OF_TORCH:
+        tag = f"${dtype} tensor"
+        parts = parts.view(torch.uint8 if value.itemsize == 1 else torch.uint16)
+    flat = parts.cpu().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of a single element, which any stride leaves contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    kind = _OF_TORCH[str(parts.dtype).removeprefix("torch.")]
+    return tag, Leaf(kind, tuple(parts.shape), flat.view(torch.uint8).numpy())
 
 
 def _decode(value: Any, arrays: ArrayFile) -> Any:
@@ -224,6 +259,13 @@ def _decode(value: Any, arrays: ArrayFile) -> Any:
             import torch
 
             return torch.view_as_complex(arrays.tensor(name))
+        case [(kind, name)] if kind.startswith("$") and kind.endswith(" tensor"):
+            import torch
+
+            dtype = getattr(torch, kind[1 : -len(" tensor")], None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"it holds a {kind[1:]}, which this version of torch has not")
+            return arrays.tensor(name).view(dtype)
         case [(kind, _)] if kind.startswith("$"):
             raise ValueError(f"it holds {kind!r}, which this version does not know")
     return {key: _decode(part, arrays) for key, part in value.items()}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tagi_ddp.checks import integer
+from tagi_ddp.data.empty_batch import empty_batch
 from tagi_ddp.data.sampler import DistributedSampler, share_of
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ def prepare(
         seed: of the order, and of all that workers draw; the same on all ranks.
 
     Raises:
-        TypeError, ValueError: naming what cannot be shared out.
+        TypeError, ValueError: naming what cannot be shared out. TypeError also if a rank's share of
+            a batch is empty and a part of a batch of no samples is unknown: with workers at the
+            first batch. `PreparedLoader` tells which are known.
     """
     from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -77,7 +81,9 @@ def prepare(
     sampler = DistributedSampler(length, num_replicas, rank, shuffle, seed)
     shares = _Shares(sampler, loader.batch_size, loader.drop_last, loader.num_workers > 0)
     options = {name: getattr(loader, name) for name in _OPTIONS}
-    collate = _Collate(loader.collate_fn, loader.dataset)
+    collate = _Collate(loader.collate_fn, loader.dataset, shares.empty())
+    if not loader.num_workers:
+        collate.check()
     options["worker_init_fn"] = _Start(loader.worker_init_fn, loader.generator)
     return PreparedLoader(
         DataLoader(loader.dataset, batch_sampler=shares, collate_fn=collate, **options), shares
@@ -87,8 +93,11 @@ def prepare(
 class PreparedLoader:
     """The share of a rank; made by `prepare`. Iteration gives one epoch, ``sampler.epoch``.
 
-    A rank whose share of a small last batch is empty gets arrays of no rows, with which it has to
-    step like the others.
+    A rank whose share of a small last batch is empty gets a batch of no samples, with which it has
+    to step like the others. Arrays and tensors have no rows there, and sequences of samples no
+    elements, in mappings, dataclasses, lists, tuples and named tuples. Of numbers, texts, tensors
+    without dimensions and other objects no such value is known: `prepare` refuses them if a share
+    is empty.
     """
 
     def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
@@ -149,6 +158,14 @@ class _Shares:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def empty(self) -> str:
+        """Return which batch has fewer samples than there are ranks; "" if none has."""
+        ranks, size, rest = self.sampler.num_replicas, self._size, self._length % self._size
+        last = rest if self.per_epoch > self._length // size else min(size, self._length)
+        if not self.per_epoch or min(last, size) >= ranks:
+            return ""
+        return f"a batch of {last} of {self._length} samples for {ranks} ranks"
 
     def __iter__(self) -> Iterator[list[int]]:
         order = None
@@ -225,27 +242,51 @@ class _Start:
 
 
 class _Collate:
-    """Puts samples together as another function does; of none it makes arrays of no rows."""
+    """Puts samples together as another function does; of none it makes a batch of no samples.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
+    ``empty`` names a batch of which a rank gets none. All ranks then check at the first batch, on
+    each worker, that a batch of no samples can be made.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, empty: str) -> None:
         self._collate = collate
         self._dataset = dataset
+        self._unchecked = empty
 
     def __call__(self, samples: list[Any]) -> Any:
-        if samples:
-            return self._collate(samples)
-        return _no_rows(self._collate([self._dataset[0]]))
+        batch = self._collate(samples) if samples else self._none()
+        self.check()
+        return batch
+
+    def check(self) -> None:
+        """Raise TypeError, once, if there is an empty share and no batch for it."""
+        if self._unchecked:
+            self._none()
+            self._unchecked = ""
+
+    def _none(self) -> Any:
+        try:
+            with _same_numbers():
+                return empty_batch(self._collate, self._dataset[0])
+        except TypeError as error:
+            raise TypeError(
+                f"{self._unchecked} leaves a rank without a sample, and a batch of no samples "
+                f"cannot be made: {error}. Give the loader drop_last=True, a batch_size whose last "
+                "batch has a sample for each rank, or a collate_fn that returns mappings, "
+                "dataclasses or sequences of arrays whose lengths are multiples of the number of "
+                "samples"
+            ) from error
 
 
-def _no_rows(batch: Any) -> Any:
-    """Return what a batch would be of no sample, given that of one."""
-    if isinstance(batch, dict):
-        return {name: _no_rows(part) for name, part in batch.items()}
-    if hasattr(batch, "shape"):
-        return batch[:0]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_no_rows, batch))
-    if isinstance(batch, list | tuple):
-        parts = [_no_rows(part) for part in batch if not isinstance(part, str)]
-        return type(batch)(parts)
-    return batch
+@contextmanager
+def _same_numbers() -> Iterator[None]:
+    """Restore the global generators of Python, numpy and torch's CPU after the block."""
+    import torch
+
+    python, own = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(own)

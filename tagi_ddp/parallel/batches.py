@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
+
+from tagi_ddp.data.empty_batch import empty_batch, parts_of, with_parts
 
 # Arrays or tensors of one length, or a dataset.
 Data = Sequence[Any] | Dataset[Any]
@@ -53,33 +56,40 @@ def _length_of(name: str, data: Data) -> int:
 
 
 def take(data: Data, indices: NDArray[np.int64], model: torch.nn.Module) -> Any:
-    """Return a batch; of a module with parameters as tensors, on its device and of its dtype.
+    """Return a batch of the samples' type; of a named tuple of arrays a named tuple.
 
-    One without samples looks like the others.
+    For a module with parameters it holds tensors on its device. Of these, real floats of a dtype
+    that no parameter has get the widest of the parameters' real dtypes; complex parameters count as
+    their real parts. So all floats get the dtype of a module that has one. A batch without samples
+    looks like the others.
     """
-    parameter = next(model.parameters(), None)
+    device = next((each.device for each in model.parameters()), None)
     if isinstance(data, tuple | list):
-        batch: Any = tuple(array[indices] for array in data)
-        if parameter is not None:
-            batch = tuple(map(torch.as_tensor, batch))
+        arrays = [array[indices] for array in data]
+        parts = arrays if device is None else list(map(torch.as_tensor, arrays))
+        batch: Any = with_parts(data, parts) if hasattr(data, "_fields") else tuple(parts)
     elif len(indices):
         batch = default_collate([data[int(i)] for i in indices])
     else:
-        batch = _each(default_collate([data[0]]), lambda tensor: tensor[:0])
-    return batch if parameter is None else _each(batch, lambda tensor: _to(tensor, parameter))
+        batch = empty_batch(default_collate, data[0])
+    return batch if device is None else _moved(batch, device, _real_dtypes(model))
 
 
-def _to(tensor: Tensor, like: Tensor) -> Tensor:
-    dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(like.device, dtype, non_blocking=True)
+def _real_dtypes(model: torch.nn.Module) -> set[torch.dtype]:
+    """Return the real dtypes of the parameters that torch computes with: none of 8 bits."""
+    dtypes = {each.dtype for each in model.parameters()}
+    floats = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+    return {dtype for dtype in floats if dtype.itemsize > 1}
 
 
-def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch with all its tensors changed."""
+def _moved(batch: Any, device: torch.device, dtypes: set[torch.dtype]) -> Any:
+    """Return a batch whose tensors are on a device and of the dtypes that `take` describes."""
     if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {name: _each(value, change) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(_each(value, change) for value in batch)
-    return batch
+        dtype = batch.dtype
+        if batch.is_floating_point() and dtypes and dtype not in dtypes:
+            dtype = reduce(torch.promote_types, dtypes)
+        return batch.to(device, dtype, non_blocking=True)
+    parts = parts_of(batch)
+    if parts is None:
+        return batch
+    return with_parts(batch, [_moved(part, device, dtypes) for _, part in parts])

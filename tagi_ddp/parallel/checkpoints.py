@@ -15,6 +15,7 @@ from torch import nn
 
 from tagi_ddp.checkpoint.errors import CheckpointError
 from tagi_ddp.checkpoint.folder import LATEST, Checkpoint, Folder
+from tagi_ddp.checkpoint.module_states import fitted
 from tagi_ddp.checkpoint.parts import check_state, run_state_of
 from tagi_ddp.checkpoint.tree import DamagedFile
 from tagi_ddp.checks import integer, real
@@ -286,12 +287,9 @@ def _read(checkpoint: Checkpoint, task: Any, model: Any) -> tuple[State, Callabl
 def _loading(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:
     """Check a module's state; return what loads it.
 
-    What would be rounded to a narrower dtype gets the wider one. Names are those of a module that
-    torch.compile has not wrapped, nor any part of it.
+    What would be rounded to a narrower dtype gets the wider one.
     """
-    tensors = module.state_dict(keep_vars=True)
-    own = {each.replace("_orig_mod.", ""): each for each in tensors}
-    state = {own.get(each, each): value for each, value in saved.items()}
+    tensors, state = module.state_dict(keep_vars=True), fitted(module, saved)
     check_state(name, module, state)
 
     def load() -> None:

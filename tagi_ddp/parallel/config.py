@@ -105,6 +105,19 @@ class Config:
 
 
 @dataclass
+class CheckpointConfig(Config):
+    """The times at which the trainer writes checkpoints, beside the one at the end.
+
+    Args:
+        save_every_n_steps: after every so many steps; None: at the end only.
+        only_save_most_recent: remove the older ones.
+    """
+
+    save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
+    only_save_most_recent: bool = False
+
+
+@dataclass
 class ParallelConfig(Config):
     """The settings by which several processes train a model.
 

@@ -42,7 +42,9 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
         double = self.config.use_double_weight_precision
         task_model: TaskModel[ModelT, TaskT, Any, Any] = TaskModel(task, model)
         if isinstance(model, nn.Module):
-            task_model.to(_device(), torch.float64 if double else None)
+            task_model.to(_device())
+            if double:
+                task_model._apply(_double)
         elif double:
             raise ValueError(
                 "use_double_weight_precision must be False for a pytagi Sequential, got True: its "
@@ -59,6 +61,13 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
         if is_module and self.world_size > 1:
             groups.initialise()  # without it ranks could not tell of their errors
         return groups.all_raise()
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float as float64 and a complex number as complex128; all else stays."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _device() -> torch.device:

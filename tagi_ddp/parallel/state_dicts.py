@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
+from tagi_ddp.checkpoint.module_states import state_of
+from tagi_ddp.checkpoint.tree import check
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.task_model import TaskModel
-
-FULL = StateDictOptions(full_state_dict=True)
 
 
 def full_state_dict(model: Any) -> dict[str, Any]:
@@ -32,14 +33,45 @@ def full_state_dict(model: Any) -> dict[str, Any]:
     """
     bare = model.model if isinstance(model, TaskModel) else model
     if isinstance(bare, nn.Module):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=_can_offload(model))
-        state: Mapping[str, Any] = get_model_state_dict(model, options=options)
+        if _is_sharded(model):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=_can_offload(model))
+            for name, part in model.named_modules():
+                path = f"{name}._extra_state".replace("_fsdp_wrapped_module.", "")
+                check(_extra_state(part), path)
+            state: Mapping[str, Any] = get_model_state_dict(model, options=options)
+        else:
+            state = state_of(model)
         if groups.rank_and_size()[0] == 0:
             state = {name: _copied(value) for name, value in state.items()}
     else:
         prefix = "" if bare is model else "model."
         state = {prefix + name: values for name, values in bare.state_dict().items()}
     return dict(state) if groups.rank_and_size()[0] == 0 else {}
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    kinds = (FullyShardedDataParallel, FSDPModule)
+    return any(isinstance(part, kinds) for part in model.modules()) or any(
+        isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers())
+    )
+
+
+def _extra_state(module: nn.Module) -> Any:
+    """Return a module's extra state; None if it has none."""
+    own = type(module).get_extra_state is not nn.Module.get_extra_state
+    return module.get_extra_state() if own else None
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if an optimizer holds what cannot be saved beside its tensors.
+
+    torch's errors do not name what it cannot gather.
+    """
+    parts = {"state": optimizer.state.values(), "param_groups": optimizer.param_groups}
+    for part, held in parts.items():
+        for name, value in (item for each in held for item in each.items()):
+            if name != "params" and not isinstance(value, torch.Tensor):
+                check(value, f"optimizer/{part}/{name}")
 
 
 def _can_offload(model: nn.Module) -> bool:
@@ -53,13 +85,19 @@ def _can_offload(model: nn.Module) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or value.is_mkldnn:  # of which torch makes no copies
+        return value
+    return value.detach().to("cpu", copy=True)
 
 
 def full_optimizer_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state on rank 0, by the parameters' names; a collective call."""
+    sharded = _is_sharded(model)
+    if sharded:
+        _check_optimizer(optimizer)
+    options = StateDictOptions(full_state_dict=sharded)
     with _kept_parameters(optimizer):
-        state = get_optimizer_state_dict(model, optimizer, options=FULL)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
     return dict(state) if groups.rank_and_size()[0] == 0 else {}
 
 
@@ -68,9 +106,8 @@ def load_optimizer_state_dict(
 ) -> None:
     """Load what `full_optimizer_state_dict` returned, on every rank; gradients go."""
     optimizer.zero_grad(set_to_none=True)  # or torch believes that there is a state already
-    kinds = (FullyShardedDataParallel, FSDPModule)
     # Where nothing is sharded there is nothing to cut, which torch cannot do to plain SGD's state.
-    sharded = any(isinstance(part, kinds) for part in model.modules())
+    sharded = _is_sharded(model)
     # Parameters that never had a gradient have no state.
     options = StateDictOptions(full_state_dict=sharded, strict=False)
     with _kept_parameters(optimizer):

@@ -24,26 +24,13 @@ from tagi_ddp.parallel.arguments import check_callbacks, check_factory, check_op
 from tagi_ddp.parallel.batches import Data, check_data, take
 from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, named
 from tagi_ddp.parallel.checkpoints import PART, State, Training, load
-from tagi_ddp.parallel.config import EXP_NAME, MISSING, Config
+from tagi_ddp.parallel.config import EXP_NAME, MISSING, CheckpointConfig, Config
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 _CHECKPOINTS = "checkpoints"  # the folder of those from which training goes on
-
-
-@dataclass
-class CheckpointConfig(Config):
-    """The times at which the trainer writes checkpoints, beside the one at the end.
-
-    Args:
-        save_every_n_steps: after every so many steps; None: at the end only.
-        only_save_most_recent: remove the older ones.
-    """
-
-    save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
-    only_save_most_recent: bool = False
 
 
 @dataclass
@@ -106,6 +93,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
         self._network: Any = None  # its model if that is no torch module
         self._optimizer: torch.optim.Optimizer | None = None
+        self._unchecked = True  # until the first step has shown all that checkpoints hold
         self._open = ExitStack()
 
     def train(
@@ -133,7 +121,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 parameters are in `task_model` and the checkpoints.
             data: arrays or tensors of one length, like ``(x, y)``, whose slices make a batch, or a
                 torch dataset, whose samples are collated. A torch module gets tensors on its
-                device, floats of its dtype; a Sequential gets what the slices are.
+                device, floats of its dtype, or of several dtypes the widest for floats of none of
+                them. A Sequential gets what the slices are.
             epochs: how many there are in all.
             batch_size: of all ranks together.
             optimizer: makes one of the parameters, like ``partial(Adam, lr=0.01)``; None for a
@@ -150,7 +139,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it takes.
-            CheckpointError: on all ranks, where one could not write or read a checkpoint.
+            CheckpointError: on all ranks, where one could not write or read a checkpoint; after the
+                first step also if a part cannot be saved, which it names.
         """
         rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
@@ -176,7 +166,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self._resumed = None
             sampler = DistributedSampler(length, size, rank, seed=seed)
             losses: list[float] = []
-            self.should_stop = False
+            self.should_stop, self._unchecked = False, not self._stands_by
             while self.state.epoch < epochs and not self.should_stop:
                 self.state.order = order
                 loss = self._train_epoch(task_model, step, data, sampler, batch_size)
@@ -328,6 +318,9 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             state.num_steps += 1
             state.num_samples += samples
             state.position += samples
+            if self._unchecked:
+                self._unchecked = False
+                self._in_folder(_CHECKPOINTS).check()
             if start + batch_size < length:
                 self._after_step()
         total = float(state.loss)

@@ -209,7 +209,7 @@ def unknown() -> list[Any]:
         torch.ones(2).to_sparse(),
         torch.ones(2, device="meta"),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.zeros(2, dtype=torch.uint8).view(torch.qint8),
         torch.float32,
         torch.device("cpu"),
     ]
@@ -289,6 +289,46 @@ def test_what_has_no_place_in_a_file(number: int) -> None:
     for tree in (unknown()[number], [unknown()[number]], {"a": unknown()[number]}):
         with pytest.raises(TypeError, match=r"^entry"):
             Snapshot().take({"entry": tree})
+
+
+def with_bits(dtype: torch.dtype) -> torch.Tensor:
+    """Return six numbers, of all kinds of bits, in two rows."""
+    generator = torch.Generator().manual_seed(0)
+    high = 2 if dtype == torch.bool else 256
+    size = 6 * dtype.itemsize
+    bits = torch.randint(0, high, (size,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).reshape(2, 3)
+
+
+ALL_DTYPES = sorted(
+    {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str
+)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_every_dtype_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also those that torch cannot compute with; but for quantized ones, which have a scale."""
+    made = with_bits(dtype)
+    if str(dtype).startswith("torch.q"):
+        with pytest.raises(
+            TypeError, match=rf"^entry is a tensor of {dtype}, torch.strided: it has"
+        ):
+            Snapshot().take({"entry": made})
+        return
+    views = [made, made.T, made[:, 1:], made[0, 0], made[:0], torch.nn.Parameter(made, False).data]
+    write(tmp_path / "file", {"views": views})
+    for read, view in zip(read_tree(tmp_path / "file")["views"], views, strict=True):
+        assert (read.dtype, read.shape) == (view.dtype, view.shape)
+        assert equal(read, view)
+    read = read_tree(tmp_path / "file")["views"][0]
+    assert torch.equal(read.view(torch.uint8), made.view(torch.uint8))
+
+
+def test_a_dtype_that_another_torch_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "file", with_bits(torch.float8_e8m0fnu))
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    with pytest.raises(DamagedFile, match="a float8_e8m0fnu tensor, which this version of torch"):
+        read_tree(tmp_path / "file")
 
 
 def test_a_modules_state_with_the_versions_of_its_parts(tmp_path: Path) -> None:
