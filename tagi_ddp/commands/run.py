@@ -95,11 +95,10 @@ def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     except TimeoutError as error:
         _say(str(error))
         return 124
-    except KeyboardInterrupt:
-        _say("interrupted; all ranks were ended")
-        return 128 + signal.SIGINT
     except Ended as ended:
-        _say(f"received {signal.Signals(ended.number).name}; all ranks were ended")
+        name = signal.Signals(ended.number).name
+        what = "interrupted" if ended.number == signal.SIGINT else f"received {name}"
+        _say(f"{what}; all ranks were ended")
         return 128 + ended.number
     except BrokenPipeError:  # of `tagi-ddp run ... | head`
         return 128 + signal.SIGPIPE

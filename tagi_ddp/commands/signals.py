@@ -7,7 +7,7 @@ import signal
 import time
 from types import FrameType
 
-_ENDING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+_ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _AGAIN = 1.0  # seconds in which another ending signal is the same one
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -44,7 +44,7 @@ def _handle(number: signal.Signals, handler: signal._HANDLER) -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    # A closed terminal and `timeout` send it twice. Another one later ends the ranks' grace.
+    # A closed terminal and `timeout` send it twice. One that comes later ends the ranks' grace.
     global _ended_at
     now = time.monotonic()
     if now - _ended_at > _AGAIN:

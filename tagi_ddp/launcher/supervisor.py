@@ -60,7 +60,15 @@ def supervise(
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
     finally:
-        team.end()
+        # A second Ctrl-C, at any call, ends the ranks' grace and leaves none of them.
+        try:
+            team.terminate()
+        finally:
+            try:
+                team.kill()
+            finally:
+                team.kill()
+                team.close()
     if failure is not None:
         raise LaunchError(
             f"rank {failure.rank} of {team.world_size} {failure.text}",
@@ -279,26 +287,27 @@ class _Team:
             self._nodes.end(verdict)
         return verdict
 
-    def end(self) -> None:
-        """End every process that is left, write what they still said, and free everything."""
+    def terminate(self) -> None:
+        """Ask every process that is left to end, and wait for the ranks a moment."""
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
+            self._pump(_TICK)
+            for rank in self.ranks:
+                rank.poll()
+
+    def kill(self) -> None:
+        """Kill every process that is left; `close` must not have been called."""
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait for killed ranks, write what all still said, and free everything."""
         try:
-            for rank in self.ranks:
-                rank.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + _GRACE
-            while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
-                self._pump(_TICK)
-                for rank in self.ranks:
-                    rank.poll()
-        finally:  # also when a second Ctrl-C cuts the grace short
-            for rank in self.ranks:
-                rank.send_signal(signal.SIGKILL)
             for rank in self.ranks:
                 rank.process.wait(_KILL)
-            self._close_pipes()
-
-    def _close_pipes(self) -> None:
-        deadline = time.monotonic() + _DRAIN
-        try:
+            deadline = time.monotonic() + _DRAIN
             while self._selector.get_map() and time.monotonic() < deadline:
                 self._pump(_TICK)
             self._screen.end_bar()

@@ -9,10 +9,11 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+from support.processes import all_end
 
 from tagi_ddp.launcher.failure import LaunchError
 from tagi_ddp.launcher.launch import launch
-from tagi_ddp.launcher.supervisor import supervise
+from tagi_ddp.launcher.supervisor import _Team, supervise
 
 LIMIT = 60
 SENT = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -123,3 +124,25 @@ time.sleep(60)
     assert process.returncode == 129
     assert errors == "tagi-ddp: received SIGHUP; all ranks were ended\n"
     assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_interrupt_at_any_call_leaves_nothing(tmp_path, monkeypatch, times):
+    def fn():
+        (tmp_path / "child").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        raise ValueError
+
+    calls = [_Team.terminate, _Team.kill][:times]
+
+    def interrupted(call, team):
+        if call in calls:
+            calls.remove(call)
+            raise KeyboardInterrupt
+        call(team)
+
+    for call in list(calls):
+        monkeypatch.setattr(_Team, call.__name__, lambda team, call=call: interrupted(call, team))
+    with pytest.raises(KeyboardInterrupt):
+        launch(fn, 1, timeout=LIMIT)
+    assert calls == []
+    assert all_end([(tmp_path / "child").read_text()])
