@@ -45,6 +45,7 @@ def launch(
         the ranks' results, in rank order.
 
     Raises:
+        OSError: what the ranks print cannot be written; all were ended.
         LaunchError: a rank failed. The text holds the first one's number and its traceback, or the
             signal or exit status that ended it; the other ranks are ended within seconds.
         TimeoutError: naming the ranks that were still running.
