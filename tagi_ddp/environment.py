@@ -364,7 +364,7 @@ def _warn_of_second_launcher(environ: Mapping[str, str], found: LaunchEnvironmen
             )
 
 
-def shows_bars(stream: TextIO) -> bool:
+def shows_bars(stream: TextIO | None) -> bool:
     """Tell whether a progress bar on ``stream`` is seen as one: on a terminal, or in a notebook.
 
     TAGI_DDP_TERMINAL, 1 or 0, knows better: it is of the launcher, which passes on what is written.

@@ -36,10 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    try:
-        found = examine(options.timeout)
-    except KeyboardInterrupt:
-        return 130
+    found = examine(options.timeout)
     print(as_json(found) if options.json else as_text(found))
     ready = readiness(found)
     needed = ["one process", "one host"] + ["gpus"] * options.gpu

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from tagi_ddp import __version__
+from tagi_ddp.commands.signals import end_by_signals, keep_for_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,10 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tagi-ddp {__version__}")
     arguments = sys.argv[1:] if argv is None else argv
+    end_by_signals()
+    if arguments[:1] == ["run"]:
+        keep_for_ranks()  # also while the ranks are not started yet
     if arguments != ["--version"]:  # which need not wait for numpy
         _add_commands(parser)
     options = parser.parse_args(arguments or ["--help"])
-    signal.signal(signal.SIGTERM, _exit)  # so that processes that were started are ended
     status: int = options.command(options)
     return status
 
@@ -36,7 +37,3 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     )
     for command in (run, doctor, plan):
         command.add_parser(commands)
-
-
-def _exit(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 from tagi_ddp.checks import count, positive
 from tagi_ddp.commands.parser import CommandParser
+from tagi_ddp.commands.signals import Ended, for_ranks
 from tagi_ddp.environment import detect
+from tagi_ddp.launcher.descriptors import standard_descriptors
 from tagi_ddp.launcher.failure import LaunchError, Restarts
 from tagi_ddp.launcher.nodes import Nodes
 from tagi_ddp.launcher.supervisor import supervise
@@ -33,8 +35,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--nnodes, run it on each of K hosts, numbered by --node-rank, to make one job of them: "
         "node 0 is HOST and listens at PORT, and all need the same TAGI_DDP_SECRET or "
         "TAGI_DDP_SECRET_FILE.",
-        epilog="Exit status: that of the rank that failed first, 128 + the signal's number if one "
-        "killed it; 124 after the timeout; 130 after Ctrl-C.",
+        epilog="Signals: SIGUSR1 and SIGUSR2 are passed on to the process of each rank. SIGINT "
+        "(Ctrl-C), SIGTERM, SIGHUP and SIGQUIT end all ranks and what they have started. Exit "
+        "status: that of the rank that failed first, 128 + the signal's number if one killed it or "
+        "ended the job; 124 after the timeout.",
     )
     parser.add_argument("-n", "--nprocs", type=count, default=2, metavar="N", help="default: 2")
     parser.add_argument(
@@ -63,16 +67,24 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run(parser: CommandParser, options: argparse.Namespace) -> int:
+    with standard_descriptors():
+        try:
+            return _run_job(parser, options)
+        finally:
+            _drop_unwritten()
+
+
+def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     _note_misplaced(parser, options)
     if not options.module and not os.path.exists(options.target):
-        print(f"tagi-ddp: there is no script {options.target!r}", file=sys.stderr)
+        _say(f"there is no script {options.target!r}")
         return 2
     try:
         nodes = _nodes(options)
         if nodes is None:
             _refuse_tasks(options.target)
     except ValueError as error:
-        print(f"tagi-ddp: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     end = None if options.timeout is None else time.monotonic() + options.timeout
     restarts = Restarts(options.max_restarts)
@@ -81,18 +93,36 @@ def _run(parser: CommandParser, options: argparse.Namespace) -> int:
             restarts.left -= 1
             nodes = _nodes(options, nodes.job if nodes is not None else "")
     except TimeoutError as error:
-        print(f"tagi-ddp: {error}", file=sys.stderr)
+        _say(str(error))
         return 124
-    except KeyboardInterrupt:
-        print("tagi-ddp: interrupted; all ranks were ended", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # of `tagi-ddp run ... | head`; keeps Python from flushing it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Ended as ended:
+        name = signal.Signals(ended.number).name
+        what = "interrupted" if ended.number == signal.SIGINT else f"received {name}"
+        _say(f"{what}; all ranks were ended")
+        return 128 + ended.number
+    except BrokenPipeError:  # of `tagi-ddp run ... | head`
         return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"tagi-ddp: {error.strerror or error}", file=sys.stderr)
+        _say(error.strerror or str(error))
         return 2
     return status
+
+
+def _say(text: str) -> None:
+    """Print a line on stderr, if that is open and can be written to."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"tagi-ddp: {text}", file=sys.stderr, flush=True)
+
+
+def _drop_unwritten() -> None:
+    """Drop what cannot be written, which would change the exit status when Python flushes it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _note_misplaced(parser: CommandParser, options: argparse.Namespace) -> None:
@@ -107,11 +137,9 @@ def _note_misplaced(parser: CommandParser, options: argparse.Namespace) -> None:
         if not word.startswith(name) or not default or action is None or action.nargs == 0:
             continue
         given = " ".join(words[index : index + 1 + alone])
-        print(
-            f"tagi-ddp: note: {given} stands behind {options.target}, so the script gets it. For "
-            f"tagi-ddp run it stands before: tagi-ddp run {given} {target}",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"note: {given} stands behind {options.target}, so the script gets it. For tagi-ddp "
+            f"run it stands before: tagi-ddp run {given} {target}"
         )
 
 
@@ -123,12 +151,14 @@ def _attempt(
     command = [kind, options.target, *options.arguments]
     timeout = None if end is None else max(0.0, end - time.monotonic())
     try:
-        supervise(command, options.nprocs, timeout, nodes=nodes, restarts=restarts)
+        supervise(
+            command, options.nprocs, timeout, nodes=nodes, restarts=restarts, signals=for_ranks
+        )
     except LaunchError as error:
         # The rank has printed its traceback itself.
         text = f"rank {error.rank} failed first" if error.traceback else str(error)
         then = "ended, and start again" if restarts.left else "ended"
-        print(f"tagi-ddp: {text}; all ranks were {then}", file=sys.stderr, flush=True)
+        _say(f"{text}; all ranks were {then}")
         return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
     return 0
 

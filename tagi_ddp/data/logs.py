@@ -30,6 +30,7 @@ def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: A
 
     own = rank_and_size()[0] if rank is None else rank
     shown = own == 0 and not tqdm_kwargs.pop("disable", False)
+    shown = shown and (sys.stderr is not None or tqdm_kwargs.get("file") is not None)
     if shown and "file" not in tqdm_kwargs and not shows_bars(sys.stderr):
         seconds = tqdm_kwargs.setdefault("mininterval", _SECONDS)
         if desc := tqdm_kwargs.get("desc"):
@@ -44,7 +45,7 @@ def log(*values: object, sep: str = " ", rank: int | None = None) -> None:
 
     ``rank`` is this process's number; None: that of torch's default group, or the launcher's.
     """
-    if (rank_and_size()[0] if rank is None else rank) != 0:
+    if (rank_and_size()[0] if rank is None else rank) != 0 or sys.stdout is None:
         return
     from tqdm import tqdm
 

@@ -7,9 +7,10 @@ import os
 import pickle
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from tagi_ddp.checks import integer, seconds
+from tagi_ddp.launcher.descriptors import standard_descriptors
 from tagi_ddp.launcher.pickling import dumps
 from tagi_ddp.launcher.supervisor import supervise
 
@@ -44,6 +45,7 @@ def launch(
         the ranks' results, in rank order.
 
     Raises:
+        OSError: what the ranks print cannot be written; all were ended.
         LaunchError: a rank failed. The text holds the first one's number and its traceback, or the
             signal or exit status that ended it; the other ranks are ended within seconds.
         TimeoutError: naming the ranks that were still running.
@@ -66,15 +68,19 @@ def launch(
         for name, entry in linecache.cache.items()
         if len(entry) == 4 and entry[1] is None
     }
-    payload = os.memfd_create("tagi_ddp.launch")
-    os.fchmod(payload, stat.S_IRUSR | stat.S_IWUSR)  # as /proc shows it to others
-    try:
-        with open(payload, "wb", closefd=False) as file:
-            pickle.dump((sources, call), file)
+    with standard_descriptors(), _memory_file() as file:
+        pickle.dump((sources, call), file)
+        file.flush()
+        payload = file.fileno()
         results = supervise(["call", str(payload)], nprocs, timeout, pass_fds=[payload])
-    finally:
-        os.close(payload)
     return [pickle.loads(result) for result in results if result is not None]
+
+
+def _memory_file() -> BinaryIO:
+    """Return a file that only this user can open by way of /proc."""
+    descriptor = os.memfd_create("tagi_ddp.launch")
+    os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
+    return open(descriptor, "wb")
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -6,6 +6,44 @@ import re
 from typing import TextIO
 
 
+class Output:
+    """This process's stdout or stderr, from Python's ``file``, which is None if that is closed.
+
+    A closed one drops all text. So does one that fails, which keeps the error for the launcher.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> None:
+        """Write; what the file's encoding lacks as escapes, for no text may end the job."""
+        if self._file is None:
+            return
+        try:
+            try:
+                self._file.write(text)
+            except UnicodeEncodeError:
+                encoding = getattr(self._file, "encoding", None) or "ascii"
+                self._file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        """Flush the file."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        name = getattr(self._file, "name", "the output")
+        text = f"what the ranks print cannot be written to {name}: {error.strerror or error}"
+        self.error = OSError(error.errno, text)
+        self._file = None
+
+
 class Screen:
     """Where all ranks write; remembers whose progress bar is on the unfinished last line."""
 
@@ -15,23 +53,23 @@ class Screen:
     def line(self, stream: RankStream, text: str) -> None:
         """Write a whole line; it replaces the bar of the same stream and comes below another's."""
         if self._bar is stream:
-            stream.write("\r")
+            stream.file.write("\r")
         else:
             self.end_bar()
         self._bar = None
-        stream.write(f"{stream.prefix}{text}\n")
+        stream.file.write(f"{stream.prefix}{text}\n")
 
     def bar(self, stream: RankStream, text: str) -> None:
         """Write a line that the stream's next one replaces."""
         if self._bar is not stream:
             self.end_bar()
         self._bar = stream
-        stream.write(f"\r{stream.prefix}{text}")
+        stream.file.write(f"\r{stream.prefix}{text}")
 
     def end_bar(self) -> None:
         """Leave the bar as it is and go to the next line."""
         if self._bar is not None:
-            self._bar.write("\n")
+            self._bar.file.write("\n")
             self._bar.file.flush()
             self._bar = None
 
@@ -39,12 +77,12 @@ class Screen:
 class RankStream:
     """One rank's stdout or stderr on its way to ``file``."""
 
-    def __init__(self, screen: Screen, rank: int, file: TextIO, bars: bool = True) -> None:
+    def __init__(self, screen: Screen, rank: int, file: Output, bars: bool = True) -> None:
         """Write to ``file``; of bars only the last state, unless ``bars`` are seen as such."""
         self.prefix = f"[{rank}] "
         self.file = file
-        self._screen = screen
         self._bars = bars
+        self._screen = screen
         self._line = bytearray()  # what has come of the next line
         self._half_end = b""  # a carriage return at the end of the data, maybe half of a line end
         self._drawn: bytes | None = None
@@ -71,14 +109,6 @@ class RankStream:
         elif self._in_bar or self._half_end:
             self._draw(bytes(self._line))  # its line end comes only with the next state of the bar
         self.file.flush()
-
-    def write(self, text: str) -> None:
-        """Write to the file; what its encoding lacks as escapes, for no text may end the job."""
-        try:
-            self.file.write(text)
-        except UnicodeEncodeError:
-            encoding = getattr(self.file, "encoding", None) or "ascii"
-            self.file.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def _end_line(self, text: bytes) -> None:
         self._screen.line(self, text.decode(errors="backslashreplace"))

@@ -127,6 +127,11 @@ class StartedRank:
         if self.failure is None:
             self.failure = Failure(self.number, text, self.exitcode, time.monotonic())
 
+    def forward_signal(self, number: int) -> None:
+        """Send a signal to the rank's process alone: what it started may have no handler."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, number)
+
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank and all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -22,7 +22,7 @@ from tagi_ddp.launcher.elastic import ElasticJob, name_of, number_of
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
 from tagi_ddp.launcher.meeting import variables
 from tagi_ddp.launcher.nodes import Nodes, Place, new_job
-from tagi_ddp.launcher.rank_output import RankStream, Screen
+from tagi_ddp.launcher.rank_output import Output, RankStream, Screen
 from tagi_ddp.launcher.started_rank import Start, StartedRank
 
 # Seconds: between looks at the ranks; to let the cause of a lost peer come to light; between
@@ -42,23 +42,33 @@ def supervise(
     pass_fds: Sequence[int] = (),
     nodes: Nodes | None = None,
     restarts: Restarts | None = None,
+    signals: list[int] | None = None,
 ) -> list[bytes | None]:
     """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all are done.
 
     With ``nodes`` they are a part of a job, which other hosts' ranks end as well. Returns the
     ranks' pickled results, for a script None. Raises LaunchError for the first rank that failed,
     TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the ranks started is
-    gone too, and what they printed has been written.
+    gone too, and what they printed has been written, or OSError says why not. A signal handler may
+    append to ``signals``: they are sent to the process of each rank.
 
     A job is elastic if its ranks ask for it (`meeting.Meeting.come`): when one of them is lost the
     others go on, and a new one takes its place while there are ``restarts``.
     """
-    team = _Team(nodes, restarts or Restarts(0))
+    team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
     finally:
-        team.end()
+        # A second Ctrl-C, at any call, ends the ranks' grace and leaves none of them.
+        try:
+            team.terminate()
+        finally:
+            try:
+                team.kill()
+            finally:
+                team.kill()
+                team.close()
     if failure is not None:
         raise LaunchError(
             f"rank {failure.rank} of {team.world_size} {failure.text}",
@@ -66,22 +76,25 @@ def supervise(
             failure.exitcode,
             failure.traceback,
         )
+    team.check_output()
     return [rank.report.get("result") for rank in sorted(team.ranks, key=lambda r: r.number)]
 
 
 class _Team:
     """All ranks and their pipes."""
 
-    def __init__(self, nodes: Nodes | None, restarts: Restarts) -> None:
+    def __init__(self, nodes: Nodes | None, restarts: Restarts, signals: list[int]) -> None:
         self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
         self._restarts = restarts
+        self._signals = signals  # that the ranks are to get
         self._losses: list[Failure] = []  # of ranks without which the others have gone on
         self._attempts: Counter[int] = Counter()
         self._job: ElasticJob | None = None  # of all hosts' ranks, if they meet here
         self._port = reserve_port("127.0.0.1" if nodes is None else "")
         self._screen = Screen()
+        self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[int, IO[bytes] | socket.socket] = {}  # that may hold something
 
@@ -124,9 +137,11 @@ class _Team:
         self._read_from(rank.reports, rank.receive)
         self._read_from(rank.meeting, partial(self._hear, rank))
         process = rank.process
-        for pipe, file in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        stdout = (process.stdout, self._stdout, sys.stdout)
+        stderr = (process.stderr, self._stderr, sys.stderr)
+        for pipe, output, file in (stdout, stderr):
             assert pipe is not None
-            stream = RankStream(self._screen, rank.number, file, shows_bars(file))
+            stream = RankStream(self._screen, rank.number, output, shows_bars(file))
             self._read_from(pipe, stream.feed)
 
     # --- elastic jobs -------------------------------------------------------------------------
@@ -195,7 +210,14 @@ class _Team:
 
     def _say(self, text: str) -> None:
         self._screen.end_bar()
-        print(f"tagi-ddp: {text}", file=sys.stderr, flush=True)
+        self._stderr.write(f"tagi-ddp: {text}\n")
+        self._stderr.flush()
+
+    def check_output(self) -> None:
+        """Raise OSError if something that the ranks have printed could not be written."""
+        for output in (self._stdout, self._stderr):
+            if output.error is not None:
+                raise output.error
 
     def watch(self, timeout: float | None, needs_result: bool) -> Failure | None:
         """Wait until all ranks have ended well (None) or it is known which one failed first."""
@@ -203,6 +225,11 @@ class _Team:
         settled = math.inf
         while True:
             self._pump(_TICK)
+            self.check_output()
+            while self._signals:
+                number = self._signals.pop(0)
+                for rank in self.ranks:
+                    rank.forward_signal(number)
             for rank in self.ranks:
                 rank.poll()
             running = [rank.number for rank in self.ranks if self._counts(rank)]
@@ -260,26 +287,27 @@ class _Team:
             self._nodes.end(verdict)
         return verdict
 
-    def end(self) -> None:
-        """End every process that is left, write what they still said, and free everything."""
+    def terminate(self) -> None:
+        """Ask every process that is left to end, and wait for the ranks a moment."""
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE
+        while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
+            self._pump(_TICK)
+            for rank in self.ranks:
+                rank.poll()
+
+    def kill(self) -> None:
+        """Kill every process that is left; `close` must not have been called."""
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Wait for killed ranks, write what all still said, and free everything."""
         try:
-            for rank in self.ranks:
-                rank.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + _GRACE
-            while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
-                self._pump(_TICK)
-                for rank in self.ranks:
-                    rank.poll()
-        finally:  # also when a second Ctrl-C cuts the grace short
-            for rank in self.ranks:
-                rank.send_signal(signal.SIGKILL)
             for rank in self.ranks:
                 rank.process.wait(_KILL)
-            self._close_pipes()
-
-    def _close_pipes(self) -> None:
-        deadline = time.monotonic() + _DRAIN
-        try:
+            deadline = time.monotonic() + _DRAIN
             while self._selector.get_map() and time.monotonic() < deadline:
                 self._pump(_TICK)
             self._screen.end_bar()

@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.processes import all_end
 from support.resumes import RESUMES
 
 import tagi_ddp
@@ -33,21 +33,6 @@ def script(tmp_path, *lines):
         "rank = DDPConfig.from_env().rank\n" + "\n".join(lines) + "\n"
     )
     return path
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def all_end(pids):
-    """Whether the processes are gone soon: the kernel takes a moment for those that were killed."""
-    deadline = time.monotonic() + 5
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(is_running, pids))
 
 
 def test_a_script_runs_on_each_rank_as_python_runs_it(tmp_path):
@@ -174,8 +159,17 @@ def test_the_timeout_ends_all(tmp_path):
     assert "tagi-ddp: ranks [1] of 2 were still running after 6 seconds" in done.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_all(tmp_path, number, status):
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [
+        ("SIGINT", 130, "interrupted"),
+        ("SIGTERM", 143, "received SIGTERM"),
+        ("SIGHUP", 129, "received SIGHUP"),
+        ("SIGQUIT", 131, "received SIGQUIT"),
+    ],
+)
+def test_a_signal_ends_all(tmp_path, name, status, text):
+    number = getattr(signal, name)
     path = script(
         tmp_path,
         "import subprocess",
@@ -184,13 +178,17 @@ def test_a_signal_ends_all(tmp_path, number, status):
         "time.sleep(60)",
     )
     with subprocess.Popen(
-        [*COMMAND, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "run", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         pids = [pid for _ in range(2) for pid in process.stdout.readline().split()[1:]]
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == status
-    assert "Traceback" not in errors
+    assert errors == f"tagi-ddp: {text}; all ranks were ended\n"
     assert len(pids) == 4
     assert all_end(pids)
 

@@ -1,5 +1,6 @@
 """One progress bar, one line: what people see of many ranks."""
 
+import io
 import re
 import subprocess
 import sys
@@ -118,3 +119,12 @@ def test_launch_passes_it_on(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("[0] ") for line in lines)
     assert "500/500" in lines[-1]
+
+
+def test_closed_streams_get_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    file = io.StringIO()
+    assert list(progress(range(3), rank=0)) == list(progress(range(3), rank=0, file=file))
+    assert "3/3" in file.getvalue()
+    log("nowhere", rank=0)

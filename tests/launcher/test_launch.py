@@ -9,11 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.processes import is_running
 
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.environment import detect
@@ -22,13 +22,6 @@ from tagi_ddp.launcher.launch import launch
 from tagi_ddp.sequential.config import DDPConfig
 
 LIMIT = 60.0
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition, seconds=20.0):

@@ -6,7 +6,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tagi_ddp.launcher.rank_output import RankStream, Screen
+from tagi_ddp.launcher.rank_output import Output, RankStream, Screen
 
 TEXT = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=5)
 
@@ -21,7 +21,7 @@ def cut(data, places):
 def test_lines_do_not_depend_on_the_pieces(lines, rest, places):
     data = "".join(text + end for text, end in lines) + rest
     file = io.StringIO(newline="")
-    stream = RankStream(Screen(), 3, file)
+    stream = RankStream(Screen(), 3, Output(file))
     for piece in cut(data.encode(), places):
         stream.feed(piece)
     stream.feed(b"")
@@ -32,7 +32,7 @@ def test_lines_do_not_depend_on_the_pieces(lines, rest, places):
 
 def test_a_long_line_arrives_whole():
     file = io.StringIO(newline="")
-    stream = RankStream(Screen(), 0, file)
+    stream = RankStream(Screen(), 0, Output(file))
     text = "é" * 100_000
     for piece in cut(f"{text}\r\n".encode(), range(0, 200_000, 1001)):
         stream.feed(piece)
@@ -41,7 +41,7 @@ def test_a_long_line_arrives_whole():
 
 def test_what_the_encoding_lacks_is_escaped():
     file = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    RankStream(Screen(), 0, file).feed("é →".encode() + b" \xff\n")
+    RankStream(Screen(), 0, Output(file)).feed("é →".encode() + b" \xff\n")
     assert file.buffer.getvalue() == b"[0] \xe9 \\u2192 \\xff\n"
 
 
@@ -49,7 +49,7 @@ def test_what_the_encoding_lacks_is_escaped():
 def test_a_bar_is_redrawn_in_place_and_its_last_state_stays(states, places):
     data = "".join("\r" + state for state in states) + "\n"
     file = io.StringIO(newline="")
-    stream = RankStream(Screen(), 0, file)
+    stream = RankStream(Screen(), 0, Output(file))
     for piece in cut(data.encode(), places):
         stream.feed(piece)
     (line, end) = file.getvalue().split("\n")
@@ -59,13 +59,13 @@ def test_a_bar_is_redrawn_in_place_and_its_last_state_stays(states, places):
 
 def test_a_bar_is_shown_before_its_line_ends():
     file = io.StringIO(newline="")
-    RankStream(Screen(), 0, file).feed(b"\r 10%")
+    RankStream(Screen(), 0, Output(file)).feed(b"\r 10%")
     assert file.getvalue() == "\r[0]  10%"
 
 
 def test_another_ranks_line_comes_below_the_bar():
     file, screen = io.StringIO(newline=""), Screen()
-    bar, other = RankStream(screen, 0, file), RankStream(screen, 1, file)
+    bar, other = RankStream(screen, 0, Output(file)), RankStream(screen, 1, Output(file))
     bar.feed(b"\r 10%")
     other.feed(b"hello\n")
     bar.feed(b"\r 20%\n")
@@ -75,6 +75,6 @@ def test_another_ranks_line_comes_below_the_bar():
 def test_bars_of_two_ranks_take_a_line_each():
     file, screen = io.StringIO(newline=""), Screen()
     for rank in range(2):
-        RankStream(screen, rank, file).feed(b"\r 10%")
+        RankStream(screen, rank, Output(file)).feed(b"\r 10%")
     screen.end_bar()
     assert file.getvalue() == "\r[0]  10%\n\r[1]  10%\n"

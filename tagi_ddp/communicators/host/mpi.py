@@ -276,6 +276,12 @@ def outlive_ranks() -> None:
     _outlives = True
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
 @atexit.register
 def _end_job() -> None:
     """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
@@ -283,16 +289,14 @@ def _end_job() -> None:
     error = getattr(sys, "last_value", None)
     if os.getpid() != _process:  # a fork, which does not speak for its rank
         if error is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             os._exit(1)  # MPI_Finalize would wait for threads that a fork does not have
         return
     failed = _broken or error is not None
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
     if failed:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         MPI.COMM_WORLD.Abort(1)
     elif _outlives:
         # Open MPI 5.0 sometimes waits for the dead here, and nothing ends that.
@@ -300,6 +304,5 @@ def _end_job() -> None:
         thread.start()
         thread.join(_FINALIZE)
         if thread.is_alive():
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             os._exit(0)
