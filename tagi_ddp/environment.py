@@ -7,8 +7,8 @@ The first of these whose variables are there decides, the innermost launcher fir
 3. ``openmpi``: Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``).
 4. ``mvapich``: its mpirun_rsh (``MV2_COMM_WORLD_RANK``, since version 3 ``MVP_COMM_WORLD_RANK``).
 5. ``mpich``: Hydra, of MPICH, Intel MPI and relatives (``PMI_RANK`` with ``MPI_LOCALRANKID``).
-6. ``slurm``: a step of srun. The body of an sbatch script, an salloc shell, and a shell that
-   ``srun --pty`` runs carry ``SLURM_PROCID=0`` and the number of tasks too, but what they start is
+6. ``slurm``: a step of srun. The body of an sbatch script, an salloc shell, and what a user types
+   on the terminal of ``srun --pty`` carry ``SLURM_PROCID=0`` and the number of tasks too, but are
    one process: they count as no launcher.
 7. ``pmi``: others that start ranks of MPI, like PALS and Flux (``PMI_RANK`` and ``PMI_SIZE``).
 8. ``torchrun`` again: RANK and WORLD_SIZE set by hand, LOCAL_RANK and LOCAL_WORLD_SIZE if they are
@@ -26,10 +26,10 @@ import re
 import stat
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 # SLURM numbers the steps that srun did not start (batch, extern, interactive) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -282,21 +282,23 @@ def _slurm_step(environ: Mapping[str, str]) -> str:
     step = environ.get("SLURM_STEP_ID", "")
     if "SLURM_PROCID" not in environ or not step.isdecimal():
         return ""
-    if int(step) >= _SLURM_SPECIAL_STEPS:
-        return "shell"
-    return "shell" if "SLURM_PTY_PORT" in environ and _in_interactive_shell() else "ranks"
+    return "shell" if int(step) >= _SLURM_SPECIAL_STEPS or _is_typed(environ) else "ranks"
 
 
-def _in_interactive_shell() -> bool:
-    """Return whether a shell with job control, a task of SLURM on a terminal, has started this.
+def _is_typed(environ: Mapping[str, str]) -> bool:
+    """Return whether a user of a terminal that ``srun --pty`` gives has started this process.
 
-    Such a shell makes a process group of each command; a script stays in that of its task.
+    A shell on a terminal makes a process group of each command, and a script stays in that of
+    SLURM's task; Python's prompt is a user's, too. If a container numbers processes anew, this
+    counts as one of the ranks: to wait for them in vain is at least an error.
     """
-    chain = list(_ancestors())
-    for child, task, parent in zip(chain, chain[1:], chain[2:], strict=False):
-        if parent.name == "slurmstepd":
-            return task.terminal != 0 and child.group != task.group
-    return False
+    if "SLURM_PTY_PORT" not in environ:
+        return False
+    try:
+        task = os.getpgid(int(environ.get("SLURM_TASK_PID", "")))
+    except (ValueError, OSError):
+        return False
+    return task != os.getpgrp() or hasattr(sys, "ps1")
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -323,33 +325,18 @@ def _tasks_per_node(text: str, name: str) -> list[int]:
 
 def _hydra_job() -> str | None:
     """Name Hydra's proxy on this host, an ancestor of all its ranks: no variable names the job."""
-    proxies = (each for each in _ancestors() if each.name == "hydra_pmi_proxy")
-    proxy = next(proxies, None)
-    return None if proxy is None else f"{proxy.pid}/{proxy.started}"
-
-
-class _Process(NamedTuple):
-    pid: int
-    name: str
-    group: int
-    terminal: int
-    started: str
-
-
-def _ancestors() -> Iterator[_Process]:
-    """Yield this process, its parent, and so on, as far as they are seen."""
     pid = os.getpid()
-    while pid > 0:
+    while pid > 1:
         try:
-            # "pid (name) state parent group session terminal ... started ...": a name may hold
-            # spaces and brackets.
+            # "pid (comm) state ppid ... starttime ...": comm may hold spaces and brackets.
             before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         except OSError:
-            return
+            return None
         fields = after.split()
-        name = before.partition("(")[2]
-        yield _Process(pid, name, int(fields[2]), int(fields[4]), fields[19])
+        if before.endswith("(hydra_pmi_proxy"):
+            return f"{pid}/{fields[19]}"
         pid = int(fields[1])
+    return None
 
 
 def _warn_of_second_launcher(environ: Mapping[str, str], found: LaunchEnvironment) -> None:

@@ -43,7 +43,7 @@ _orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class _Backend(Protocol):
-    """What the module of a backend has; shm and nccl wrap no groups, and MPI alone has a place."""
+    """The module of a backend; shm's and nccl's wrap no groups, and only MPI's has a place."""
 
     create: Callable[..., Communicator]
     wrap: Callable[..., Communicator]

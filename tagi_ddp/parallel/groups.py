@@ -17,7 +17,6 @@ from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
-from tagi_ddp.environment import rank_and_size as rank_and_size  # as others know it
 from tagi_ddp.torch_backend.objects import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import detect, rank_and_size
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
@@ -55,7 +55,7 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
         return dp(task_model, self.config.parallel)
 
     def _rank_and_size(self) -> tuple[int, int]:
-        return groups.rank_and_size()
+        return rank_and_size()
 
     def _all_raise(self, is_module: bool) -> AbstractContextManager[None]:
         if is_module and self.world_size > 1:

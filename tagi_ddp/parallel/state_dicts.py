@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tagi_ddp.checkpoint.module_states import state_of
 from tagi_ddp.checkpoint.tree import check
-from tagi_ddp.parallel import groups
+from tagi_ddp.environment import rank_and_size
 from tagi_ddp.parallel.task_model import TaskModel
 
 
@@ -41,12 +41,12 @@ def full_state_dict(model: Any) -> dict[str, Any]:
             state: Mapping[str, Any] = get_model_state_dict(model, options=options)
         else:
             state = state_of(model)
-        if groups.rank_and_size()[0] == 0:
+        if rank_and_size()[0] == 0:
             state = {name: _copied(value) for name, value in state.items()}
     else:
         prefix = "" if bare is model else "model."
         state = {prefix + name: values for name, values in bare.state_dict().items()}
-    return dict(state) if groups.rank_and_size()[0] == 0 else {}
+    return dict(state) if rank_and_size()[0] == 0 else {}
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -98,7 +98,7 @@ def full_optimizer_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> d
     options = StateDictOptions(full_state_dict=sharded)
     with _kept_parameters(optimizer):
         state = get_optimizer_state_dict(model, optimizer, options=options)
-    return dict(state) if groups.rank_and_size()[0] == 0 else {}
+    return dict(state) if rank_and_size()[0] == 0 else {}
 
 
 def load_optimizer_state_dict(

@@ -19,6 +19,7 @@ from tagi_ddp.checkpoint.folder import Checkpoint
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
+from tagi_ddp.environment import rank_and_size
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.arguments import check_callbacks, check_factory, check_optimizer
 from tagi_ddp.parallel.batches import Data, check_data, take
@@ -367,7 +368,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     @property
     def _stands_by(self) -> bool:
         """Return whether one process of several, which each train a module, saves for all."""
-        return self._network is None and self.world_size == 1 and groups.rank_and_size()[0] > 0
+        return self._network is None and self.world_size == 1 and rank_and_size()[0] > 0
 
     def _close_folders(self) -> None:
         """Wait for what is being written."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from tagi_ddp.environment import rank_and_size
 from tagi_ddp.optim.wrapped import WRAPPERS, check_not_wrapped
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
@@ -57,7 +58,7 @@ def dp(
         _check_arguments(arguments)
         if settings.use_fsdp:
             _refuse_ddp("with use_fsdp", settings, arguments)
-    if groups.rank_and_size()[1] == 1:
+    if rank_and_size()[1] == 1:
         return model
     wrapped: DistributedDataParallel | FullyShardedDataParallel = (
         fsdp(model, settings, node_size=node_size)

@@ -1,4 +1,4 @@
-"""The first step refuses what a checkpoint cannot hold; compiled modules resume."""
+"""The first step refuses what a checkpoint cannot hold; compiled modules resume on several ranks."""
 
 from __future__ import annotations
 
@@ -107,9 +107,6 @@ def test_all_ranks_refuse(shm: RankPool, tmp_path: Path, name: str, use_fsdp: bo
         assert "odd is a set, which cannot be saved" in text
 
 
-KINDS = ["", "inner", "outer", "inner outer"]
-
-
 def net(kind: str) -> Any:
     made: Any = torch_net()
     if "inner" in kind:
@@ -128,31 +125,23 @@ def epochs(folder: Path, kind: str, last: int, parallel: ParallelConfig, load: b
         return float(trainer.train(task, model, data(), epochs=last, **arguments)[-1])
 
 
-def resumed(folder: Path, kinds: list[str], comm: Any = None, use_fsdp: bool = False) -> None:
+def resumed(comm: Any, path: str, folder: Path, use_fsdp: bool) -> None:
     """Resume from each kind of module as each other one."""
+    kinds = ["", "inner outer"]
     parallel = ParallelConfig(use_fsdp, sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
-    expected = epochs(folder / "whole", "", 2, parallel, False)
-    for saved in kinds:
-        epochs(folder / saved, saved, 1, parallel, False)
-    for saved, loaded in itertools.product(kinds, kinds):
-        copied = folder / f"{saved} to {loaded}"
-        if comm is None or comm.rank == 0:
-            shutil.copytree(folder / saved, copied, symlinks=True)
-        if comm is not None:
-            comm.barrier()
-        assert epochs(copied, loaded, 2, parallel, True) == pytest.approx(expected, abs=1e-6)
-
-
-def test_compiled_and_plain_modules_resume(tmp_path: Path) -> None:
-    resumed(tmp_path / "run", KINDS)
-
-
-def resumed_on_ranks(comm: Any, path: str, folder: Path, use_fsdp: bool) -> None:
     with torch_group(comm, path):
-        resumed(folder, ["", "inner outer"], comm, use_fsdp)
+        expected = epochs(folder / "whole", "", 2, parallel, False)
+        for saved in kinds:
+            epochs(folder / saved, saved, 1, parallel, False)
+        for saved, loaded in itertools.product(kinds, kinds):
+            copied = folder / f"{saved} to {loaded}"
+            if comm.rank == 0:
+                shutil.copytree(folder / saved, copied, symlinks=True)
+            comm.barrier()
+            assert epochs(copied, loaded, 2, parallel, True) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("use_fsdp", [False, True])
 def test_compiled_modules_resume_on_ranks(shm: RankPool, tmp_path: Path, use_fsdp: bool) -> None:
     path = str(tmp_path / "f")
-    shm.run(resumed_on_ranks, path, tmp_path / "run", use_fsdp, size=2, limit=120)
+    shm.run(resumed, path, tmp_path / "run", use_fsdp, size=2, limit=120)

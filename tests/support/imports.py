@@ -7,6 +7,7 @@ whether any runs in a circle or upward. A room is a folder of the package, or a 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def file_graph() -> dict[str, set[str]]:
     """Return which files each file imports, wherever in it the import stands."""
     files = modules()
