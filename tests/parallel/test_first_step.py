@@ -1,4 +1,4 @@
-"""The first step refuses what a checkpoint cannot hold; compiled modules resume on several ranks."""
+"""The first step refuses what a checkpoint cannot hold; on ranks, compiled modules resume."""
 
 from __future__ import annotations
 
