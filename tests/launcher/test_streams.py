@@ -72,7 +72,9 @@ def save(*_):
 
 signal.signal(signal.SIGTERM, save)
 child = subprocess.Popen(["sleep", "60"])
-open("child" + os.environ["RANK"], "w").write(str(child.pid))
+with open("new" + os.environ["RANK"], "w") as file:
+    file.write(str(child.pid))
+os.rename(file.name, "child" + os.environ["RANK"])  # whole, as the other rank may end this one then
 while len([name for name in os.listdir() if name.startswith("child")]) < 2:
     time.sleep(0.01)
 print("out", file=sys.{stream}, flush=True)
