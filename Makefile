@@ -69,8 +69,7 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    build/sanitize/bin/python -m pytest -p no:cacheprovider -m "not slow" \
 	    tests/update tests/sequential tests/checkpoint tests/communicators/test_shm.py \
 	    $(addprefix tests/compute/test_,native.py linear.py lstm.py embedding.py as_pytagi.py) \
-	    tests/communicators/test_shm_memory.py tests/communicators/test_nccl.py \
-	    tests/communicators/test_nccl_device.py tests/communicators/test_nccl_faults.py
+	    tests/communicators/test_shm_memory.py tests/communicators/nccl \
 
 # Jobs in which one rank does something random at a random time; jobs that outlive their ranks, at
 # random times and at each of their calls; checkpoints with a flipped bit; runs that resume at random

@@ -141,6 +141,17 @@ def offers_mpi(environment: LaunchEnvironment, environ: Mapping[str, str] = os.e
     return environment.launcher in _OF_MPI
 
 
+def two_levels(environ: Mapping[str, str] = os.environ) -> str:
+    """Return TAGI_DDP_TWO_LEVELS: "0": ranks of a host share no memory; "1": two levels; or "".
+
+    Raises ValueError for anything else.
+    """
+    wish = environ.get("TAGI_DDP_TWO_LEVELS", "")
+    if wish not in ("", "0", "1"):
+        raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {wish!r}')
+    return wish
+
+
 def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the key by which the ranks of a job know each other; b"" if there is none.
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _of_a_link(
     # Two great ones at least: a small sum that was held up would hide the bandwidth of one.
     sizes = sorted({1 << 10, min(sent) // 2} | sent)
     across = {
-        hosts: Link(*_on_hosts(communicator, (hosts, 1), link, lambda net, _: _link(net, sizes)))
+        hosts: _as_link(_on_hosts(communicator, (hosts, 1), link, lambda net, _: _link(net, sizes)))
         for hosts in sorted({hosts for (_, hosts, _), _ in cases} - {1})
     }
     for (thousand, hosts, ranks), scheme in cases:
@@ -193,7 +193,9 @@ def _of_a_link(
         training = Training(step, parameters, sync_every=EVERY, merge=merge)
         node = Link(0.0, math.inf)
         if ranks > 1:
-            node = Link(*_with(communicator, hosts * ranks, lambda part, n=ranks: _node(part, n)))
+            node = _as_link(
+                _with(communicator, hosts * ranks, lambda part, n=ranks: _node(part, n, sizes))
+            )
         cluster = Cluster(node, across.get(hosts, node), ranks)
         predicted = predict(training, cluster, hosts * ranks)[scheme]
         name = f"{scheme}, {thousand},000 parameters, {hosts} x {ranks} ranks, {where}"
@@ -225,14 +227,14 @@ def _with(communicator: Communicator, ranks: int, run: Any) -> Any:
     return all_gather_object(communicator, result)[0]
 
 
-def _node(part: Communicator, size: int) -> tuple[float, float]:
+def _node(part: Communicator, size: int, sizes: Sequence[int]) -> list[Any]:
     """Return what connects the ranks of a host, while those of all hosts use what connects them."""
     if part.size == size:
-        return _link(part)
+        return _link(part, sizes)
     tokens = all_gather_object(part, secrets.token_hex(16))
     first = part.rank - part.rank % size
     with create(part.rank - first, size, tokens[first], 120.0, spin=False) as host:
-        return _link(host)
+        return _link(host, sizes)
 
 
 @contextmanager
@@ -304,11 +306,13 @@ def _parameters(model: DDPSequential) -> int:
     return sum(len(layer.mu_w) + len(layer.mu_b) for layer in model.model.layers)
 
 
-def _link(
-    communicator: Communicator, sizes: Sequence[int] = (1 << 10, 1 << 20, 1 << 24)
-) -> tuple[float, float]:
-    link = measure_link(communicator, sizes)
-    return link.latency, link.bandwidth
+def _link(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
+    return list(astuple(measure_link(communicator, sizes)))
+
+
+def _as_link(told: list[Any]) -> Link:
+    latency, bandwidth, sums, ranks = told
+    return Link(latency, bandwidth, tuple((size, seconds) for size, seconds in sums), ranks)
 
 
 def _seconds(

@@ -5,12 +5,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <vector>
 
+#include "common/hash.h"
 #include "shm/texts.h"
 
 namespace nb = nanobind;
@@ -18,35 +20,49 @@ namespace nb = nanobind;
 namespace tagi_ddp {
 namespace {
 
+// The thread that ends the process, once it does. Any other that wants the interpreter lock then
+// would be ended in a way that ends the process, by SIGABRT: it waits for the end instead.
+std::atomic<std::thread::id> ends_process{};
+
+void stay_out_at_the_end() {
+    const std::thread::id ending = ends_process;
+    while (ending != std::thread::id() && ending != std::this_thread::get_id()) pause();
+}
+
+// Lets other threads have the interpreter lock.
+class Unlocked {
+ public:
+    Unlocked() : state_(PyEval_SaveThread()) {}
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+    ~Unlocked() {
+        stay_out_at_the_end();
+        PyEval_RestoreThread(state_);
+    }
+
+ private:
+    PyThreadState* state_;
+};
+
 // Python objects that an operation on the queue's thread needs; they go under the interpreter lock.
 struct Kept {
     std::vector<nb::object> objects;
     ~Kept() {
+        stay_out_at_the_end();
         nb::gil_scoped_acquire lock;
         objects.clear();
     }
 };
 
 void check_signals() {
+    stay_out_at_the_end();
     nb::gil_scoped_acquire lock;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
-// Calls `function`, if it is not None, too.
-std::function<void()> looking_by(nb::handle function) {
-    if (function.is_none()) return check_signals;
-    auto kept = std::make_shared<Kept>();
-    kept->objects.push_back(nb::borrow(function));
-    return [kept] {
-        check_signals();
-        nb::gil_scoped_acquire lock;
-        kept->objects.front()();
-    };
-}
-
 // Waits for `work`, in slices so that Ctrl-C works. False when `limit` passed first.
 bool wait_for(Work& work, double limit) {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     const auto deadline = after(limit);
     while (!work.wait_for(look_around)) {
         check_signals();
@@ -66,6 +82,12 @@ struct PyWork {
             where + "not done within " + name_number(*timeout) + " s, it goes on. Wait again.");
     }
     bool done() const { return work->done(); }
+};
+
+// Does something at the end of a block.
+struct Finally {
+    std::function<void()> call;
+    ~Finally() { call(); }
 };
 
 // The communicators of this process.
@@ -88,20 +110,43 @@ double PyShmCommunicator::seconds(nb::handle timeout) const {
     return timeout.is_none() ? timeout_ : as_seconds(timeout);
 }
 
-void PyShmCommunicator::run_collective(const std::function<void()>& operation) {
+void PyShmCommunicator::require_outside(const std::string& name,
+                                        const OperationQueue& queue) const {
+    if (queue.running.load() != std::this_thread::get_id()) return;
+    throw CommunicatorError(ErrorKind::general,
+                            where_text(name, rank(), size(), communicator_->backend()) +
+                                "called by a signal handler, while its thread is in another "
+                                "operation of this communicator. Call it after that one.");
+}
+
+std::function<void()> PyShmCommunicator::for_purpose(std::function<void()> operation) const {
+    const uint64_t purpose = purpose_.empty() ? 0 : hash_of(purpose_);
+    return [communicator = communicator_.get(), purpose, operation = std::move(operation)] {
+        communicator->set_purpose(purpose);
+        operation();
+    };
+}
+
+void PyShmCommunicator::run_collective(const char* name, const std::function<void()>& operation) {
+    require_outside(name, operations_);
     ++collectives_;
-    run(operations_, operation);
+    run(operations_, for_purpose(operation));
 }
 
 void PyShmCommunicator::run(OperationQueue& queue, const std::function<void()>& operation) {
     communicator_->require_own_process();
     if (queue.busy()) {
-        const auto work = queue.thread->submit(operation);
+        const auto work = queue.thread->submit([&] {
+            std::lock_guard<std::mutex> lock(queue.mutex);
+            operation();
+        });
         wait_for(*work, forever);  // the operation has its own timeout
         return;
     }
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     std::lock_guard<std::mutex> lock(queue.mutex);
+    queue.running = std::this_thread::get_id();
+    const Finally done{[&] { queue.running = std::thread::id(); }};
     operation();
 }
 
@@ -119,15 +164,17 @@ nb::object PyShmCommunicator::start(OperationQueue& queue, const std::string& na
         std::lock_guard<std::mutex> lock(queue.mutex);
         operation();
     });
-    return nb::cast(PyWork{std::move(work), where_text(name, rank(), size())});
+    return nb::cast(
+        PyWork{std::move(work), where_text(name, rank(), size(), communicator_->backend())});
 }
 
 nb::object PyShmCommunicator::start_collective(const char* name, std::function<void()> operation,
                                                bool async_op,
                                                std::initializer_list<nb::handle> arrays) {
+    if (!async_op) require_outside(name, operations_);
     const std::string number = std::to_string(++collectives_);
     const std::string title = std::string(name) + " #" + number;
-    return start(operations_, title, std::move(operation), async_op, arrays);
+    return start(operations_, title, for_purpose(std::move(operation)), async_op, arrays);
 }
 
 nb::object PyShmCommunicator::all_reduce(nb::handle buffer, nb::handle op, nb::handle out,
@@ -215,6 +262,7 @@ nb::object PyShmCommunicator::send(nb::handle buffer, nb::handle dst, nb::handle
     if (to == rank()) throw std::invalid_argument("dst is this rank itself; send to another rank");
     const Array array = as_array(buffer, "buffer", false);
     const double limit = seconds(timeout);
+    if (!async_op) require_outside("send", messages_out_);
     return start(
         messages_out_, "send to rank " + std::to_string(to),
         [this, a = array.buffer, to, number, limit] { communicator_->send(a, to, number, limit); },
@@ -228,6 +276,7 @@ nb::object PyShmCommunicator::recv(nb::handle buffer, nb::handle src, nb::handle
         throw std::invalid_argument("src is this rank itself; receive from another rank");
     const Array array = as_array(buffer, "buffer", true);
     const double limit = seconds(timeout);
+    if (!async_op) require_outside("recv", operations_);
     return start(operations_, "recv from rank " + std::to_string(from),
                  [this, a = array.buffer, from, number, limit] {
                      communicator_->recv(a, from, number, limit);
@@ -237,13 +286,13 @@ nb::object PyShmCommunicator::recv(nb::handle buffer, nb::handle src, nb::handle
 
 void PyShmCommunicator::barrier(nb::handle timeout) {
     const double limit = seconds(timeout);
-    run_collective([this, limit] { communicator_->barrier(limit); });
+    run_collective("barrier", [this, limit] { communicator_->barrier(limit); });
 }
 
 std::unique_ptr<PyShmCommunicator> PyShmCommunicator::split(nb::handle color, nb::handle key) {
     const int own = as_color(color), place = as_integer(key, "key");
     std::shared_ptr<ShmCommunicator> part;
-    run_collective([&] { part = communicator_->split(own, place, timeout_); });
+    run_collective("split", [&] { part = communicator_->split(own, place, timeout_); });
     if (!part) return nullptr;
     return std::make_unique<PyShmCommunicator>(std::move(part), timeout_);
 }
@@ -256,7 +305,7 @@ nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
     const size_t bytes =
         nb::cast<size_t>(extent.attr("size")) * nb::cast<size_t>(type.attr("itemsize"));
     auto memory = std::make_unique<std::shared_ptr<std::byte>>();
-    run_collective([&] { *memory = communicator_->allocate(bytes, timeout_); });
+    run_collective("empty", [&] { *memory = communicator_->allocate(bytes, timeout_); });
     std::byte* data = memory->get();
     nb::capsule owner(memory.release(), [](void* pointer) noexcept {
         delete static_cast<std::shared_ptr<std::byte>*>(pointer);
@@ -267,28 +316,46 @@ nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
 
 void PyShmCommunicator::abort(const std::string& reason, const std::vector<int>& ranks) {
     for (int rank : ranks) as_rank(nb::int_(rank), "ranks", size());
+    std::lock_guard<std::mutex> lock(open_);
     communicator_->abort(reason, ranks);
 }
 
-void PyShmCommunicator::check() const { communicator_->check(); }
+void PyShmCommunicator::check() {
+    std::lock_guard<std::mutex> lock(open_);
+    communicator_->check();
+}
 
 void PyShmCommunicator::close() {
+    for (const OperationQueue* queue : {&messages_out_, &operations_})
+        require_outside("close", *queue);
     {
         std::lock_guard<std::mutex> lock(all.mutex);
         all.open.erase(this);
     }
-    nb::gil_scoped_release unlocked;
     if (operations_.busy() || messages_out_.busy())
         communicator_->abort("it closed with operations under way");
-    messages_out_.thread.reset();
-    operations_.thread.reset();
+    auto threads = std::make_unique<std::vector<std::shared_ptr<WorkQueue>>>();
+    for (OperationQueue* queue : {&messages_out_, &operations_})
+        threads->push_back(std::exchange(queue->thread, nullptr));
+    // A fork has no such threads, and at the end one may stay in an operation for ever.
+    const bool forked = !communicator_->in_own_process();
+    if (forked || ends_process.load() != std::thread::id()) {
+        threads.release();  // NOLINT: it is not to be destroyed
+        if (!forked && (!messages_out_.mutex.try_lock() || !operations_.mutex.try_lock())) return;
+        communicator_->close();
+        return;
+    }
+    Unlocked unlocked;
+    threads.reset();
+    // Other threads end what they have begun, each within its limit.
+    std::scoped_lock operations(messages_out_.mutex, operations_.mutex);
+    std::lock_guard<std::mutex> lock(open_);
     communicator_->close();
 }
 
 void PyShmCommunicator::end_with_process(const std::optional<std::string>& reason) {
     if (!communicator_->in_own_process()) return;
     if (reason) abort(*reason, {});
-    // A thread that wants the interpreter's lock when there is none any more ends the process.
     try {
         for (OperationQueue* queue : {&messages_out_, &operations_}) {
             if (queue->busy()) run(*queue, [] {});
@@ -320,6 +387,7 @@ void bind_shm(nb::module_& module) {
             for (const nb::object& communicator : open) {
                 nb::cast<PyShmCommunicator&>(communicator).end_with_process(reason);
             }
+            ends_process = std::this_thread::get_id();
         },
         "reason"_a.none(),
         "Wait for what is under way over shared memory; with a reason abort all before.");
@@ -331,24 +399,27 @@ void bind_shm(nb::module_& module) {
         .def(
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
-               const std::string& name, double timeout, bool spin, nb::handle on_wait) {
+               const std::string& name, double timeout, bool spin, const std::string& backend) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
                 as_rank(nb::int_(rank), "rank", size);
                 as_seconds(nb::float_(timeout));
                 std::shared_ptr<ShmCommunicator> communicator;
-                const auto look = looking_by(on_wait);
                 {
-                    nb::gil_scoped_release unlocked;
+                    Unlocked unlocked;
                     communicator = std::make_shared<ShmCommunicator>(rank, size, job, name, timeout,
-                                                                     look, spin);
+                                                                     check_signals, spin, backend);
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },
             "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0, "spin"_a = true,
-            "on_wait"_a = nb::none())
+            "backend"_a = "shm")
         .def_prop_ro("rank", &PyShmCommunicator::rank)
         .def_prop_ro("size", &PyShmCommunicator::size)
-        .def_prop_ro("backend", [](const PyShmCommunicator&) { return "shm"; })
+        .def_prop_ro("backend", [](PyShmCommunicator& self) { return self.get().backend(); })
+        .def_prop_ro("failed", &PyShmCommunicator::failed,
+                     "Whether an error has broken it; still known once closed.")
+        .def_prop_rw("purpose", &PyShmCommunicator::purpose, &PyShmCommunicator::set_purpose,
+                     "What the next collectives are made for: part of what ranks compare.")
         .def_prop_ro("device", [](const PyShmCommunicator&) { return "cpu"; })
         .def_prop_rw(
             "timeout", &PyShmCommunicator::timeout,

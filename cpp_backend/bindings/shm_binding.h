@@ -3,11 +3,13 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "bindings/arguments.h"
@@ -48,23 +50,32 @@ class PyShmCommunicator {
     std::unique_ptr<PyShmCommunicator> split(nanobind::handle color, nanobind::handle key);
     nanobind::object empty(nanobind::handle shape, nanobind::handle dtype);
     void abort(const std::string& reason, const std::vector<int>& ranks);
-    void check() const;
+    void check();
     void close();
+    bool failed() const { return communicator_->failed(); }
+    const std::string& purpose() const { return purpose_; }
+    void set_purpose(std::string purpose) { purpose_ = std::move(purpose); }
     // Tells the others the reason, if there is one, and waits for what is under way.
     void end_with_process(const std::optional<std::string>& reason);
 
     // Runs a blocking collective behind the asynchronous operations, without the interpreter lock.
-    void run_collective(const std::function<void()>& operation);
+    void run_collective(const char* name, const std::function<void()>& operation);
     double seconds(nanobind::handle timeout) const;
 
  private:
     // Operations that keep the order of their calls, one at a time, whatever the thread.
     struct OperationQueue {
-        std::mutex mutex;
-        std::optional<WorkQueue> thread{std::in_place};  // none once closed
+        std::mutex mutex;                        // of the one that runs
+        std::atomic<std::thread::id> running{};  // the thread that runs it, if it is a caller's
+        std::shared_ptr<WorkQueue> thread = std::make_shared<WorkQueue>();  // none once closed
 
         bool busy() const { return thread && thread->busy(); }
     };
+
+    // Throws where this thread is in an operation already: a signal handler has called.
+    void require_outside(const std::string& name, const OperationQueue& queue) const;
+    // Runs `operation` for what is the purpose now.
+    std::function<void()> for_purpose(std::function<void()> operation) const;
 
     void run(OperationQueue& queue, const std::function<void()>& operation);
     nanobind::object start(OperationQueue& queue, const std::string& name,
@@ -76,6 +87,8 @@ class PyShmCommunicator {
 
     std::shared_ptr<ShmCommunicator> communicator_;
     double timeout_;
+    std::string purpose_;
+    std::mutex open_;           // held while anything but an operation uses the communicator
     uint64_t collectives_ = 0;  // called so far, for errors of Work
     OperationQueue operations_;
     OperationQueue

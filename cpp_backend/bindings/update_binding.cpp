@@ -71,7 +71,7 @@ void bind_update(nb::module_& module) {
            const Contribution& contribution, bool average) {
             Agreement agreement{{}};
             const double timeout = communicator.timeout();
-            communicator.run_collective([&] {
+            communicator.run_collective("step", [&] {
                 agreement = update(communicator.get(), parameters, contribution, average, timeout);
             });
             return agreement;
@@ -85,7 +85,7 @@ void bind_update(nb::module_& module) {
             float* data = checked(parameters, bucket);
             Agreement agreement{{}};
             const double timeout = communicator.timeout();
-            communicator.run_collective([&] {
+            communicator.run_collective("sharded_step", [&] {
                 agreement = update_sharded(communicator.get(), parameters, data, contribution,
                                            average, timeout);
             });

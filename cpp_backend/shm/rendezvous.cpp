@@ -43,8 +43,9 @@ struct Reply {
 
 [[noreturn]] void fail(const Rendezvous& rendezvous, ErrorKind kind, const std::string& text,
                        std::vector<int> ranks = {}) {
-    throw CommunicatorError(kind, where_text("init", rendezvous.rank, rendezvous.size) + text,
-                            std::move(ranks));
+    throw CommunicatorError(
+        kind, where_text("init", rendezvous.rank, rendezvous.size, rendezvous.backend) + text,
+        std::move(ranks));
 }
 
 [[noreturn]] void system_error(const Rendezvous& rendezvous, const char* call) {

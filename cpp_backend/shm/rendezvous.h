@@ -36,6 +36,7 @@ struct Rendezvous {
     int size;
     Clock::time_point deadline;
     std::function<void()> on_wait;  // called now and then while waiting; may throw
+    std::string backend;            // what errors call it, too
 };
 
 // Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have come and each

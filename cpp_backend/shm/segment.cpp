@@ -52,9 +52,10 @@ struct flock lock_of(int rank) {
 void claim(const Rendezvous& rendezvous, int file) {
     struct flock lock = lock_of(rendezvous.rank);
     if (fcntl(file, F_SETLK, &lock) != 0) {
-        throw CommunicatorError(ErrorKind::unavailable,
-                                where_text("init", rendezvous.rank, rendezvous.size) +
-                                    "cannot lock: " + std::strerror(errno));
+        throw CommunicatorError(
+            ErrorKind::unavailable,
+            where_text("init", rendezvous.rank, rendezvous.size, rendezvous.backend) +
+                "cannot lock: " + std::strerror(errno));
     }
 }
 
@@ -69,10 +70,11 @@ Segment::Segment(const Rendezvous& rendezvous)
     void* address =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
     if (address == MAP_FAILED) {
-        throw CommunicatorError(
-            ErrorKind::unavailable,
-            where_text("init", rank_, size_) + "cannot map " + std::to_string(bytes_ >> 20) +
-                " MiB of address space: " + std::strerror(errno) + ". Raise `ulimit -v`.");
+        throw CommunicatorError(ErrorKind::unavailable,
+                                where_text("init", rank_, size_, rendezvous.backend) +
+                                    "cannot map " + std::to_string(bytes_ >> 20) +
+                                    " MiB of address space: " + std::strerror(errno) +
+                                    ". Raise `ulimit -v`.");
     }
     base_ = static_cast<std::byte*>(address);
     // The pages of a new file are zero: the initial state of every structure in it.

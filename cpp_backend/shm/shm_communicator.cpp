@@ -34,14 +34,16 @@ int64_t random_token() {
 
 ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
                                  const std::string& name, double timeout,
-                                 std::function<void()> on_wait, bool spin)
+                                 std::function<void()> on_wait, bool spin,
+                                 const std::string& backend)
     : rank_(rank),
       size_(size),
       job_(job),
+      backend_(backend),
       timeout_(timeout),
       on_wait_(std::move(on_wait)),
-      segment_(
-          std::make_shared<Segment>(Rendezvous{job, name, rank, size, after(timeout), on_wait_})),
+      segment_(std::make_shared<Segment>(
+          Rendezvous{job, name, rank, size, after(timeout), on_wait_, backend})),
       process_(getpid()),
       has_cores_(spin && static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
@@ -89,19 +91,24 @@ void ShmCommunicator::require_open(const Operation& operation) const {
                             where(operation) + "this communicator is closed. Make a new one.");
 }
 
+bool ShmCommunicator::failed() const {
+    std::lock_guard<std::mutex> lock(broken_mutex_);
+    return broken_.has_value();
+}
+
 bool ShmCommunicator::in_own_process() const { return getpid() == process_; }
 
 void ShmCommunicator::require_own_process() const {
     if (in_own_process()) return;
-    throw CommunicatorError(ErrorKind::general,
-                            "rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
-                                " (shm): this communicator is that of process " +
-                                std::to_string(process_) +
-                                ", of which this is a fork. Make a new one.");
+    throw CommunicatorError(ErrorKind::general, "rank " + std::to_string(rank_) + " of " +
+                                                    std::to_string(size_) + " (" + backend_ +
+                                                    "): this communicator is that of process " +
+                                                    std::to_string(process_) +
+                                                    ", of which this is a fork. Make a new one.");
 }
 
 std::string ShmCommunicator::where(const Operation& operation) const {
-    return where_text(operation.name, rank_, size_);
+    return where_text(operation.name, rank_, size_, backend_);
 }
 
 void ShmCommunicator::guarded(const Operation& operation, const std::function<void()>& body) {
@@ -223,6 +230,7 @@ std::vector<Signature> ShmCommunicator::enter(const Operation& operation, const 
     ++entries_;
     RankState& self = segment_->rank(rank_);
     self.signatures[entries_ % 2] = own;
+    self.signatures[entries_ % 2].purpose = purpose_;
     self.entered.advance(entries_);
     std::vector<Signature> all(static_cast<size_t>(size_));
     std::vector<int> different;
@@ -231,7 +239,7 @@ std::vector<Signature> ShmCommunicator::enter(const Operation& operation, const 
         RankState& other = segment_->rank(r);
         if (r != rank_) wait(operation, other.entered, entries_, r);
         const Signature& theirs = all[static_cast<size_t>(r)] = other.signatures[entries_ % 2];
-        if (!theirs.fits(own)) {
+        if (!theirs.fits(self.signatures[entries_ % 2])) {
             different.push_back(r);
             calls.emplace_back(r, name_call(theirs));
         }
@@ -314,7 +322,7 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, doub
         const int64_t token = all[static_cast<size_t>(members.front())].words[2];
         part = std::make_unique<ShmCommunicator>(
             static_cast<int>(self - members.begin()), static_cast<int>(members.size()), job,
-            std::to_string(token), timeout, [&] { check_peers(operation, rank_); });
+            std::to_string(token), timeout, [&] { check_peers(operation, rank_); }, true, backend_);
         part->on_wait_ = on_wait_;
     });
     return part;

@@ -41,15 +41,21 @@ class ShmCommunicator {
  public:
     // Without `spin` waits leave the cores to other threads of the ranks, as for a network's.
     // `on_wait` is called about every 50 ms while an operation waits, and may throw.
-    // `name` is where the ranks find each other, `job` what errors call them.
+    // `name` is where the ranks find each other, `job` and `backend` what errors call them.
     ShmCommunicator(int rank, int size, const std::string& job, const std::string& name,
-                    double timeout, std::function<void()> on_wait, bool spin = true);
+                    double timeout, std::function<void()> on_wait, bool spin = true,
+                    const std::string& backend = "shm");
     ShmCommunicator(const ShmCommunicator&) = delete;
     ShmCommunicator& operator=(const ShmCommunicator&) = delete;
     ~ShmCommunicator();
 
     int rank() const { return rank_; }
     int size() const { return size_; }
+    const std::string& backend() const { return backend_; }
+    // Whether an error has broken it; still known once closed.
+    bool failed() const;
+    // What the next collectives are for: compared, too.
+    void set_purpose(uint64_t purpose) { purpose_ = purpose; }
     // How long operations have waited for other ranks so far.
     double seconds_waited() const { return 1e-9 * static_cast<double>(waited_); }
 
@@ -69,7 +75,8 @@ class ShmCommunicator {
     // Makes every rank's current or next operation fail with `reason`, by fault of `ranks`, or of
     // this one where there are none.
     void abort(const std::string& reason, std::vector<int> ranks = {});
-    // Throws what is known already that would end the next operation; any thread may call it.
+    // Throws what is known already that would end the next operation; any thread may call it that
+    // holds up `close`.
     void check() const;
     // False in a fork of the process that made this, which must not speak for its parent.
     bool in_own_process() const;
@@ -120,6 +127,7 @@ class ShmCommunicator {
     int rank_;
     int size_;
     std::string job_;
+    std::string backend_;
     double timeout_;
     std::function<void()> on_wait_;
     std::shared_ptr<Segment> segment_;  // null once closed
@@ -131,6 +139,7 @@ class ShmCommunicator {
     uint32_t entries_ = 0;            // how often `enter` was called
     uint32_t round_ = 0;  // rounds of chunks so far, equal on all ranks between operations
     uint32_t splits_ = 0;
+    uint64_t purpose_ = 0;
     std::vector<uint32_t> packets_sent_, packets_received_, messages_sent_, messages_received_;
     mutable std::mutex broken_mutex_;
     std::optional<CommunicatorError> broken_;  // why no further operation can run

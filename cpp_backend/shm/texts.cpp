@@ -49,9 +49,10 @@ std::string name_number(double value) {
     return text.str();
 }
 
-std::string where_text(const std::string& operation, int rank, int size) {
-    return operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
-           " (shm): ";
+std::string where_text(const std::string& operation, int rank, int size,
+                       const std::string& backend) {
+    return operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) + " (" +
+           backend + "): ";
 }
 
 std::string timeout_text(const std::vector<int>& ranks, double seconds) {
@@ -77,7 +78,9 @@ std::string mismatch_text(const std::vector<std::pair<int, std::string>>& others
     for (const auto& [rank, call] : others) {
         text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " called " + call;
         if (call == own)
-            text += " with other counts, or a buffer at another place of its own memory";
+            text +=
+                " with other counts, for another purpose, or with a buffer at another place of its "
+                "own memory";
     }
     return text + ", this rank " + own +
            ". Make the same calls in the same order with fitting arguments on all ranks.";

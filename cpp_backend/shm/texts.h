@@ -19,7 +19,8 @@ std::string name_call(const Signature& signature);
 std::string name_number(double value);
 
 // "all_reduce #17 on rank 0 of 4 (shm): ", how every error begins.
-std::string where_text(const std::string& operation, int rank, int size);
+std::string where_text(const std::string& operation, int rank, int size,
+                       const std::string& backend);
 
 std::string timeout_text(const std::vector<int>& ranks, double seconds);
 std::string died_text(const std::vector<int>& ranks);

@@ -107,7 +107,7 @@ def _mpi() -> Finding:
     with contextlib.suppress(ImportError):  # the engine's check tells it
         preload()  # as in a script that imports the engine first
     try:
-        import tagi_ddp.communicators.host.mpi  # noqa: F401  (starts MPI)
+        import tagi_ddp.communicators.network.mpi  # noqa: F401  (starts MPI)
     except (ImportError, RuntimeError) as error:
         stub = os.environ.get("TAGI_DDP_LIBMPI") == "stub"
         remedy = "unset TAGI_DDP_LIBMPI" if stub else ""
@@ -140,7 +140,7 @@ def _version(mpirun: str) -> str:
 
 def _gloo() -> Finding:
     try:
-        import tagi_ddp.communicators.host.gloo  # noqa: F401
+        import tagi_ddp.communicators.network.rendezvous  # noqa: F401
     except ImportError as error:
         return Finding("missing", str(error))
     return Finding("ok", "part of torch.distributed")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tagi_ddp import checks
 from tagi_ddp.communicators import buffers, guard
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
+from tagi_ddp.communicators.communicator import Buffer, Communicator, ReduceOp, Work
 from tagi_ddp.communicators.errors import (
     CommunicatorError,
     PeerLost,
@@ -26,9 +26,8 @@ from tagi_ddp.communicators.errors import (
     timeout_text,
     what_happened,
 )
-from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
+from tagi_ddp.communicators.operation_queue import Inside, OperationQueue, Ticket
 
-C = TypeVar("C", bound="BaseCommunicator[Any, Any]")
 E = TypeVar("E", bound=buffers.Elements)
 R = TypeVar("R")
 T = TypeVar("T")
@@ -60,6 +59,9 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._failure: CommunicatorError | None = None
         self._closed = False
         self._process = os.getpid()
+        self._inside = Inside()  # of a blocking operation
+        self.purpose = ""
+        """What the next calls are made for: part of what ranks compare."""
 
     @property
     def timeout(self) -> float:
@@ -218,7 +220,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         call = self._call("barrier", "", timeout)
         self._run(call, lambda: self._barrier(call), False)
 
-    def split(self: C, color: int | None, key: int = 0) -> C | None:
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none."""
         color, key = buffers.check_color(color), buffers.check_integer("key", key)
         call = self._call("split", "", None)
@@ -243,6 +245,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         """Leave the group, once what was called is complete; may be called again."""
         if self._is_forked():
             return  # the connections are its parent's, and threads may have held the locks
+        self._check_outside("close")
         with self._lock:
             if self._closed:
                 return
@@ -289,7 +292,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _barrier(self, call: Call) -> None: ...
 
     @abstractmethod
-    def _split(self: C, call: Call, color: int | None, key: int) -> C | None: ...
+    def _split(self, call: Call, color: int | None, key: int) -> Communicator | None: ...
 
     @abstractmethod
     def _announce(self, error: CommunicatorError, reason: str) -> None:
@@ -304,6 +307,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _call(self, name: str, arguments: str, timeout: float | None, peer: str = "") -> Call:
         self._check_open(name)  # before a fork waits for a lock, which nobody may free there
         limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
+        if self.purpose:
+            arguments += f", for {self.purpose}"
         return Call(name, arguments, limit, peer)
 
     def _collective(self, call: Call, operation: Callable[[], R], async_op: bool) -> Work | None:
@@ -332,16 +337,25 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     ) -> Ticket[T]:
         """Number ``call`` and run it behind the previous ones, here or on ``queue``'s thread."""
         queue = queue or self._operations
-        elsewhere = async_op and self.concurrent
-        with self._lock:  # numbers in the order of the tickets
-            self._number(call)
-            ticket: Ticket[T] = queue.ticket(partial(self._overdue, call))
-            execute = partial(self._execute, call, ticket, operation)
-            if elsewhere:
+        if async_op and self.concurrent:
+            with self._lock:
+                ticket, execute = self._ticket(call, operation, queue)
                 queue.start(ticket, execute)
-        if not elsewhere:
+            return ticket
+        self._check_outside(call.name)
+        with self._inside:
+            with self._lock:
+                ticket, execute = self._ticket(call, operation, queue)
             ticket.run(execute)
         return ticket
+
+    def _ticket(
+        self, call: Call, operation: Callable[[], T], queue: OperationQueue
+    ) -> tuple[Ticket[T], Callable[[], T]]:
+        """Number ``call``, under the lock: numbers come in the order of the tickets."""
+        self._number(call)
+        ticket: Ticket[T] = queue.ticket(partial(self._overdue, call))
+        return ticket, partial(self._execute, call, ticket, operation)
 
     def _number(self, call: Call) -> None:
         """Count collectives together, messages for each direction of each pair."""
@@ -386,6 +400,14 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
             what = "closed" if self._closed else forked
             raise CommunicatorError(
                 f"{self._where(name)}: this communicator is {what}. Make a new one."
+            )
+
+    def _check_outside(self, name: str) -> None:
+        """Raise if this thread is in an operation already: a signal handler has called."""
+        if self._inside.here:
+            raise CommunicatorError(
+                f"{self._where(name)}: called by a signal handler, while its thread is in another "
+                "operation of this communicator. Call it after that one."
             )
 
     def _check_failure(self, call: Call) -> None:

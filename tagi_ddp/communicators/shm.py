@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Callable
 
 from tagi_ddp._backend import ShmCommunicator, end_shm
 from tagi_ddp.communicators.guard import last_words
@@ -14,23 +13,17 @@ __all__ = ["ShmCommunicator", "create"]
 
 
 def create(
-    rank: int,
-    world_size: int,
-    job: str,
-    timeout: float,
-    spin: bool = True,
-    on_wait: Callable[[], None] | None = None,
+    rank: int, world_size: int, job: str, timeout: float, *, spin: bool = True, backend: str = "shm"
 ) -> ShmCommunicator:
     """Return this rank's communicator once all ``world_size`` ranks of ``job`` have called this.
 
     ``job`` tells apart the groups of one user on one host. ``timeout`` in seconds limits this call
     and is the default of every operation. Without ``spin`` waits leave the cores, even if there is
-    one for each rank, to what else the ranks do meanwhile. ``on_wait`` is called about every 50 ms
-    while an operation waits; what it raises ends the operation, on all ranks. Raises Timeout naming
-    the ranks that did not come, Mismatch when two ranks have one number or ranks differ in
-    ``world_size``.
+    one for each rank, to what else the ranks do meanwhile. ``backend`` is its name in errors.
+    Raises Timeout naming the ranks that did not come, Mismatch when two ranks have one number or
+    ranks differ in ``world_size``.
     """
-    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout, spin, on_wait)
+    return ShmCommunicator(rank, world_size, job, meeting_name(job), timeout, spin, backend)
 
 
 def meeting_name(job: str) -> str:

@@ -13,6 +13,7 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     """A group whose only rank is this process."""
 
     backend = "single"
+    concurrent = False  # there is nothing to wait for
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Make rank 0 of 1; nothing ever waits for ``timeout`` seconds."""

@@ -89,10 +89,7 @@ class Topology:
                 f"hosts have unequal numbers of ranks, {found}: start equally many on each, or "
                 "give node_size"
             )
-        return [
-            [rank for rank, other in enumerate(hosts) if other == host]
-            for host in dict.fromkeys(hosts)
-        ]
+        return ranks_by_host(self.locations)
 
     def _launcher_counts_in_blocks(self, local_size: int) -> bool:
         return len(self.locations) % local_size == 0 and all(
@@ -115,7 +112,20 @@ class Topology:
         return max(1, int(share + 1e-9))
 
 
+def ranks_by_host(locations: Sequence[Location]) -> list[list[int]]:
+    """Return the ranks of each host, in the order of their first ones."""
+    hosts = [location.host for location in locations]
+    return [
+        [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)
+    ]
+
+
 _known: weakref.WeakKeyDictionary[Communicator, Topology] = weakref.WeakKeyDictionary()
+
+
+def remember(communicator: Communicator, topology: Topology) -> None:
+    """Keep what is known already of where a communicator's ranks run."""
+    _known[communicator] = topology
 
 
 def topology_of(communicator: Communicator) -> Topology:

@@ -1,44 +1,31 @@
 """The time of a step on many ranks, from few measured numbers.
 
-A message of n bytes takes latency + n / bandwidth (Hockney 1994, "The communication challenge for
-MPP", Parallel Computing 20). Collectives are counted in such messages, as Thakur, Rabenseifner and
-Gropp do (2005, "Optimization of collective communication operations in MPICH", International
-Journal of High Performance Computing Applications 19); which messages there are is what the
-communicators of this package do:
+Every exchange is counted as the all_reduces that take as long: those that `measure_link` has timed
+through a communicator, interpolated, or of a link of which only latency and bandwidth are known,
+2 log2(p) latencies and 2 (p - 1) / p * n bytes for n bytes on p ranks (Rabenseifner's algorithm;
+Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
+International Journal of High Performance Computing Applications 19). The same formula scales
+measured times to other numbers of ranks.
 
-- Before any operation, but a sum between nodes, there is a handshake of all ranks: one latency in a
-  node; between nodes one for each of its rounds, log4 of the ranks.
-- all_reduce of n bytes over the p ranks of a node: each rank gets its slice of n / p bytes from
-  every other, reduces it, and gives that to every other: two phases, each one latency, and
-  (p - 1) / p * n bytes.
-- Between nodes a message of data comes after one that gives leave to send it: two latencies.
-- all_reduce over p nodes of one rank: a ring of 2 (p - 1) messages of
-  n / p bytes, or, of few bytes, one step for each prime factor of p, in which a rank sends all of
-  them to each other of a group of so many. Even fewer travel with a handshake's messages.
-- all_reduce over nodes of several ranks: a phase in the node, a ring of each slice, with all of the
-  node's on the link that they share, and a phase in the node; large ones in chunks, of which one
-  is between nodes while others are in the nodes.
-- broadcast of n bytes in a node: one latency and n bytes after the handshake.
-- A vote, before replicas change, on whether all can: between nodes a handshake, whose messages
-  carry it; in a node a handshake and an all_gather of almost no bytes, which is one phase.
+- A sum over nodes of several ranks takes a sum in the node and one between nodes.
+- A vote, before replicas change, on whether all can, takes a sum of almost no bytes.
+- A broadcast takes half of a sum.
+- With fewer ``bits`` a sum takes one of fewer bytes, and a vote.
 
 The schemes, each with n bytes, both deltas of all parameters:
 
-- "sum": after every step all vote, then an all_reduce over all ranks.
+- "sum": after every step all vote, then sum over all ranks.
 - "precision": that step is a merge, and there is one every ``sync_every`` steps. All vote, then
-  posteriors are merged in each node (all_reduce), then between nodes: all_reduce over one rank of
-  each node, which has the link for itself, and broadcast in the node. The arithmetic of a merge
-  comes with either level.
-  With fewer ``bits`` the changes travel by all_to_all and all_gather, which are a handshake and a
-  phase each, between nodes, or in the only one.
+  posteriors are summed in each node, then between nodes, by one rank of each node, which has the
+  link for itself, and broadcast in the node. The arithmetic of a merge comes with either level.
 - "asynchronous": merges as `SyncSchedule` says, walked through batch by batch. What a node sends
   travels while the next batches compute; a merge waits for the rest of it. Merges in a node, and
   all of those in warm-up and cool-down epochs and after an epoch's last batch, block. The loss is
   taken to fall in every epoch, so that skips stay the longest.
 
-Not counted: computing that gets slower while data travels; what a rank's processor does for a
-message; sums that are reduced during backward, which hide a part of this; that merges are more
-frequent at first.
+Not counted: computing that gets slower while data travels; large sums that are in the nodes and
+between them at once; sums that are reduced during backward, which hide a part of this; that merges
+are more frequent at first.
 """
 
 from __future__ import annotations
@@ -46,17 +33,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
 
 from tagi_ddp.checks import integer, real
-from tagi_ddp.communicators.control.overlay import rounds
-from tagi_ddp.communicators.host.flat import FEW
-from tagi_ddp.communicators.host.messages import SMALL, factors
-from tagi_ddp.communicators.host.two_level import number_of_chunks
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
-_CHUNKS = 2  # of a large sum over several hosts, as gloo's
+_VOTE = 8  # bytes
 
 SCHEMES = ("sum", "precision", "asynchronous")
 """The schemes of exchange: sums at each step, merges, or merges by a schedule, without waiting."""
@@ -67,20 +53,47 @@ class Link:
     """The connection of a rank, or a node, to the others, in both directions at once.
 
     ``latency`` is in seconds, 0 or more; ``bandwidth`` in bytes a second, in each direction,
-    greater than 0 and possibly infinite. Raises TypeError or ValueError that names the argument.
+    greater than 0 and possibly infinite. ``sums`` are pairs of bytes and seconds, of all_reduces
+    that ``ranks`` ranks have been seen to make, in the order of their bytes; none: not measured.
+    Raises TypeError or ValueError that names the argument.
     """
 
     latency: float
     bandwidth: float
+    sums: tuple[tuple[float, float], ...] = ()
+    ranks: int = 2
 
     def __post_init__(self) -> None:
         """Check the numbers."""
         _zero_or_more("latency", self.latency)
         _positive("bandwidth", self.bandwidth)
+        integer("ranks", self.ranks, 2)
+        for size, seconds in self.sums:
+            _positive("sums", size)
+            _positive("sums", seconds)
 
-    def seconds(self, size: float) -> float:
-        """Return how long a message of ``size`` bytes takes."""
-        return self.latency + size / self.bandwidth
+    def all_reduce(self, ranks: int, size: float) -> float:
+        """Return the seconds of an all_reduce of ``size`` bytes over ``ranks``."""
+        seconds = self._formula(ranks, size)
+        if not self.sums or not seconds:
+            return seconds
+        return self._measured(size) * seconds / self._formula(self.ranks, size)
+
+    def _formula(self, ranks: int, size: float) -> float:
+        steps = math.ceil(math.log2(ranks))
+        return 2 * (steps * self.latency + (ranks - 1) / ranks * size / self.bandwidth)
+
+    def _measured(self, size: float) -> float:
+        """Interpolate between the measured sizes, both axes logarithmic.
+
+        Fewer bytes take as long as the least, more take longer in proportion.
+        """
+        sizes, seconds = zip(*self.sums, strict=True)
+        rising = list(accumulate(seconds, max))
+        if size > sizes[-1]:
+            return float(rising[-1] * size / sizes[-1])
+        place = np.interp(math.log(max(size, sizes[0])), np.log(sizes), np.log(rising))
+        return math.exp(place)
 
 
 @dataclass(frozen=True)
@@ -168,7 +181,7 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
     """Return the seconds per step of each of `SCHEMES` on so many ranks, 1 or more."""
     integer("ranks", ranks, 1)
     costs = _costs(training, cluster, ranks)
-    total = _vote(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
+    total = all_reduce(cluster, ranks, _VOTE) + all_reduce(cluster, ranks, training.bytes)
     waits = sum(count * _waits(training.step, costs, syncs) for count, syncs in _epochs(training))
     return {
         "sum": training.step + total,
@@ -194,67 +207,19 @@ def memory(training: Training, cluster: Cluster, ranks: int, scheme: str) -> flo
 # Operations, in seconds.
 
 
-def _phase(link: Link, ranks: int, size: float) -> float:
-    """Return how long it takes until each of ``ranks`` has its slice of ``size`` from each other's.
-
-    The same for giving its own slice to each other.
-    """
-    return link.seconds((ranks - 1) / ranks * size) if ranks > 1 else 0.0
-
-
-def _message(link: Link, size: float) -> float:
-    """Return how long a message between nodes takes, which waits for leave to be sent."""
-    return link.latency + link.seconds(size)
-
-
-def _sum_between(link: Link, nodes: int, size: float, lanes: int = 1) -> float:
-    """Return how long a sum takes, of which each of some ranks of a node carries a slice."""
-    if size > SMALL * nodes * lanes:
-        return 2 * (nodes - 1) * _message(link, size / nodes)
-    return math.fsum(_message(link, (factor - 1) * size) for factor in factors(nodes))
-
-
-def _handshake(cluster: Cluster, ranks: int) -> float:
-    if cluster.nodes(ranks) == 1:
-        return cluster.node.latency if ranks > 1 else 0.0
-    return len(rounds(0, ranks)) * cluster.across.latency
-
-
-def _vote(cluster: Cluster, ranks: int) -> float:
-    gather = _phase(cluster.node, ranks, 0) if cluster.nodes(ranks) == 1 else 0.0
-    return _handshake(cluster, ranks) + gather
-
-
 def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     """Return how long an all_reduce of ``size`` bytes over all of ``ranks`` takes."""
     inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
-    if nodes == 1:
-        return _handshake(cluster, ranks) + 2 * _phase(cluster.node, ranks, size)
-    if size <= FEW:
-        return _handshake(cluster, ranks)
-    if inside == 1:
-        return _sum_between(cluster.across, nodes, size)
-    lanes = 1 if size <= SMALL else inside
-    chunks = number_of_chunks(size, cluster.across.latency, cluster.across.bandwidth, _CHUNKS)
-    within = 2 * _phase(cluster.node, inside, size / chunks)
-    # Several chunks are on their way at once: they wait for the network's latency together.
-    more = _sum_between(replace(cluster.across, latency=0.0), nodes, size / chunks, lanes)
-    unlimited = replace(cluster.across, bandwidth=math.inf)
-    latency = _sum_between(unlimited, nodes, size / chunks, lanes)
-    return within + latency + more + (chunks - 1) * max(within, more)
+    return cluster.node.all_reduce(inside, size) + cluster.across.all_reduce(nodes, size)
 
 
-def _sum_of_changes(cluster: Cluster, ranks: int, size: float, bits: int) -> float:
-    """Return how long a sum of changes takes; in few bits by all_to_all and all_gather."""
+def _sum_of_changes(link: Link, ranks: int, size: float, bits: int) -> float:
+    """Return how long a sum of changes takes."""
     if bits == 32:
-        return all_reduce(cluster, ranks, size)
+        return link.all_reduce(ranks, size)
     # A scale for 256 numbers of 8 bits, and, exact, a square for 512.
     few = size * bits / 32 + (size / 256 if bits == 8 else 0)
-    if cluster.nodes(ranks) == 1:
-        phase = _phase(cluster.node, ranks, few)
-    else:
-        phase = _message(cluster.across, (ranks - 1) / ranks * few)
-    return 2 * (_handshake(cluster, ranks) + phase) + all_reduce(cluster, ranks, size / 512)
+    return sum(link.all_reduce(ranks, part) for part in (_VOTE, few, size / 512))
 
 
 @dataclass(frozen=True)
@@ -274,14 +239,13 @@ def _costs(training: Training, cluster: Cluster, ranks: int) -> _Costs:
     local = transfer = merging = 0.0
     if inside > 1:
         bits = training.bits if nodes == 1 else 32
-        local = _sum_of_changes(cluster, inside, size, bits) + arithmetic
+        local = _sum_of_changes(cluster.node, inside, size, bits) + arithmetic
     if nodes > 1:
-        each = replace(cluster, ranks_per_node=1)
-        transfer = _sum_of_changes(each, nodes, size, training.bits)
-        merging = arithmetic
-        if inside > 1:  # broadcast
-            merging += cluster.node.latency + cluster.node.seconds(size)
-    return _Costs(local, transfer, merging, _vote(cluster, ranks) + local + transfer + merging)
+        transfer = _sum_of_changes(cluster.across, nodes, size, training.bits)
+        broadcast = cluster.node.all_reduce(inside, size) / 2
+        merging = arithmetic + broadcast
+    vote = all_reduce(cluster, ranks, _VOTE)
+    return _Costs(local, transfer, merging, vote + local + transfer + merging)
 
 
 def _waits(step: float, costs: _Costs, syncs: Sequence[Sync]) -> float:

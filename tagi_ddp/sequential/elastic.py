@@ -274,7 +274,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         """Import what may be needed and takes a second, before others wait for this rank."""
         with contextlib.suppress(ImportError):
             if membership.may_use_gloo:
-                import tagi_ddp.communicators.host.gloo
+                import tagi_ddp.communicators.network.rendezvous
             if self._by_batch is not None and self._by_batch.may_need_torch(_LARGE):
                 import tagi_ddp.compute.on_torch  # noqa: F401
 

@@ -115,7 +115,7 @@ class _Survivors:
 
     def __init__(self, config: DDPConfig, patience: float) -> None:
         try:
-            from tagi_ddp.communicators.host.ulfm import Survivors
+            from tagi_ddp.communicators.network.ulfm import Survivors
         except (ImportError, RuntimeError):
             init("mpi", config.rank, config.world_size)  # says what is missing
             raise

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from tagi_ddp.communicators import BackendUnavailable, Communicator, init
-from tagi_ddp.communicators.host import gloo
+from tagi_ddp.communicators.network import rendezvous as gloo
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect, offers_mpi
 from tagi_ddp.torch_backend.process_group import NAME, ProcessGroup

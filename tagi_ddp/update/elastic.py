@@ -10,7 +10,7 @@ import numpy as np
 
 from tagi_ddp._backend import Agreement
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.parameter_file import statistics_of
 from tagi_ddp.replica.protocol import Replica
@@ -180,8 +180,8 @@ class ElasticMerging(Merging, ElasticExchange):
 
     def enter(self, communicator: Communicator) -> None:
         self._communicator, self.awaited = communicator, False
-        self._hierarchy = Hierarchy(communicator, communicator.size)
-        self._node.enter(self._hierarchy.node)
+        self._levels_of_world = Levels(communicator, communicator.size)
+        self._node.enter(self._levels_of_world.node)
         self._alone_of = communicator.size if self._warms_up else 1
 
     def take_over(self, source: int, behind: bool) -> None:

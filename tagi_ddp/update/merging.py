@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tagi_ddp._backend import Agreement, Contribution
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import all_gather_object
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import as_array, fill
 from tagi_ddp.trace.timeline import traced
@@ -108,14 +108,16 @@ class Merging(Exchange):
         super().__init__(setting)
         replica, adaptive = setting.replica, scheme.rule == "agreement"
         self._every = every
-        self._hierarchy = Hierarchy(setting.communicator, scheme.node_size)
+        self._levels_of_world = Levels(setting.communicator, scheme.node_size)
         self._now = replica.zeros()
         # Bits are worth saving between nodes; within the only one, too, if that is asked for.
-        within = None if self._hierarchy.nodes > 1 else scheme.compress
-        self._node = Consensus(self._hierarchy.node, replica, adaptive, within)
+        within = None if self._levels_of_world.nodes > 1 else scheme.compress
+        self._node = Consensus(self._levels_of_world.node, replica, adaptive, within)
         self._levels = [self._node]
-        if self._hierarchy.nodes > 1:
-            self._common = Consensus(self._hierarchy.inter_node, replica, adaptive, scheme.compress)
+        if self._levels_of_world.nodes > 1:
+            self._common = Consensus(
+                self._levels_of_world.inter_node, replica, adaptive, scheme.compress
+            )
             self._levels.append(self._common)
             self._sent = replica.zeros()  # this node's change that is in flight
         self._sum: Pending | None = None  # of all nodes' changes, on the ranks that send them
@@ -163,7 +165,7 @@ class Merging(Exchange):
         self._merge_node()
         if self._sender is not None:
             self._receive()
-        if self._hierarchy.nodes > 1:
+        if self._levels_of_world.nodes > 1:
             self._send(0)
             self._receive()
             self._node.gaussians[:] = self._common.gaussians  # up to rounding it is
@@ -176,7 +178,7 @@ class Merging(Exchange):
     @property
     def agreement(self) -> list[float]:
         """By layer, how much alike nodes, or the ranks of the only one, had learned before."""
-        return (self._common if self._hierarchy.nodes > 1 else self._node).agreement
+        return (self._common if self._levels_of_world.nodes > 1 else self._node).agreement
 
     def take_refused(self, everything: bool) -> list[int]:
         """Return nothing: ranks step alone, and tell each other at the next merge."""
@@ -186,7 +188,7 @@ class Merging(Exchange):
         if self._local:
             raise RuntimeError("end local_batches() before: it is for between shares")
         nodes = None
-        if self._hierarchy.nodes > 1:
+        if self._levels_of_world.nodes > 1:
             if self._sum is not None:
                 with self._between_nodes():
                     self._sum.wait()
@@ -198,7 +200,7 @@ class Merging(Exchange):
                 "sum": None if self._sum is None else as_array(self._common.bucket),
             }
         return {
-            "node_number": self._hierarchy.inter_node.rank,
+            "node_number": self._levels_of_world.inter_node.rank,
             "counters": {name: getattr(self, name) for name in _COUNTERS},
             "node": self._node.state_dict(),
             "nodes": nodes,
@@ -229,7 +231,7 @@ class Merging(Exchange):
     @property
     def nodes(self) -> int:
         """The number of nodes."""
-        return self._hierarchy.nodes
+        return self._levels_of_world.nodes
 
     def restart(self) -> None:
         if self._sum is not None:
@@ -237,16 +239,16 @@ class Merging(Exchange):
         self._sum = self._sender = None
         self._replica.pull()
         self._node.begin()
-        if self._hierarchy.nodes > 1:
+        if self._levels_of_world.nodes > 1:
             self._common.begin()
         self._begin()
 
     def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
-        self._hierarchy.abort(reason, ranks)
+        self._levels_of_world.abort(reason, ranks)
 
     def close(self) -> None:
         """Close the levels."""
-        self._hierarchy.close()
+        self._levels_of_world.close()
 
     def _begin(self) -> None:
         self.steps = self._shares = self._samples = 0
@@ -276,18 +278,18 @@ class Merging(Exchange):
     def _merge_node(self) -> None:
         self._replica.pull()
         self._replica.parameters.read_posterior(self._now)
-        with self._hierarchy.naming(self._hierarchy.node):
+        with self._levels_of_world.naming(self._levels_of_world.node):
             self._count(self._node.merge(self._now))
 
     def _between_nodes(self) -> AbstractContextManager[None]:
-        return self._hierarchy.naming(self._hierarchy.inter_node)
+        return self._levels_of_world.naming(self._levels_of_world.inter_node)
 
     def _send(self, sender: int) -> None:
         """Begin to add up the changes of all nodes since the common posterior."""
         common, node = self._common, self._node.gaussians
         self._replica.parameters.change_since(node, common.gaussians, self._sent)
         self._sender = sender
-        if self._hierarchy.node.rank == sender:
+        if self._levels_of_world.node.rank == sender:
             common.change[:] = self._sent
             with self._between_nodes():
                 self._sum = common.start()
@@ -301,8 +303,8 @@ class Merging(Exchange):
                 self._sum.wait()
         assert self._sender is not None
         common, add = self._common, self._replica.parameters.add_change
-        with self._hierarchy.naming(self._hierarchy.node):
-            common.share(self._hierarchy.node, self._sender)
+        with self._levels_of_world.naming(self._levels_of_world.node):
+            common.share(self._levels_of_world.node, self._sender)
         self._sum = self._sender = None
         common.agree()
         self._count(add(self._node.gaussians, common.gaussians, common.change, self._sent))
@@ -377,7 +379,7 @@ class ScheduledMerging(Merging):
             self._merge_node()
             if sync.merge and self._sender is not None:  # not if merge() was called meanwhile
                 self._receive()
-            if sync.send is not None and self._hierarchy.nodes > 1:
-                self._send(sync.send % self._hierarchy.node.size)
+            if sync.send is not None and self._levels_of_world.nodes > 1:
+                self._send(sync.send % self._levels_of_world.node.size)
             self._write()
         return False

@@ -171,7 +171,7 @@ def campaign(numbers: range) -> tuple[collections.Counter[tuple[str, str]], list
     # What forks share: the modules of which a start takes most of its time.
     import pytagi.nn  # noqa: F401
 
-    import tagi_ddp.communicators.host.gloo  # noqa: F401
+    import tagi_ddp.communicators.network.rendezvous  # noqa: F401
 
     gc.freeze()
     os.environ["TAGI_DDP_SECRET"] = secrets.token_hex()

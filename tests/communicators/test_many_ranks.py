@@ -26,7 +26,7 @@ LIMIT = 3.0  # of the communicator, in seconds, where one does not come
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[RankPool]:
-    pool = RankPool("gloo", SIZE)
+    pool = RankPool("gloo", SIZE, environment={"TAGI_DDP_TWO_LEVELS": "0"})
     yield pool
     pool.close()
 

@@ -18,11 +18,8 @@ from support.rank_pool import RankPool
 # Of each rank a letter, its host's. "flat": ranks do not use the memory of their hosts.
 PLACES = [("shm", "aaa"), ("gloo", "ab"), ("gloo", "aab"), ("mpi", "ab"), ("mpi", "aab")]
 MORE_PLACES = [
-    ("gloo", "aaa"),
-    ("gloo", "abcc"),
+    *((backend, place) for backend in ("gloo", "mpi") for place in ("aaa", "aba", "aabb", "abcc")),
     ("gloo", "aab flat"),
-    ("mpi", "aaa"),
-    ("mpi", "abcc"),
     ("mpi", "aab flat"),
 ]
 FEW, MANY = 15, 300
@@ -38,7 +35,7 @@ STEPS = st.tuples(
 def with_limit(comm: Any, steps: list[Step], most: int) -> list[bytes]:
     """Run the steps where MPI takes so many elements at a time."""
     if comm.backend == "mpi":
-        from tagi_ddp.communicators.host import mpi
+        from tagi_ddp.communicators.network import mpi
 
         mpi._MOST = most
     return run_program(comm, steps)

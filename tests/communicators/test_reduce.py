@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tagi_ddp.communicators.host.reduce import reduce_rows
+from tagi_ddp.communicators.reduce import encode, reduce_rows
 
 ROWS = st.tuples(st.integers(1, 4), st.integers(1, 8))
 WIDE = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -65,4 +65,35 @@ def test_other_types(rows: np.ndarray, op: str) -> None:
         for row in rows[1:]:
             expected = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op](expected, row)
     assert out.tobytes() == expected.tobytes() or np.array_equal(out, expected, equal_nan=True)
+    assert rows.tobytes() == kept.tobytes(), "the input was written to"
+
+
+KNOWN = {
+    "gloo": ("float32", "float64", "int8", "uint8", "int32", "int64"),
+    "mpi": tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+TYPES = [np.float32, np.float64, np.int8, np.int16, np.uint16, np.uint32, np.int64, np.uint64]
+
+
+@given(
+    rows=st.sampled_from(TYPES).flatmap(lambda dtype: arrays.arrays(dtype, ROWS)),
+    op=st.sampled_from(["sum", "min", "max"]),
+    library=st.sampled_from(sorted(KNOWN)),
+)
+def test_what_a_library_reduces_instead(rows: np.ndarray, op: str, library: str) -> None:
+    """It is of a type that the library knows, and its result is decoded to the right one."""
+    kept = rows.copy()
+    encoded, decoders = zip(*(encode(row, op, KNOWN[library]) for row in rows), strict=True)
+    assert {each.dtype.name for each in encoded} <= {*KNOWN[library], "float32", "float64"}
+    ufunc = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op]
+    with np.errstate(all="ignore"):
+        found, expected = encoded[0].copy(), rows[0].copy()
+        for each, row in zip(encoded[1:], rows[1:], strict=True):
+            found, expected = ufunc(found, each), ufunc(expected, row)
+        found = decoders[0](found)
+    assert found.dtype == rows.dtype
+    assert np.array_equal(found, expected, equal_nan=rows.dtype.kind == "f")
+    if op != "sum" and rows.dtype.kind == "f":  # in any order of the ranks, to the bit
+        order = [ufunc.reduce(np.stack(way)) for way in (encoded, encoded[::-1])]
+        assert order[0].tobytes() == order[1].tobytes()
     assert rows.tobytes() == kept.tobytes(), "the input was written to"

@@ -11,7 +11,7 @@ import torch
 from support.rank_pool import RankPool
 from torch import nn
 
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer
@@ -307,7 +307,7 @@ def test_float64_is_not_rounded(shm: RankPool) -> None:
 def conserved(comm: Any) -> list[np.ndarray]:
     """Return, after each merge, the parameters and all that casts have dropped, elementwise."""
     x = torch.ones(40)
-    levels = Hierarchy(comm, 1)
+    levels = Levels(comm, 1)
     nodes = Nodes(levels, [x], [], torch.bfloat16, 1000, 2.0)
     generator = torch.Generator().manual_seed(comm.rank)
     found = []

@@ -307,7 +307,7 @@ with DDPSequential(model, DDPConfig.from_env(), **options) as model:
 def test_what_cannot_be_elastic_is_named(
     backend: str, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    if backend == "mpi" and not _can_import("tagi_ddp.communicators.host.mpi"):
+    if backend == "mpi" and not _can_import("tagi_ddp.communicators.network.mpi"):
         pytest.skip("mpi4py finds no MPI")
     with pytest.raises(error, match=text):
         DDPSequential(fresh("mlp"), DDPConfig([], backend, 0, 1), **{"elastic": True, **options})

@@ -97,15 +97,15 @@ def start_worker(address: str, rank: int) -> None:
 
 def emulate_host(name: str) -> None:
     """Let this process be on a host of that name; its connections are those of this one."""
-    from tagi_ddp.communicators.control import checked
+    from tagi_ddp.communicators import topology
 
-    checked.host_id = lambda: name
+    topology.host_id = lambda: name
 
 
 def nursery(address: str) -> None:
     # What ranks would import one by one: torch, too, with what its optimizers import at first, the
     # engine, and pytest for asserts in tasks.
-    for name in ("communicators.host.gloo", "communicators.shm", "sequential"):
+    for name in ("communicators.network.rendezvous", "communicators.shm", "sequential"):
         importlib.import_module(f"tagi_ddp.{name}")
     for name in ("torch._dynamo", "_pytest.assertion.rewrite"):
         importlib.import_module(name)

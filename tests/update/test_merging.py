@@ -257,7 +257,7 @@ def miss_one(comm: Any) -> Report:
     """Rank 3 does not come to the merge of its node, 2 comes late; 0 waits for 1, 1 for 2."""
     model = wrap(comm, node_size=2)
     exchange: Any = model._exchange
-    merge, levels = exchange._merge_node, exchange._hierarchy
+    merge, levels = exchange._merge_node, exchange._levels_of_world
 
     def late() -> None:
         for level in (comm, levels.node, levels.inter_node):

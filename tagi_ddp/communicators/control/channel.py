@@ -50,8 +50,10 @@ class ControlChannel:
             self._selector.register(connection, selectors.EVENT_READ, neighbour)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
-        self._changed = threading.Condition(threading.Lock())
+        # A signal handler may tell something while its thread reads or sends.
+        self._changed = threading.Condition(threading.RLock())
         self._send_lock = threading.Lock()
+        self._sends = 0  # the thread that sends
         self._reading = False
         self._used = False  # by an operation, since the helper looked
         self._helping = False
@@ -170,19 +172,29 @@ class ControlChannel:
 
     def _flush(self) -> None:
         """Send what is to be sent; ranks that are gone, or have never come, do not get it."""
+        if self._sends == threading.get_ident():
+            return  # it goes on when the signal handler returns
         with self._send_lock:
-            together: defaultdict[int, list[bytes]] = defaultdict(list)
-            while self.notes.outbox:
-                rank, message = self.notes.outbox.popleft()
-                together[rank] += (_LENGTH.pack(len(message)), message)
-            for rank, parts in together.items():
-                connection = self._connections.get(rank)
-                if connection is None:
-                    continue
-                try:
-                    connection.send_bytes(b"".join(parts))
-                except OSError:  # half a message would spoil the rest
-                    mesh.cut(connection)
+            self._sends = threading.get_ident()
+            try:
+                while self.notes.outbox:
+                    self._send_all()
+            finally:
+                self._sends = 0
+
+    def _send_all(self) -> None:
+        together: defaultdict[int, list[bytes]] = defaultdict(list)
+        while self.notes.outbox:
+            rank, message = self.notes.outbox.popleft()
+            together[rank] += (_LENGTH.pack(len(message)), message)
+        for rank, parts in together.items():
+            connection = self._connections.get(rank)
+            if connection is None:
+                continue
+            try:
+                connection.send_bytes(b"".join(parts))
+            except OSError:  # half a message would spoil the rest
+                mesh.cut(connection)
 
     @property
     def one_host(self) -> bool:

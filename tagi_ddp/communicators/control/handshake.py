@@ -22,12 +22,18 @@ _PATIENCE = 0.1  # seconds in which ranks that a faster way brings together need
 # Seconds in which the messages should explain an engine's error: that a rank has ended, and that a
 # host has fallen silent.
 _GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
-_APART = 0x9E3779B1  # leaves tags of numbers that follow each other far apart
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 
 Ready = Callable[[float], bool]
-"""Waits up to some seconds for an engine; tells whether it is done; raises its RuntimeError."""
+"""Wait up to some seconds for a library; return whether it is done; raise its RuntimeError."""
+
+Compare = Callable[[bytes], Ready | None]
+"""Begin to compare bytes of all ranks by a library, see `Library.compare`."""
+
+
+class Differ(Exception):
+    """Ranks do not make the same call."""
 
 
 class Handshake:
@@ -41,7 +47,6 @@ class Handshake:
         self,
         channel: ControlChannel,
         where: str,
-        rank: int,
         call: Call,
         peers: list[int],
         series: tuple[Series, Series],
@@ -51,7 +56,7 @@ class Handshake:
         self._channel = channel
         self._notes = channel.notes
         self._where = where
-        self._rank = rank
+        self._rank = channel.rank
         self._call = call
         self._peers = peers
         self._own, self._theirs = series
@@ -62,20 +67,35 @@ class Handshake:
         if call.peer:
             self._round = overlay.Round(1, tuple(peers), tuple(peers))
             self._rounds = (self._round,)
-        self._here = {rank}  # the ranks that have come
-        self._word = self._said = b""
+        self._here = {channel.rank}  # the ranks that have come
+        self._said = b""
         self._talk: Iterator[None] | None = None  # beside a faster way to meet,
         self._talks_at = 0.0  # from this time on
-        self._found: CommunicatorError | None = None  # in `look`
 
-    def meet(self) -> None:
-        """Tell this call to the peers; return once all have come."""
-        self._finish(self._talking({}))
+    def meet(self, compare: Compare | None = None) -> None:
+        """Return once all peers have made the same call.
+
+        ``compare`` does it by a library; None: the control channel does.
+        """
+        ready = None
+        if compare is not None:
+            self.begin()
+            ready = compare(self.digest)
+        if ready is None:
+            self._talk = None
+            self._finish(self._talking({}))
+            return
+        try:
+            self.carry(ready)
+        except Differ:
+            self.met(agreed=False)
+        else:
+            self.met()
 
     def begin(self) -> None:
         """Let what is carried next bring all ranks together, which `met` concludes.
 
-        If it takes long, or fails, the ranks tell each other as in `meet`.
+        If it takes long, or fails, the ranks send each other their calls as in `meet`.
         """
         self._call.waits_for = self._missing
         if self._notes.failures:  # what those ranks sent before could carry this one through
@@ -84,16 +104,10 @@ class Handshake:
         self._talks_at = time.monotonic() + min(_PATIENCE, self._call.limit / 4)
 
     @property
-    def word(self) -> bytes:
-        """Bytes, equally many for every call, that are the same for the same calls."""
-        if not self._word:
-            said = f"{self._call.name}({self._call.arguments})"
-            self._word = hashlib.blake2b(said.encode(), digest_size=8).digest()
-        return self._word
-
-    def tag(self, number: int, most: int) -> int:
-        """Return an integer from 1 to ``most``, the same for the same call and ``number``."""
-        return 1 + (int.from_bytes(self.word, "big") + number * _APART) % most
+    def digest(self) -> bytes:
+        """8 bytes that are the same for the same calls."""
+        call = f"{self._call.name}({self._call.arguments})"
+        return hashlib.blake2b(call.encode(), digest_size=8).digest()
 
     def met(self, agreed: bool = True) -> None:
         """Go on once all have come; unless they ``agreed``, raise who calls something else."""
@@ -175,33 +189,15 @@ class Handshake:
                     return
             except RuntimeError as error:
                 self.explain(error)
-            self._look()
-
-    def run(self, operation: Callable[[], None]) -> None:
-        """Run an engine's operation that calls `look` now and then while it waits."""
-        self._call.waits_for = self._missing
-        try:
-            operation()
-        except RuntimeError as error:
-            if self._found is not None:
-                raise self._found from None
-            self.explain(error)
-
-    def look(self) -> None:
-        """Raise what the messages say that ends the operation which `run` runs."""
-        try:
-            self._look()
-        except CommunicatorError as error:
-            self._found = error
-            raise
+            self.look()
 
     def leave(self) -> None:
         """Be through; a peer in a message is told."""
         with self._channel.telling() as notes:
             notes.leave(self._own, self._call.number, self._peer())
 
-    def _look(self) -> None:
-        """Between two waits for the engine: raise what has gone wrong, or that the time is up."""
+    def look(self) -> None:
+        """Raise what has gone wrong, or that the time is up."""
         call = self._call
         talk = self._talk if time.monotonic() > self._talks_at else None
         if talk is None or next(talk, True):  # True: it is over
@@ -332,11 +328,14 @@ class Handshake:
             for _ in self._talk or ():
                 if not self._channel.until(self._senders_here, end):
                     break
-            self._channel.until(self._interrupted, end)
+            if not isinstance(error, Mismatch):
+                self._channel.until(self._interrupted, end)
             if late:
                 self._time_out(self._to_blame(self._unfinished()))
         except CommunicatorError as reason:
             raise reason from None  # the engine's error follows from it
+        if isinstance(error, CommunicatorError):
+            raise type(error)(f"{self._where}: {error}", error.ranks) from error
         raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error
 
     def _time_out(self, missing: list[int]) -> NoReturn:

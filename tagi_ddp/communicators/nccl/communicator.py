@@ -22,7 +22,6 @@ from tagi_ddp._backend import Device, NcclRank
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.checked import CheckedCommunicator
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, what_happened
@@ -31,6 +30,7 @@ from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.plan import Plan, merge
 from tagi_ddp.communicators.nccl.work import Group, NcclWork
+from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
 from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
 # NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
@@ -74,8 +74,6 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         with handshake.explaining():
             engine.make_blocking()
         handshake.carry(engine.ready)
-        handshake.meet()
-        handshake.leave()
         self._helper.start()
 
     # Several operations as one, and objects of the host.
@@ -209,14 +207,11 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         handshake.carry(operation.enqueued)
         handshake.carry(operation.complete)
 
-    def _engine_split(
-        self, call: Call, color: int | None, key: int, part: NcclCommunicator | None
-    ) -> None:
-        if part is not None:
-            part.open_engine(Call("init", "", call.left(), deadline=call.deadline))
-
-    def _part(self, rank: int, size: int, channel: ControlChannel) -> NcclCommunicator:
-        return NcclCommunicator(rank, size, self.timeout, channel, self._device)
+    def _part(self, call: Call, members: Members) -> NcclCommunicator:
+        part = NcclCommunicator(
+            members.rank, len(members.ranks), self.timeout, members.connect(), self._device
+        )
+        return opened(part, NcclCommunicator.open_engine, call)
 
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
         """Return a copy in the dtype in which its sums are made."""
@@ -267,6 +262,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         return super()._submit(call, operation, async_op, queue)
 
     def _collective(self, call: Call, operation: Callable[[], Plan], async_op: bool) -> Work | None:
+        if not async_op:
+            self._check_outside(call.name)
         with self._enqueueing:
             plan = operation()
             if self._grouped is not None:
@@ -276,7 +273,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             work = self._start(call, plan, awaited=not async_op)
         if async_op:
             return work
-        work.wait()
+        with self._inside:
+            work.wait()
         return None
 
     def _start(self, call: Call, plan: Plan, awaited: bool) -> NcclWork:
@@ -309,7 +307,6 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         return StreamHandshake(
             self._channel,
             self._where(call.title),
-            self.rank,
             call,
             self._others,
             (Series.COLLECTIVE, Series.COLLECTIVE),

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tagi_ddp._backend import Device
-from tagi_ddp.communicators.control.checked import open_channel, opened
+from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.control.mesh import host_id
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
 from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
+from tagi_ddp.communicators.network.checked import open_channel, opened
 
 
 def create(
@@ -25,7 +27,6 @@ def create(
     ``exchange`` returns what every rank gives it, as JSON: how the ranks find each other. Raises
     BackendUnavailable, on all ranks, when one cannot take part, NcclMissing if that is all.
     """
-    deadline = time.monotonic() + timeout
     found: Device | None = None
     problem: BackendUnavailable | None = None
     try:
@@ -46,9 +47,10 @@ def create(
             raise kind("; ".join(texts), list(problems))
         return [record.encode() for _, record in answers]
 
-    channel = open_channel(
-        NcclCommunicator.backend, rank, world_size, timeout, deadline, exchange_records
-    )
+    call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
+    hosts = [host.decode() for host in exchange_records(host_id().encode())]
+    where = f"init on rank {rank} of {world_size} (nccl)"
+    channel = open_channel(where, rank, hosts, call, exchange_records)
     assert found is not None, "else exchange_records has raised"
     comm = NcclCommunicator(rank, world_size, timeout, channel, found)
-    return opened(comm, comm.open_engine, timeout, deadline)
+    return opened(comm, NcclCommunicator.open_engine, call)

@@ -71,7 +71,7 @@ class StreamHandshake(Handshake):
                     call.deadline = time.monotonic() + call.limit
             except RuntimeError as error:
                 self.explain(error)
-            self._look()
+            self.look()
             if time.monotonic() > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)

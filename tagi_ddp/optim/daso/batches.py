@@ -9,7 +9,7 @@ from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, Mismatch
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import AllRanksRaise
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 
 _REMEDY = (
     "last_batch is the number of steps of every rank in an epoch: give all ranks equally many "
@@ -35,7 +35,7 @@ class Batches:
         levels: of the same ranks.
     """
 
-    def __init__(self, world: Communicator, levels: Hierarchy) -> None:
+    def __init__(self, world: Communicator, levels: Levels) -> None:
         """Begin with an epoch of an unknown number of batches."""
         self._world = world
         self._levels = (levels.node, levels.inter_node)

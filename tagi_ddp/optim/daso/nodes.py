@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Residual, no_residual
 from tagi_ddp.optim.daso.finite import NotFinite, all_finite
@@ -67,7 +67,7 @@ class Nodes:
     """Parameters and buffers of nodes, kept in step; every method is called by all ranks alike.
 
     Args:
-        hierarchy: of communicators; the ranks of a node hold equal tensors when a method is called.
+        levels: of communicators; the ranks of a node hold equal tensors when a method is called.
         floats: tensors that are averaged over nodes. All ranks have the same now.
         integers: tensors that node 0 gives to the others.
         cast: what is sent of tensors of float32 or less.
@@ -77,7 +77,7 @@ class Nodes:
 
     def __init__(
         self,
-        hierarchy: Hierarchy,
+        levels: Levels,
         floats: Iterable[Tensor],
         integers: list[Tensor],
         cast: torch.dtype,
@@ -85,7 +85,7 @@ class Nodes:
         weight: float,
     ) -> None:
         """Take what the tensors hold as the base."""
-        self._hierarchy = hierarchy
+        self._levels = levels
         self._integers = integers
         self._limit = limit
         self._weight = weight
@@ -96,17 +96,17 @@ class Nodes:
         base = flat.read()
         if flat.dtype in (cast, torch.float64):
             return _Vector(flat, base, flat.dtype, None)
-        return _Vector(flat, base, cast, no_residual(base, self._hierarchy.inter_node, self._limit))
+        return _Vector(flat, base, cast, no_residual(base, self._levels.inter_node, self._limit))
 
     def send(self, group: int) -> None:
         """Let a global group send what its nodes hold; no rank waits."""
         self._in_flight = InFlight(group)
-        if self._hierarchy.node.rank == group:
+        if self._levels.node.rank == group:
             self._in_flight.means = [
                 CompressedMean(
                     vector.change(),
                     vector.residual,
-                    self._hierarchy.inter_node,
+                    self._levels.inter_node,
                     vector.cast,
                     self._limit,
                 )
@@ -147,7 +147,7 @@ class Nodes:
         if self._in_flight is None:
             return
         own = self._weight * waited
-        part = own / (own + self._hierarchy.nodes)
+        part = own / (own + self._levels.nodes)
         self._receive(self._in_flight, part)
         for vector in self._vectors:
             vector.mix(part)
@@ -159,14 +159,14 @@ class Nodes:
         self._receive(self._in_flight, 0.0)
         for vector in self._vectors:
             vector.flat.write(vector.base)
-        if self._hierarchy.node.rank == 0:
-            broadcast_in_place(self._integers, self._hierarchy.inter_node, 0, self._limit)
-        broadcast_in_place(self._integers, self._hierarchy.node, 0, self._limit)
+        if self._levels.node.rank == 0:
+            broadcast_in_place(self._integers, self._levels.inter_node, 0, self._limit)
+        broadcast_in_place(self._integers, self._levels.node, 0, self._limit)
 
     def _receive(self, sent: InFlight, part: float) -> None:
         """Add what was sent to the base; ``part`` of the residual remains."""
         self.wait()
-        node, vectors = self._hierarchy.node, self._vectors
+        node, vectors = self._levels.node, self._vectors
         means = [mean.mean for mean in sent.means] or [
             torch.empty(vector.base.shape, dtype=vector.cast, device=node.device)
             for vector in vectors
@@ -231,7 +231,7 @@ class Nodes:
             vector.base.copy_(base)
             vector.residual = _loaded(residual, vector.base.device)
         if (in_flight := state["in_flight"]) is not None:
-            device = torch.device(self._hierarchy.inter_node.device)
+            device = torch.device(self._levels.inter_node.device)
             means = [
                 Completed(mean.to(device, copy=True), _loaded(residual, vector.base.device))
                 for vector, (mean, residual) in zip(self._vectors, in_flight["means"], strict=False)

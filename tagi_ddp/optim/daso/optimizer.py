@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tagi_ddp.communicators import Communicator, CommunicatorError, init
 from tagi_ddp.communicators.equality import require_equal
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.optim.daso.batches import Batches
 from tagi_ddp.optim.daso.loss import average_loss
 from tagi_ddp.optim.daso.node import Node, Tensors
@@ -75,7 +75,7 @@ class DASO(Settings, Closing):
         local_skip_factor: how many times a node's ranks synchronize for an exchange between nodes,
             at first.
         verbose: whether rank 0 prints what `print0` is given.
-        node_size: how many consecutive ranks make a node; None: see `Hierarchy`.
+        node_size: how many consecutive ranks make a node; None: see `Levels`.
         local_weight: when nodes' copies arrive S batches after they were sent, the local one counts
             as ``local_weight * S`` of them; 2 in the paper that `SyncSchedule` names.
 
@@ -94,10 +94,10 @@ class DASO(Settings, Closing):
         with ExitStack() as made:
             self.comm = adopt(self.comm, made) or made.enter_context(init())
             require_equal(self.comm, self.describe, "the ranks' arguments", _SAME)
-            self._hierarchy = Hierarchy(self.comm, self.node_size)
-            made.callback(self._hierarchy.close)
+            self._levels = Levels(self.comm, self.node_size)
+            made.callback(self._levels.close)
             self._made = made.pop_all()
-        self._batches = Batches(self.comm, self._hierarchy)
+        self._batches = Batches(self.comm, self._levels)
         self._schedule = self._new_schedule()
         self._update = Update(self.local_optimizer, self.scheduler)
         try:
@@ -115,23 +115,23 @@ class DASO(Settings, Closing):
             self._synchronize(model)
 
     def _synchronize(self, model: nn.Module) -> None:
-        hierarchy, limit = self._hierarchy, self.sending_chunk_size
+        levels, limit = self._levels, self.sending_chunk_size
         tensors = Tensors(model, self.local_optimizer)
         tensors.begin(self.comm, limit)
         self._shapes = tensors.shapes
-        self._node = Node(hierarchy.node, tensors, limit)
+        self._node = Node(levels.node, tensors, limit)
         self._nodes: Nodes | None = None
-        if hierarchy.nodes > 1:
+        if levels.nodes > 1:
             floats, cast = [*tensors.parameters, *tensors.floats], self.downcast_type
             weight = self.local_weight
-            self._nodes = Nodes(hierarchy, floats, tensors.integers, cast, limit, weight)
+            self._nodes = Nodes(levels, floats, tensors.integers, cast, limit, weight)
 
     # --- settings, and where training is ------------------------------------------------------
 
     @property
     def loc_gpus(self) -> int:
         """The number of ranks of a node, each with its GPU if there are any."""
-        return self._hierarchy.node.size
+        return self._levels.node.size
 
     @property
     def params_ref(self) -> list[Tensor]:
@@ -391,10 +391,10 @@ class DASO(Settings, Closing):
         """Let the other ranks know when this one fails alone, so that none waits for it."""
         if self._closed:
             raise CommunicatorError("this DASO is closed; make a new one")
-        groups = (self.comm, self._hierarchy) if self.comm.size > 1 else ()
-        with or_abort(groups), self._hierarchy.naming(), self._batches.told():
+        groups = (self.comm, self._levels) if self.comm.size > 1 else ()
+        with or_abort(groups), self._levels.naming(), self._batches.told():
             yield
 
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:
-            abort((self.comm, self._hierarchy), error)
+            abort((self.comm, self._levels), error)

@@ -6,6 +6,7 @@ from contract.arguments import ArgumentsContract
 from contract.deaths import DeathsContract, StopContract
 from contract.failures import ClosedContract, FailuresContract, InitContract
 from contract.forks import ForksContract
+from contract.interrupts import InterruptsContract
 from contract.operations import OperationsContract
 from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
@@ -25,5 +26,6 @@ class WholeContract(
     DeathsContract,
     StopContract,
     InitContract,
+    InterruptsContract,
 ):
     """At every number of ranks from 2 on."""

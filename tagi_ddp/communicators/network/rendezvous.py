@@ -1,4 +1,8 @@
-"""Ranks on any hosts over TCP, by gloo; torch's default process group stays alone."""
+"""How gloo's ranks find each other: by records in a store of torch.distributed.
+
+torch's default process group stays alone. A call of the store can wait for ever, if what listens
+there does not answer, so all calls run in another thread.
+"""
 
 from __future__ import annotations
 
@@ -12,139 +16,145 @@ import time
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
-from tagi_ddp.communicators.control.checked import open_channel, opened
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout, timeout_text
-from tagi_ddp.communicators.host.checked_host import CheckedHostCommunicator
-from tagi_ddp.communicators.host.gloo_engine import GlooEngine
+from tagi_ddp.communicators.network.connect import connect as connect_ranks
+from tagi_ddp.communicators.network.gloo import GlooLibrary
+from tagi_ddp.communicators.network.in_time import Late, in_time
 from tagi_ddp.environment import job_secret, rendezvous_endpoint
 
 _STORE_SLICE = 0.01  # seconds between two looks at the store
+_MORE = 1.0  # seconds after which a call of the store is stuck
 # What names a job on all of its hosts alike.
 _JOB_NAMES = ("TAGI_DDP_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
 
 
-class GlooCommunicator(CheckedHostCommunicator):
-    """A rank whose data go over gloo contexts of its own."""
-
-    backend = "gloo"
-
-    def open_engines(self, call: Call) -> None:
-        """Connect this rank's contexts; ``call`` is what their errors name."""
-        self.open_ways(call, partial(GlooEngine, self._channel))
-
-    def _engine_split(
-        self, call: Call, color: int | None, key: int, part: GlooCommunicator | None
-    ) -> None:
-        if part is not None:
-            part.open_engines(Call("init", "", call.left(), deadline=call.deadline))
-
-
-def create(rank: int, world_size: int, job: str | None, timeout: float) -> GlooCommunicator:
+def create(rank: int, world_size: int, job: str | None, timeout: float) -> Communicator:
     """Return this rank's communicator; ranks find each other at `rendezvous_endpoint`.
 
     torchrun's agent listens there, or else rank 0 does, beside a default process group if there is
     one. Raises BackendUnavailable when the variables are not set.
     """
     _check_interfaces()
-    deadline = time.monotonic() + timeout
-    store = _environment_store(rank, deadline)
+    call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
     named = (os.environ[name] for name in _JOB_NAMES if name in os.environ)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"{job or next(named, '')}/{attempt}".encode()
-    keys = PrefixStore(f"tagi_ddp/{hmac.digest(job_secret(), name, 'sha256').hex()}", store)
-    comm = _connect(rank, world_size, keys, timeout, deadline)
-    # All ranks are through with the store, and wait in `open_engines` until rank 0 has closed it:
-    # neither the next call nor torch's own groups at this address find these keys.
-    del keys, store
-    return opened(comm, comm.open_engines, timeout, deadline)
+    prefix = f"tagi_ddp/{hmac.digest(job_secret(), name, 'sha256').hex()}"
+    store = _environment_store(rank, call.deadline)
+    rendezvous = _Rendezvous(PrefixStore(prefix, store), rank, world_size, call)
+    del store  # which the rendezvous lets go of
+    return rendezvous.connect()
 
 
-def wrap(group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> GlooCommunicator:
+def wrap(group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
     """Return a communicator of the ranks of ``group``, with connections of its own."""
     store = dist.distributed_c10d._get_process_group_store(group)
     return connect(store, group.rank(), group.size(), timeout)
 
 
-def connect(store: Store, rank: int, size: int, timeout: float) -> GlooCommunicator:
+def connect(store: Store, rank: int, size: int, timeout: float) -> Communicator:
     """Return a communicator of the ranks that have ``store`` in common."""
     _check_interfaces()
-    deadline = time.monotonic() + timeout
-    comm = _connect(rank, size, store, timeout, deadline)
-    return opened(comm, comm.open_engines, timeout, deadline)
+    call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
+    return _Rendezvous(store, rank, size, call).connect()
 
 
-def _connect(
-    rank: int, size: int, store: Store, timeout: float, deadline: float
-) -> GlooCommunicator:
-    secret = job_secret()
-    if not secret and rank == 0:
-        _warn_of_strangers()
+class _Rendezvous:
+    """Rank ``rank`` of ``size`` at a store, whose records are signed with the job's secret."""
 
-    def signature(name: str, record: str) -> str:
-        return hmac.digest(secret, f"{name} {record}".encode(), "sha256").hex()
+    def __init__(self, store: Store, rank: int, size: int, call: Call) -> None:
+        self._store: Store | None = store
+        self._rank, self._size, self._call = rank, size, call
+        self._where = f"init on rank {rank} of {size} (gloo)"
+        self._secret = job_secret()
 
-    def write(name: str, text: str) -> None:
-        store.set(name, f"{signature(name, text)} {text}")
+    def connect(self) -> Communicator:
+        if not self._secret and self._rank == 0:
+            _warn_of_strangers()
+        return connect_ranks(
+            "gloo",
+            self._rank,
+            self._size,
+            self._call,
+            self._exchange,
+            GlooLibrary,
+            secret=self._secret,
+            release=self._release,
+        )
 
-    def read(name: str) -> str | None:
-        """Return what the rank wrote that has the secret, whatever others put there meanwhile."""
-        if not store.check([name]):
-            return None
-        signed, _, record = store.get(name).decode(errors="replace").partition(" ")
-        return record if hmac.compare_digest(signed, signature(name, record)) else None
+    def _release(self) -> None:
+        """Let go of the store before any rank returns.
 
-    def exchange(record: bytes) -> Sequence[bytes]:
+        Neither the next `init` nor torch's own groups at its address find these keys.
+        """
+        self._store = None
+
+    def _exchange(self, record: bytes) -> Sequence[bytes]:
+        assert self._store is not None
+        store, left = self._store, self._call.left()
         try:
-            return meet(record)
+            return in_time(lambda: self._meet(store, record.decode()), left + _MORE)
+        except Late:
+            what = "the store at which the ranks find each other, rank 0's it may be, is silent"
+            raise Timeout(f"{self._where}: {what}", [0]) from None
         except dist.DistError as error:
             what = f"the store at which the ranks meet is gone, with rank 0 it may be: {error}"
-            raise PeerLost(f"init on rank {rank} of {size} (gloo): {what}", [0]) from error
+            raise PeerLost(f"{self._where}: {what}", [0]) from error
 
-    def meet(record: bytes) -> Sequence[bytes]:
+    def _meet(self, store: Store, record: str) -> Sequence[bytes]:
         # Each rank counts its own exchanges, which come in the same order on all ranks.
-        order = store.add(f"tagi_ddp/{rank}", 1)
-        names = [f"tagi_ddp/{order}/{r}" for r in range(size)]
+        order = store.add(f"tagi_ddp/{self._rank}", 1)
+        names = [f"tagi_ddp/{order}/{r}" for r in range(self._size)]
         every = f"tagi_ddp/{order}/all"
-        write(names[rank], record.decode())
+        self._write(store, names[self._rank], record)
         # Rank 0 alone reads those of all, or a thousand ranks would ask a million times.
-        wanted = names if rank == 0 else [every]
+        wanted = names if self._rank == 0 else [every]
         found: dict[str, str] = {}
         while True:
             for name in wanted:
-                if name not in found and (text := read(name)) is not None:
+                if name not in found and (text := self._read(store, name)) is not None:
                     found[name] = text
             if len(found) == len(wanted):
                 break
-            if time.monotonic() > deadline:
-                raise missing(names, [r for r in range(size) if read(names[r]) is None] or [0])
+            if time.monotonic() > self._call.deadline:
+                raise self._missing(store, names)
             time.sleep(_STORE_SLICE)
-        if rank == 0:
+        if self._rank == 0:
             found[every] = json.dumps([found[name] for name in names])
-            write(every, found[every])
+            self._write(store, every, found[every])
         records: list[str] = json.loads(found[every])
         return [text.encode() for text in records]
 
-    def missing(names: list[str], ranks: list[int]) -> Timeout:
-        what = timeout_text(ranks, timeout)
+    def _missing(self, store: Store, names: list[str]) -> Timeout:
+        ranks = [r for r in range(self._size) if self._read(store, names[r]) is None] or [0]
+        what = timeout_text(ranks, self._call.limit)
         if strangers := [r for r in ranks if store.check([names[r]])]:
             what += (
                 f" What stands there for rank {strangers[0]} is not signed with this job's secret: "
                 "give all ranks the same TAGI_DDP_SECRET or TAGI_DDP_SECRET_FILE."
             )
-        return Timeout(f"init on rank {rank} of {size} (gloo): {what}", ranks)
+        return Timeout(f"{self._where}: {what}", ranks)
 
-    channel = open_channel(
-        GlooCommunicator.backend, rank, size, timeout, deadline, exchange, secret
-    )
-    return GlooCommunicator(rank, size, timeout, channel)
+    def _signature(self, name: str, record: str) -> str:
+        return hmac.digest(self._secret, f"{name} {record}".encode(), "sha256").hex()
+
+    def _write(self, store: Store, name: str, text: str) -> None:
+        store.set(name, f"{self._signature(name, text)} {text}")
+
+    def _read(self, store: Store, name: str) -> str | None:
+        """Return what the rank wrote that has the secret, whatever others put there meanwhile."""
+        if not store.check([name]):
+            return None
+        signed, _, record = store.get(name).decode(errors="replace").partition(" ")
+        signature = self._signature(name, record)
+        return record if hmac.compare_digest(signed.encode(), signature.encode()) else None
 
 
 @functools.cache  # once for all communicators of a process
@@ -188,7 +198,8 @@ def _environment_store(rank: int, deadline: float) -> Store:
     if not hosts and not _await_listener(address, port, deadline):
         raise Timeout(nobody, blamed)  # a TCPStore would try for another second
     limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
-    try:
+
+    def connect() -> Store:
         return TCPStore(
             address,
             port,
@@ -199,6 +210,11 @@ def _environment_store(rank: int, deadline: float) -> Store:
             multi_tenant=True,
             master_listen_fd=_loopback_port(address, port) if hosts else None,
         )
+
+    try:
+        return in_time(connect, limit.total_seconds() + _MORE)
+    except Late:
+        raise Timeout(f"{nobody}: what listens there is silent", blamed) from None
     except RuntimeError as error:
         raise Timeout(f"{nobody}: {error}", blamed) from error
 

@@ -184,8 +184,12 @@ def test_an_error_that_is_handled_does_not_hang(tmp_path: Path) -> None:
     assert status != 0
 
 
-def test_without_thread_support(tmp_path: Path) -> None:
-    source = """
+@pytest.mark.parametrize("levels", ["", "0"])
+def test_without_thread_support(tmp_path: Path, levels: str) -> None:
+    """MPI's operations then run within the call, but the host's memory has a thread of its own."""
+    source = f"""
+        import os
+        os.environ["TAGI_DDP_TWO_LEVELS"] = "{levels}"
         import mpi4py
         mpi4py.rc.thread_level = "funneled"
         import numpy as np
@@ -195,9 +199,12 @@ def test_without_thread_support(tmp_path: Path) -> None:
             assert MPI.Query_thread() == MPI.THREAD_FUNNELED
             buffer = np.ones(3)
             work = comm.all_reduce(buffer, async_op=True)
-            assert work.done()
+            assert work.done() or not "{levels}"
             work.wait()
             assert buffer[0] == 2
+            large = np.ones(100_000)
+            comm.all_reduce(large)
+            assert (large == 2).all()
     """
     status, output = run_script(tmp_path / "train.py", source, 2)
     assert status == 0, output

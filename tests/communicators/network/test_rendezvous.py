@@ -11,7 +11,7 @@ from support.rank_pool import free_port
 from torch._C._distributed_c10d import TCPStore
 
 from tagi_ddp.communicators import PeerLost
-from tagi_ddp.communicators.host.gloo import connect
+from tagi_ddp.communicators.network.rendezvous import connect
 
 SERVER = """
 import sys, time

@@ -7,15 +7,16 @@ which ranks are left when all of those shrink their group; new ones do not join.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 
+from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout
-from tagi_ddp.communicators.host.mpi import MpiCommunicator, outlive_ranks, wrap
-from tagi_ddp.communicators.host.mpi_library import MPI, start
+from tagi_ddp.communicators.network.in_time import Late, in_time
+from tagi_ddp.communicators.network.mpi import outlive_ranks, wrap
+from tagi_ddp.communicators.network.mpi_library import MPI, start
 from tagi_ddp.environment import detect
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class Survivors:
             return None
         return table if agreed else None
 
-    def connect(self, limit: float) -> MpiCommunicator:
+    def connect(self, limit: float) -> Communicator:
         """Return a communicator of the ranks that are left; raises PeerLost, Timeout."""
         try:
             return wrap(self._group, limit)
@@ -80,23 +81,10 @@ class Survivors:
 
 def _in_time(call: Callable[[], T], limit: float) -> T:
     """Return what a call returns that nothing ends, or raise Timeout."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(call())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit)
-    if failed:
-        raise failed[0]
-    if not done:
+    try:
+        return in_time(call, limit)
+    except Late:
         raise Timeout(
             f"a rank did not come within {limit:g} s, and MPI "
             "cannot go on without one that is not dead: end its process"
-        )
-    return done[0]
+        ) from None

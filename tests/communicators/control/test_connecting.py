@@ -11,9 +11,9 @@ from time import monotonic
 import pytest
 
 from tagi_ddp.communicators import Timeout
-from tagi_ddp.communicators.control.checked import open_channel
-from tagi_ddp.communicators.control.mesh import Listener
-from tagi_ddp.communicators.topology import host_id
+from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.control.mesh import Listener, host_id
+from tagi_ddp.communicators.network.checked import open_channel
 
 LIMIT = 1.0
 
@@ -22,7 +22,7 @@ LIMIT = 1.0
 def test_it_is_named_by_all(silent: int) -> None:
     present = [rank for rank in range(3) if rank != silent]
     there = Barrier(2)
-    records: list[dict[int, bytes]] = [{}, {}]  # of the two exchanges: hosts, addresses
+    records: list[dict[int, bytes]] = [{}]
 
     def exchange_of(rank: int) -> Callable[[bytes], Sequence[bytes]]:
         rounds = iter(records)
@@ -36,13 +36,14 @@ def test_it_is_named_by_all(silent: int) -> None:
         return exchange
 
     def connect(rank: int) -> Timeout:
-        deadline = monotonic() + LIMIT
+        call = Call("init", "", LIMIT, deadline=monotonic() + LIMIT)
+        where = f"init on rank {rank} of 3 (gloo)"
         with pytest.raises(Timeout) as caught:
-            open_channel("gloo", rank, 3, LIMIT, deadline, exchange_of(rank))
+            open_channel(where, rank, [host_id()] * 3, call, exchange_of(rank))
         return caught.value
 
     with closing(Listener(b"", one_host=True)) as listener, ThreadPoolExecutor(2) as pool:
-        records[0][silent], records[1][silent] = host_id().encode(), listener.record
+        records[0][silent] = listener.record
         for rank, error in zip(present, pool.map(connect, present), strict=True):
             assert silent in error.ranks  # and who waits for that one, maybe
             assert f"init on rank {rank} of 3 (gloo): rank" in str(error)

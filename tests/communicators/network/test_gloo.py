@@ -185,10 +185,11 @@ def in_a_slurm_step(comm: Any) -> str:
 
 def over_ipv6(comm: Any, job: str) -> list[float]:
     """Ranks that see no address of each other but one of IPv6."""
-    from tagi_ddp.communicators.control import checked, mesh
+    from tagi_ddp.communicators import topology
+    from tagi_ddp.communicators.control import mesh
 
     mesh._addresses = lambda: ["::1"]
-    mesh.host_id = checked.host_id = lambda: f"host of {comm.rank}"
+    mesh.host_id = topology.host_id = lambda: f"host of {comm.rank}"
     with init("gloo", rank=comm.rank, world_size=comm.size, job=job, timeout=20) as second:
         assert second._channel.address == "::1"
         buffer, part = np.ones(3), second.split(0)

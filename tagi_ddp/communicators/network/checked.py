@@ -7,24 +7,44 @@ each other over the channel what they call, how it ends, and that they are still
 from __future__ import annotations
 
 import atexit
+import secrets
 import time
 import weakref
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, E, R
 from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
-from tagi_ddp.communicators.control.mesh import Listener, best_address, host_id
+from tagi_ddp.communicators.control.mesh import Listener, best_address
 from tagi_ddp.communicators.control.notes import Failure, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 from tagi_ddp.communicators.guard import last_words
 
 W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
+
+_SETUP = 1  # number of the handshake of what opens an engine, behind that of the control channel
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a part of a communicator, as ``rank`` of them sees it.
+
+    ``ranks`` are their numbers in the whole. ``connect`` makes their control channel. ``token`` is
+    known to them alone.
+    """
+
+    rank: int
+    ranks: list[int]
+    token: str
+    connect: Callable[[], ControlChannel]
 
 
 class CheckedCommunicator(BaseCommunicator[E, R]):
@@ -48,16 +68,12 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Receive from ``src``, which sends now."""
 
     @abstractmethod
-    def _engine_split(self: W, call: Call, color: int | None, key: int, part: W | None) -> None:
-        """Open the engine of ``part``; on a rank that is in no part it is None."""
+    def _part(self, call: Call, members: Members) -> Communicator:
+        """Return a communicator of some of the ranks, all of which call this now."""
 
     @abstractmethod
     def _engine_close(self, clean: bool) -> None:
         """Free the engine; unless ``clean``, without waiting for what may be stuck in it."""
-
-    def _part(self: W, rank: int, size: int, channel: ControlChannel) -> W:
-        """Return a communicator of some of the ranks, whose engine is yet to be opened."""
-        return type(self)(rank, size, self.timeout, channel)
 
     def check(self) -> None:
         """Raise what this rank knows already that would end the next operation; nobody waits."""
@@ -77,44 +93,39 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         handshake.leave()
 
     def _barrier(self, call: Call) -> None:
-        self._enter(call).leave()
+        handshake = self._handshake(call)
+        handshake.meet()
+        handshake.leave()
 
-    def _split(self: W, call: Call, color: int | None, key: int) -> W | None:
+    def _split(self, call: Call, color: int | None, key: int) -> Communicator | None:
         with closing(Listener(one_host=self._channel.one_host)) as listener:
-            own = [color, key, listener.record.decode()]
+            own = [color, key, listener.record.decode(), secrets.token_hex(16)]
             handshake = self._handshake(call)
-            messages = {**handshake.gather(own), self.rank: own}
-            part: W | None = None
+            others = {**handshake.gather(own), self.rank: own}
+            part: Communicator | None = None
             if color is not None:
-                members = sorted((messages[r][1], r) for r in messages if messages[r][0] == color)
-                ranks = [rank for _, rank in members]
-                records = [messages[rank][2].encode() for rank in ranks]
-                rank = ranks.index(self.rank)
-                hosts = [self._channel.hosts[rank] for rank in ranks]
-                channel, missing = _connect(listener, rank, records, hosts, call)
-                if missing:
-                    absent = [ranks[r] for r in missing]
-                    what = timeout_text(absent, call.limit)
-                    raise Timeout(f"{self._where(call.title)}: {what}", absent)
-                channel.address = self._channel.address
-                part = self._part(rank, len(ranks), channel)
-        try:
-            self._engine_split(call, color, key, part)
-        except BaseException as error:
-            if part is not None:
-                part.abort(f"{call.title} ended in {error!r}")
-                part.close()
-            raise
+                order = sorted((others[r][1], r) for r in others if others[r][0] == color)
+                ranks = [rank for _, rank in order]
+                records = [others[rank][2].encode() for rank in ranks]
+                connect = partial(self._connect_part, listener, ranks, records, call)
+                members = Members(ranks.index(self.rank), ranks, others[ranks[0]][3], connect)
+                part = self._part(call, members)
         handshake.leave()
         return part
 
-    # Handshakes, and the end.
+    def _connect_part(
+        self, listener: Listener, ranks: list[int], records: list[bytes], call: Call
+    ) -> ControlChannel:
+        hosts = [self._channel.hosts[rank] for rank in ranks]
+        channel, missing = _connect(listener, ranks.index(self.rank), records, hosts, call)
+        if missing:
+            absent = [ranks[r] for r in missing]
+            what = timeout_text(absent, call.limit)
+            raise Timeout(f"{self._where(call.title)}: {what}", absent)
+        channel.address = self._channel.address
+        return channel
 
-    def _enter(self, call: Call) -> Handshake:
-        """Return the handshake of all ranks for ``call`` once they have come."""
-        handshake = self._handshake(call)
-        handshake.meet()
-        return handshake
+    # Handshakes, and the end.
 
     def _handshake(
         self,
@@ -122,13 +133,13 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         peers: list[int] | None = None,
         series: tuple[Series, Series] = (Series.COLLECTIVE, Series.COLLECTIVE),
     ) -> Handshake:
+        """Return what brings ``peers`` together, or all other ranks, for ``call``."""
         return Handshake(
             self._channel,
             self._where(call.title),
-            self.rank,
             call,
             self._others if peers is None else peers,
-            series,
+            (Series.SETUP, Series.SETUP) if call.name == "init" and call.number else series,
             lambda: self._failure,
         )
 
@@ -159,7 +170,10 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Close; abort first, so that the others learn the reason, if an error ends the process."""
         if self._is_forked():
             return
-        if (reason := last_words()) is not None:
+        reason = last_words()
+        if reason is None and self._inside:
+            reason = "the process ends while another thread is in an operation"
+        if reason is not None:
             self.abort(reason)
         self.close()
 
@@ -175,35 +189,29 @@ def close_all() -> None:
 
 
 def open_channel(
-    backend: str,
+    where: str,
     rank: int,
-    size: int,
-    timeout: float,
-    deadline: float,
+    hosts: Sequence[str],
+    call: Call,
     exchange: Callable[[bytes], Sequence[bytes]],
     secret: bytes = b"",
 ) -> ControlChannel:
-    """Return this rank's control channel to all others.
+    """Return this rank's control channel to all others, which run on ``hosts``.
 
-    ``exchange(record)`` returns every rank's record; it raises what keeps it from that. ``secret``
-    is the job's, where strangers may read records.
+    ``where`` begins the text of an error. ``exchange(record)`` returns every rank's record; it
+    raises what keeps it from that. ``secret`` is the job's, where strangers may read records.
     """
-    where = f"init on rank {rank} of {size} ({backend})"
-    call = Call("init", "", timeout, deadline=deadline)
-    hosts = [host.decode() for host in exchange(host_id().encode())]
     with closing(Listener(secret, one_host=len(set(hosts)) == 1)) as listener:
         records = exchange(listener.record)
         channel, missing = _connect(listener, rank, records, hosts, call)
     if missing:
-        raise Timeout(f"{where}: {timeout_text(missing, timeout)}", missing)
+        raise Timeout(f"{where}: {timeout_text(missing, call.limit)}", missing)
     # Not every rank has neighbours on other hosts, which tell it by what address they reach it.
-    others = [r for r in range(size) if r != rank]
+    others = [r for r in range(len(hosts)) if r != rank]
     series = Series.SETUP, Series.SETUP
-    told = Handshake(channel, where, rank, call, others, series, lambda: None).gather(
-        channel.address
-    )
-    told[rank] = channel.address
-    channel.address = best_address(told[r] for r in range(size) if hosts[r] == hosts[rank])
+    handshake = Handshake(channel, where, call, others, series, lambda: None)
+    addresses = {**handshake.gather(channel.address), rank: channel.address}
+    channel.address = best_address(a for r, a in addresses.items() if hosts[r] == hosts[rank])
     return channel
 
 
@@ -220,12 +228,16 @@ def _connect(
     return channel, missing
 
 
-def opened(comm: W, open_engine: Callable[[Call], None], timeout: float, deadline: float) -> W:
-    """Return ``comm`` with its engine open; if that fails, the other ranks learn why."""
+def opened(communicator: W, open_engine: Callable[[W, Call], None], call: Call) -> W:
+    """Return ``communicator`` once ``open_engine`` has opened it; if that fails, all learn why."""
+    call = replace(call, name="init", number=_SETUP)
     try:
-        open_engine(Call("init", "", timeout, deadline=deadline))
+        open_engine(communicator, call)
+        handshake = communicator._handshake(replace(call, number=0))
+        handshake.meet()
+        handshake.leave()
     except BaseException as error:
-        comm.abort(f"init ended in {error!r}")
-        comm.close()
+        communicator.abort(f"init ended in {error!r}")
+        communicator.close()
         raise
-    return comm
+    return communicator

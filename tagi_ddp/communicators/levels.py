@@ -1,8 +1,7 @@
-"""Two levels of communicators: the ranks of a node, and one rank of each node."""
+"""The levels of any communicator: the ranks of a node, and one rank of each node."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,20 +14,21 @@ from tagi_ddp.communicators.errors import (
     name_ranks,
     was_missed,
 )
-from tagi_ddp.communicators.init import init
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
+from tagi_ddp.communicators.two_level import TwoLevelCommunicator
 
 _GRACE = 2.0  # seconds in which news of a failure should reach the world
 _WAITS = "it waits for another node"
 
 
-class Hierarchy:
+class Levels:
     """``world`` as nodes of equally many ranks; making it is a collective call of all of them.
 
     ``node`` holds the ranks of this rank's node; ``inter_node`` those with its node rank on every
     node: a global group, whose number is ``node.rank``. The number of this rank's node is
-    ``inter_node.rank``. Closing closes both levels, not ``world``.
+    ``inter_node.rank``. They are those of a world that has two levels, if its hosts are the nodes.
+    Closing closes what was made for it, not ``world``.
 
     Args:
         world: all ranks.
@@ -39,32 +39,25 @@ class Hierarchy:
     """
 
     def __init__(self, world: Communicator, node_size: int | None = None) -> None:
-        """Split the world twice."""
+        """Find the levels of the world, or split it twice."""
         self.world = world
         topology = topology_of(world)
-        # The first rank's token names the shared memory.
         asked = node_size if isinstance(node_size, int | None) else repr(node_size)
-        everyone = all_gather_object(world, (asked, secrets.token_hex(16)))
-        if len({asked for asked, _ in everyone}) > 1:
-            told = [asked for asked, _ in everyone]
-            raise ValueError(f"node_size differs between ranks: {told}; give the same on all")
+        everyone = all_gather_object(world, asked)
+        if len(set(everyone)) > 1:
+            raise ValueError(f"node_size differs between ranks: {everyone}; give the same on all")
         nodes = topology.nodes(node_size)
         number = next(i for i, ranks in enumerate(nodes) if world.rank in ranks)
-        hosts = [{topology.locations[rank].host for rank in ranks} for ranks in nodes]
-        in_memory = world.backend in ("mpi", "gloo") and all(len(host) == 1 for host in hosts)
-        with ExitStack() as made:
-            if in_memory:
-                job = f"{everyone[0][1]}/{number}"
-                rank, size = nodes[number].index(world.rank), len(nodes[number])
-                node: Communicator | None = init("shm", rank, size, job=job, timeout=world.timeout)
-            else:
-                node = world.split(number, world.rank)
-            assert node is not None
-            self.node = made.enter_context(node)
-            inter_node = world.split(self.node.rank, world.rank)
-            assert inter_node is not None
-            self.inter_node = made.enter_context(inter_node)
-            self._made = made.pop_all()
+        self._made = ExitStack()
+        if isinstance(world, TwoLevelCommunicator) and world.hosts == nodes:
+            node, inter_node = world.node, world.inter_node
+        else:
+            with ExitStack() as made:
+                node = _part(world, number, made)
+                inter_node = _part(world, node.rank, made)
+                self._made = made.pop_all()
+        assert inter_node is not None, "nodes are of equal size"
+        self.node, self.inter_node = node, inter_node
         self._node_ranks = nodes[number]  # as the world numbers them
         self._inter_node_ranks = [ranks[self.node.rank] for ranks in nodes]
 
@@ -133,6 +126,13 @@ class Hierarchy:
     def close(self) -> None:
         """Close both levels."""
         self._made.close()
+
+
+def _part(world: Communicator, color: int, made: ExitStack) -> Communicator:
+    """Return the ranks of a color, in their order; ``made`` closes it."""
+    part = world.split(color, world.rank)
+    assert part is not None
+    return made.enter_context(part)
 
 
 def _failure_of(communicator: Communicator) -> CommunicatorError | None:

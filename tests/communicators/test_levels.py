@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 from support.rank_pool import RankPool
 
-from tagi_ddp.communicators.hierarchy import Hierarchy
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.communicators.single import SingleCommunicator
 
 
 def members(comm: Any, node_size: int) -> tuple[list[int], list[int], str]:
-    levels = Hierarchy(comm, node_size)
+    levels = Levels(comm, node_size)
     found = []
     for level in (levels.node, levels.inter_node):
         ranks = np.empty(level.size, np.int64)
@@ -34,13 +35,29 @@ def test_nodes_of_a_size(shm: RankPool, node_size: int) -> None:
         assert inter_node == list(range(rank % node_size, 4, node_size))
 
 
-def test_a_node_of_a_network_uses_memory(gloo: RankPool) -> None:
-    assert [backend for *_, backend in gloo.run(members, 2, size=2)] == ["shm", "shm"]
+def of_two_levels(comm: Any) -> tuple[bool, bool]:
+    """Return whether nodes that are the hosts are the levels of a communicator, and other nodes."""
+    found = []
+    for node_size in (None, 1):
+        levels = Levels(comm, node_size)
+        found.append((levels.node, levels.inter_node) == (comm.node, comm.inter_node))
+        total = np.ones(3)
+        levels.inter_node.all_reduce(total)
+        assert total[0] == levels.nodes
+        levels.close()
+        comm.barrier()
+    return found[0], found[1]
+
+
+def test_levels_are_made_once() -> None:
+    environment = {"RANK_POOL_HOSTS": "aabb"}
+    with contextlib.closing(RankPool("gloo", 4, environment=environment)) as pool:
+        assert pool.run(of_two_levels) == [(True, False)] * 4
 
 
 def refused(comm: Any, sizes: list[Any]) -> tuple[str, str]:
     try:
-        Hierarchy(comm, sizes[comm.rank])
+        Levels(comm, sizes[comm.rank])
     except (TypeError, ValueError) as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -62,6 +79,6 @@ def test_all_ranks_refuse(shm: RankPool, sizes: list[Any], kind: str, text: str)
 
 
 def test_a_world_of_one() -> None:
-    levels = Hierarchy(SingleCommunicator())
+    levels = Levels(SingleCommunicator())
     assert (levels.node.size, levels.inter_node.size, levels.nodes) == (1, 1, 1)
     levels.close()

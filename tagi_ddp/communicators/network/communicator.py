@@ -1,0 +1,203 @@
+"""Ranks on any hosts: their calls are compared, then a library moves the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tagi_ddp.communicators.buffers import HostElements, cut, elements
+from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import Communicator, ReduceOp
+from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.control.handshake import Handshake
+from tagi_ddp.communicators.errors import Mismatch
+from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members
+from tagi_ddp.communicators.network.library import Library
+from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan, widen
+from tagi_ddp.communicators.topology import Location
+
+OpenLibrary = Callable[[ControlChannel, Call], Library]
+"""Connects the ranks of a control channel by a library; the call is what errors name."""
+
+_PIECE = 1 << 23  # bytes of each rank that a reduce_scatter receives at a time
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Where ranks run, and what they make of it.
+
+    memory: whether the ranks of a host share its memory. levels: whether those of several hosts,
+    of which some share one, use two levels.
+    """
+
+    locations: tuple[Location, ...]
+    memory: bool
+    levels: bool
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks run on one host."""
+        return len({location.host for location in self.locations}) == 1
+
+    def part(self, ranks: Sequence[int]) -> Sites:
+        """Return those of some of the ranks."""
+        return replace(self, locations=tuple(self.locations[rank] for rank in ranks))
+
+
+class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
+    """A rank whose operations are those of a library, between ranks that all call the same."""
+
+    _elements = staticmethod(elements)
+
+    library: Library
+    """What moves the data."""
+
+    def __init__(self, backend: str, timeout: float, channel: ControlChannel, sites: Sites) -> None:
+        """Make a rank of those that ``channel`` connects; `open` comes next."""
+        self.backend = backend
+        super().__init__(channel.rank, len(sites.locations), timeout, channel)
+        self.sites = sites
+
+    def open(self, open_library: OpenLibrary, call: Call) -> None:
+        """Connect the ranks by a library; ``call`` is what errors name."""
+        self.library = open_library(self._channel, call)
+        self.concurrent = self.library.concurrent
+
+    def _all_reduce(
+        self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
+    ) -> None:
+        if 0 < source.array.nbytes <= self.library.few:
+            rows = self._gather_few(call, source.array, source.count)
+            reduce_rows(rows, source.dtype, op, target.array, self.size)
+            return
+        handshake = self._enter(call)
+        total = widen(source.array, source.dtype)
+        if total is source.array:
+            total = target.array
+            if target.address != source.address:
+                total[...] = source.array
+        if total.size:
+            encoded, decode = encode(total, op, self.library.reducible)
+            handshake.carry(self.library.all_reduce(encoded, op, call.left()))
+            if encoded is not total:
+                total[...] = decode(encoded)
+            same_nan(total)
+        result = finish(total, target.dtype, op, self.size)
+        if result is not target.array:
+            target.array[...] = result
+        self._done(handshake, call)
+
+    def _reduce_scatter(
+        self,
+        call: Call,
+        source: HostElements,
+        target: HostElements,
+        counts: list[int],
+        op: ReduceOp,
+    ) -> None:
+        handshake = self._enter(call)
+        slices = cut(source.array, counts)
+        step = max(1, _PIECE // source.array.itemsize)
+        for begin in range(0, max(counts), step):
+            pieces = [each[begin : begin + step] for each in slices]
+            own = pieces[self.rank]
+            sent = [piece.size for piece in pieces]
+            rows = np.empty((self.size, own.size), own.dtype)
+            handshake.carry(
+                self.library.all_to_all(
+                    source.array if len(sent) == 1 else np.concatenate(pieces),
+                    rows.reshape(-1),
+                    sent,
+                    [own.size] * self.size,
+                    step,
+                    call.left(),
+                )
+            )
+            out = target.array[begin : begin + step]
+            reduce_rows(list(rows), source.dtype, op, out, self.size)
+        self._done(handshake, call)
+
+    def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
+        handshake = self._enter(call)
+        if data.count:
+            handshake.carry(self.library.broadcast(data.array, root, call.left()))
+        self._done(handshake, call)
+
+    def _all_gather(
+        self, call: Call, source: HostElements, target: HostElements, counts: list[int]
+    ) -> None:
+        if 0 < max(counts) * target.array.itemsize <= self.library.few:
+            rows = self._gather_few(call, source.array, max(counts))
+            for part, row in zip(cut(target.array, counts), rows, strict=True):
+                part[...] = row[: part.size]
+            return
+        handshake = self._enter(call)
+        if target.count:
+            handshake.carry(
+                self.library.all_gather(source.array, target.array, counts, call.left())
+            )
+        self._done(handshake, call)
+
+    def _all_to_all(
+        self,
+        call: Call,
+        source: HostElements,
+        target: HostElements,
+        sent: list[int],
+        received: list[int],
+    ) -> None:
+        handshake = self._handshake(call)
+        tables = {**handshake.gather([sent, received]), self.rank: [sent, received]}
+        for a in range(self.size):
+            for b in range(self.size):
+                sends, expects = tables[a][0][b], tables[b][1][a]
+                if sends != expects:
+                    raise Mismatch(
+                        f"{self._where(call.title)}: rank {a} sends {sends} elements to rank {b}, "
+                        f"which expects {expects}. Make what a rank sends what the other expects.",
+                        [rank for rank in (a, b) if rank != self.rank],
+                    )
+        if most := max(max(sends) for sends, _ in tables.values()):
+            handshake.carry(
+                self.library.all_to_all(
+                    source.array, target.array, sent, received, most, call.left()
+                )
+            )
+        self._done(handshake, call)
+
+    def _engine_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
+        if data.count:
+            handshake.carry(self.library.send(data.array, dst, handshake.left()))
+
+    def _engine_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
+        if data.count:
+            handshake.carry(self.library.recv(data.array, src, handshake.left()))
+
+    def _part(self, call: Call, members: Members) -> Communicator:
+        from tagi_ddp.communicators.network.connect import part_of
+
+        return part_of(self, call, members)
+
+    def _enter(self, call: Call) -> Handshake:
+        """Return the handshake for ``call`` once all ranks have made the same call."""
+        handshake = self._handshake(call)
+        handshake.meet(self.library.compare)
+        return handshake
+
+    def _gather_few(self, call: Call, array: np.ndarray, most: int) -> list[np.ndarray]:
+        """Return ``most`` elements of each rank, of few bytes, in one step with the comparison."""
+        handshake = self._handshake(call)
+        ready, rows = self.library.gather_few(handshake.digest, array.view(np.uint8))
+        handshake.meet(lambda _: ready)
+        self._done(handshake, call)
+        return [row[: most * array.itemsize].view(array.dtype) for row in rows]
+
+    def _done(self, handshake: Handshake, call: Call) -> None:
+        self._copied = call.number
+        handshake.leave()
+
+    def _engine_close(self, clean: bool) -> None:
+        if hasattr(self, "library"):
+            self.library.close(clean)

@@ -1,0 +1,119 @@
+"""From ranks that can exchange records to their communicator."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from functools import partial
+
+from tagi_ddp.communicators import shm
+from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.network.checked import Members, open_channel, opened
+from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary, Sites
+from tagi_ddp.communicators.topology import Location, Topology, remember
+from tagi_ddp.communicators.two_level import TwoLevelCommunicator
+from tagi_ddp.environment import two_levels
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Returns every rank's record, in rank order, of the ranks that each give theirs."""
+
+
+def connect(
+    backend: str,
+    rank: int,
+    size: int,
+    call: Call,
+    exchange: Exchange,
+    open_library: OpenLibrary,
+    *,
+    secret: bytes = b"",
+    levels: bool = True,
+    release: Callable[[], None] = lambda: None,
+) -> Communicator:
+    """Return the communicator of rank ``rank`` of ``size``; a call of all ranks.
+
+    Ranks of one host share its memory. Ranks of several hosts use a library, and where they share
+    hosts, two levels.
+
+    Args:
+        backend: the name that was asked for.
+        rank, size: of this process.
+        call: its deadline is when all must have come.
+        exchange: how the ranks find each other.
+        open_library: connects the ranks, once they have a control channel.
+        secret: the job's, where strangers may read what ``exchange`` carries.
+        levels: whether ranks of several hosts use two levels unless TAGI_DDP_TWO_LEVELS says so.
+        release: is called when the ranks have found each other, before any of them returns.
+    """
+    own = [
+        astuple(Location.of_this_process(size)),
+        os.getuid(),
+        two_levels(),
+        secrets.token_hex(16),
+    ]
+    everyone = [json.loads(record) for record in exchange(json.dumps(own).encode())]
+    locations = tuple(Location.of(each[0]) for each in everyone)
+    wishes = {each[2] for each in everyone}
+    sites = Sites(locations, "0" not in wishes, levels or "1" in wishes)
+    hosts = [location.host for location in locations]
+    users = {(host, each[1]) for host, each in zip(hosts, everyone, strict=True)}
+    if sites.memory and len(users) > len(set(hosts)):
+        sites = replace(sites, memory=False)
+        if rank == 0:
+            warnings.warn(
+                "ranks of one host belong to several users, who cannot share its memory: sums are "
+                "slower. Start all ranks as one user.",
+                stacklevel=2,
+            )
+    if sites.memory and sites.one_host:
+        token = everyone[0][3]
+        with shm.create(rank, size, f"{token}/all here", call.left(), backend=backend):
+            release()
+        return _in_memory(backend, rank, sites, token, call, call.limit)
+    where = f"init on rank {rank} of {size} ({backend})"
+    channel = open_channel(where, rank, hosts, call, exchange, secret)
+    release()
+    return _on_network(backend, channel, sites, open_library, call, call.limit)
+
+
+def part_of(whole: NetworkCommunicator, call: Call, members: Members) -> Communicator:
+    """Return the communicator of some ranks of ``whole``; a call of all of them."""
+    sites = whole.sites.part(members.ranks)
+    if sites.memory and sites.one_host:
+        return _in_memory(whole.backend, members.rank, sites, members.token, call, whole.timeout)
+    channel, open_part = members.connect(), partial(whole.library.part, members.ranks)
+    return _on_network(whole.backend, channel, sites, open_part, call, whole.timeout)
+
+
+def _in_memory(
+    backend: str, rank: int, sites: Sites, token: str, call: Call, timeout: float
+) -> Communicator:
+    """Return the communicator of ranks of one host that alone know ``token``."""
+    size = len(sites.locations)
+    found = shm.create(rank, size, token, call.left(), backend=backend)
+    found.timeout = timeout
+    remember(found, Topology(sites.locations))
+    return found
+
+
+def _on_network(
+    backend: str,
+    channel: ControlChannel,
+    sites: Sites,
+    open_library: OpenLibrary,
+    call: Call,
+    timeout: float,
+) -> NetworkCommunicator:
+    """Return the communicator of the ranks of ``channel``."""
+    hosts = {location.host for location in sites.locations}
+    two = sites.memory and sites.levels and len(hosts) < len(sites.locations)
+    kind = TwoLevelCommunicator if two else NetworkCommunicator
+    found = kind(backend, timeout, channel, sites)
+    remember(found, Topology(sites.locations))
+    return opened(found, lambda found, call: found.open(open_library, call), call)

@@ -1,0 +1,37 @@
+"""Calls of C and C++ that nothing ends, and that wait for other processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Late(Exception):
+    """A call has not returned in time; its thread goes on waiting."""
+
+
+def in_time(call: Callable[[], T], limit: float) -> T:
+    """Return what ``call`` returns, or raise what it raises; `Late` after ``limit`` seconds.
+
+    It runs in another thread, so signals are handled meanwhile.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(max(0.0, limit))
+    if raised:
+        raise raised[0]
+    if not returned:
+        raise Late
+    return returned[0]

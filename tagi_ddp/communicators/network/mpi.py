@@ -1,0 +1,383 @@
+"""Ranks that an MPI launcher started, by mpi4py.
+
+MPI must end the whole job when a rank fails: a process that ends with an error, or with a broken
+communicator, would wait in MPI_Finalize for ranks that do not come. So it aborts the job instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tagi_ddp.communicators.buffers import cut
+from tagi_ddp.communicators.call import Call
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, ReduceOp
+from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.control.handshake import Differ, Ready
+from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
+from tagi_ddp.communicators.network.checked import close_all
+from tagi_ddp.communicators.network.communicator import NetworkCommunicator
+from tagi_ddp.communicators.network.connect import connect
+from tagi_ddp.communicators.network.mpi_library import MPI, start
+from tagi_ddp.communicators.operation_queue import OperationQueue
+from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
+
+_MOST = (1 << 31) - 1  # elements that MPI, whose counts are C's ints, takes at a time
+# Bytes beyond which a thread waits in MPI's blocking call: those are the ones that sites tune, and
+# Open MPI's others take up to five times as long. Fewer bytes take less time by polling.
+_LARGE = 1 << 16
+_COPIES = 3  # of a group, so that what belongs to different operations never matches
+# Bytes of each rank that travel with the comparison of the calls, between so many ranks at most.
+_FEW, _SOME = 4096, 8
+_SPIN = 0.005  # seconds of polling before the pauses begin
+_POLLS = 8
+_PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they take long
+_MESSAGE = 0  # the tag of messages
+_FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
+_OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+
+_process = os.getpid()
+_broken = False
+_outlives = False  # whether this process goes on in other groups when one is broken
+_pending: set[_Poll] = set()  # MPI may write to their buffers, even when nothing waits
+_made: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class MpiLibrary:
+    """MPI communicators of the same ranks: for collectives, for few bytes, and for messages."""
+
+    name = "mpi"
+    reducible = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+
+    def __init__(self, *communicators: MPI.Intracomm) -> None:
+        """Use three communicators, which `close` frees."""
+        self._communicators = communicators
+        self._collectives, self._few, self._messages = communicators
+        for each in communicators:
+            each.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
+        self.few = _FEW if self._few.size <= _SOME else 0
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._thread = OperationQueue("tagi_ddp MPI")
+
+    def compare(self, digest: bytes) -> Ready:
+        own = np.frombuffer(digest, np.uint64)
+        least = np.array([own[0], ~own[0]])
+        ready = self._begin("allreduce", 0, MPI.IN_PLACE, least, MPI.MIN)
+
+        def compared(seconds: float) -> bool:
+            if not ready(seconds):
+                return False
+            if least[0] != ~least[1]:
+                raise Differ
+            return True
+
+        return compared
+
+    def gather_few(self, digest: bytes, data: np.ndarray) -> tuple[Ready, np.ndarray]:
+        own = np.zeros(len(digest) + _FEW, np.uint8)
+        own[: len(digest)] = np.frombuffer(digest, np.uint8)
+        own[len(digest) : len(digest) + data.size] = data
+        rows = np.empty((self._few.size, own.size), np.uint8)
+        ready = _Poll([self._few.Iallgather(own, rows)]).ready
+
+        def compared(seconds: float) -> bool:
+            if not ready(seconds):
+                return False
+            if any(row[: len(digest)].tobytes() != digest for row in rows):
+                raise Differ
+            return True
+
+        return compared, rows[:, len(digest) :]
+
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
+        return self._in_parts(
+            lambda part: self._begin("allreduce", part.nbytes, MPI.IN_PLACE, part, _OPS[op]), array
+        )
+
+    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+        words = _words(array)
+        return self._in_parts(lambda part: self._begin("bcast", part.nbytes, part, root), words)
+
+    def all_gather(
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+    ) -> Ready:
+        given, words = _words(array), _words(out)
+        if out.size <= _MOST:
+            return self._begin("allgatherv", out.nbytes, given, [words, counts])
+        parts = cut(words, counts)
+        parts[self._collectives.rank][...] = given
+        return _one_by_one(
+            [partial(self.broadcast, part, root, limit) for root, part in enumerate(parts)]
+        )
+
+    def all_to_all(
+        self,
+        array: np.ndarray,
+        out: np.ndarray,
+        sent: list[int],
+        received: list[int],
+        most: int,
+        limit: float,
+    ) -> Ready:
+        given, words = _words(array), _words(out)
+        step = _MOST // len(sent)
+        if most <= step:
+            size = most * len(sent) * array.itemsize
+            return self._begin("alltoallv", size, [given, sent], [words, received])
+        goes, comes = cut(given, sent), cut(words, received)
+
+        def exchange(begin: int) -> Ready:
+            now = [part[begin : begin + step] for part in goes]
+            into = [part[begin : begin + step] for part in comes]
+            landed = np.empty(sum(part.size for part in into), words.dtype)
+            lengths = [part.size for part in into]
+            ready = self._begin(
+                "alltoallv",
+                _LARGE + 1,
+                [np.concatenate(now), [part.size for part in now]],
+                [landed, lengths],
+            )
+
+            def place(seconds: float) -> bool:
+                if not ready(seconds):
+                    return False
+                for part, came in zip(into, cut(landed, lengths), strict=True):
+                    part[...] = came
+                return True
+
+            return place
+
+        return _one_by_one([partial(exchange, begin) for begin in range(0, most, step)])
+
+    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
+        begin = self._messages.Isend
+        return _Poll([begin(part, dst, _MESSAGE) for part in _parts(_words(array))]).ready
+
+    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
+        begin = self._messages.Irecv
+        return _Poll([begin(part, src, _MESSAGE) for part in _parts(_words(array))]).ready
+
+    def part(self, ranks: list[int], channel: ControlChannel, call: Call) -> MpiLibrary:
+        group = self._collectives.group.Incl(ranks)
+        try:  # all of them are here, so MPI does not wait for long
+            return MpiLibrary(
+                *(self._collectives.Create_group(group, tag) for tag in range(_COPIES))
+            )
+        finally:
+            group.Free()
+
+    def _begin(self, name: str, size: int, *arguments: Any) -> Ready:
+        """Begin one of MPI's collectives, which moves ``size`` bytes, the same on all ranks."""
+        if size <= _LARGE or not self.concurrent:
+            return _Poll([getattr(self._collectives, f"I{name}")(*arguments)]).ready
+        call = partial(getattr(self._collectives, name.capitalize()), *arguments)
+        ticket = self._thread.ticket(_Early)
+        self._thread.start(ticket, call)
+
+        def ready(seconds: float) -> bool:
+            try:
+                ticket.wait(seconds)
+            except _Early:
+                return False
+            return True
+
+        return ready
+
+    def _in_parts(self, begin: Callable[[np.ndarray], Ready], array: np.ndarray) -> Ready:
+        if array.size <= _MOST:
+            return begin(array)
+        return _one_by_one([partial(begin, part) for part in _parts(array)])
+
+    def close(self, clean: bool) -> None:
+        global _broken
+        self._thread.close(None if clean else 0.0)
+        # A script may have finalized MPI before its model goes.
+        if clean and not MPI.Is_finalized():
+            for each in self._communicators:
+                each.Free()
+        _broken = _broken or (not clean and not _outlives)
+
+
+class _Poll:
+    """Requests of MPI that are under way at once, and only advance while they are polled."""
+
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self._requests = requests
+        self._begun = time.monotonic()
+        _pending.add(self)
+
+    def ready(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not self._poll():
+            now = time.monotonic()
+            if now > end:
+                return False
+            age = now - self._begun
+            if age < _SPIN:
+                os.sched_yield()
+            else:
+                time.sleep(min(max(age / 100, _PAUSES[0]), _PAUSES[1]))
+        _pending.discard(self)
+        return True
+
+    def _poll(self) -> bool:
+        for _ in range(_POLLS):
+            while self._requests and self._requests[-1].Test():
+                self._requests.pop()
+            if not self._requests:
+                return True
+        return False
+
+
+class _Early(Exception):
+    """A wait for a call that is not complete yet."""
+
+
+def _one_by_one(begins: Sequence[Callable[[], Ready]]) -> Ready:
+    """Return what waits for operations that begin one after the other."""
+    left = list(reversed(begins))
+    under_way: list[Ready] = []
+
+    def ready(seconds: float) -> bool:
+        while under_way or left:
+            if not under_way:
+                under_way.append(left.pop()())
+            if not under_way[0](seconds):
+                return False
+            under_way.clear()
+        return True
+
+    return ready
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """Return a flat array in parts that MPI takes at a time; of no elements, none."""
+    return [array[begin : begin + _MOST] for begin in range(0, array.size, _MOST)]
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    """Return the same memory as integers, which every MPI knows."""
+    return array.view(f"uint{8 * array.itemsize}")
+
+
+def place(timeout: float) -> LaunchEnvironment:
+    """Return this process's place in MPI's world, of which no launcher tells."""
+    start("init (mpi)", timeout)
+    world = MPI.COMM_WORLD
+    return LaunchEnvironment("mpi", world.rank, world.size, world.rank, 0)
+
+
+def create(
+    rank: int, world_size: int, environment: LaunchEnvironment, timeout: float
+) -> Communicator:
+    """Return this rank's communicator over copies of MPI's world.
+
+    Raises BackendUnavailable when MPI's world is another than the one asked for, Timeout when MPI
+    itself does not start in time.
+    """
+    deadline = time.monotonic() + timeout
+    start(f"init on rank {rank} of {world_size} (mpi)", timeout)
+    world = MPI.COMM_WORLD
+    if environment.launcher != "none":
+        warn_if_launcher_disagrees(environment, world.rank, world.size)
+    if (rank, world_size) != (world.rank, world.size):
+        raise BackendUnavailable(
+            f"this is rank {rank} of {world_size}, but MPI says rank {world.rank} of {world.size}: "
+            "start the ranks with srun --mpi=pmix or the mpirun that belongs to mpi4py's MPI "
+            f"({MPI.Get_library_version().splitlines()[0].strip()})"
+        )
+    return wrap(world, timeout, deadline)
+
+
+def wrap(
+    group: MPI.Intracomm, timeout: float = DEFAULT_TIMEOUT, deadline: float | None = None
+) -> Communicator:
+    """Return a communicator of the ranks of ``group`` over copies of it.
+
+    By ``deadline``, as time.monotonic() counts; None: within ``timeout`` seconds.
+    """
+    if group == MPI.COMM_NULL:
+        raise ValueError("this rank is in no group: it got MPI.COMM_NULL")
+    rank, size = group.rank, group.size
+    end = time.monotonic() + timeout if deadline is None else deadline
+
+    def complete(request: MPI.Request, what: str) -> None:
+        if not _Poll([request]).ready(end - time.monotonic()):
+            where = f"init on rank {rank} of {size} (mpi)"
+            raise Timeout(
+                f"{where}: MPI could not {what} within {timeout:g} s. Make the same call on all "
+                "ranks; look at their output."
+            )
+
+    def exchange(record: bytes) -> Sequence[bytes]:
+        length = np.array([len(record)])
+        complete(copies[0].Iallreduce(MPI.IN_PLACE, length, MPI.MAX), "exchange addresses")
+        padded = np.frombuffer(record.ljust(length[0]), np.uint8)
+        records = np.empty((size, length[0]), np.uint8)
+        complete(copies[0].Iallgather(padded, records), "exchange addresses")
+        return [row.tobytes().rstrip() for row in records]
+
+    copies = []
+    for _ in range(_COPIES):
+        copy, request = group.Idup()
+        complete(request, "copy the group")
+        copies.append(copy)
+    call = Call("init", "", timeout, deadline=end)
+    library = MpiLibrary(*copies)
+    communicator = connect("mpi", rank, size, call, exchange, lambda *_: library, levels=False)
+    if not isinstance(communicator, NetworkCommunicator):
+        library.close(clean=True)  # the host's memory does all
+    _made.add(communicator)
+    return communicator
+
+
+def outlive_ranks() -> None:
+    """Let a broken group be no reason to end all ranks; see `ulfm`."""
+    global _outlives
+    _outlives = True
+
+
+def _has_failed(communicator: Communicator) -> bool:
+    return bool(getattr(communicator, "failed", False)) and not _outlives
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+@atexit.register
+def _end_job() -> None:
+    """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
+    close_all()
+    error = getattr(sys, "last_value", None)
+    if os.getpid() != _process:  # a fork, which does not speak for its rank
+        if error is not None:
+            _flush()
+            os._exit(1)  # MPI_Finalize would wait for threads that a fork does not have
+        return
+    failed = error is not None or _broken or any(_has_failed(each) for each in _made)
+    if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    if failed:
+        _flush()
+        MPI.COMM_WORLD.Abort(1)
+    elif _outlives:
+        # Open MPI 5.0 sometimes waits for the dead here, and nothing ends that.
+        thread = threading.Thread(target=ctypes.CDLL(MPI.__file__).MPI_Finalize, daemon=True)
+        thread.start()
+        thread.join(_FINALIZE)
+        if thread.is_alive():
+            _flush()
+            os._exit(0)
