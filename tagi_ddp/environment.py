@@ -141,12 +141,35 @@ def offers_mpi(environment: LaunchEnvironment, environ: Mapping[str, str] = os.e
     return environment.launcher in _OF_MPI
 
 
+# What users set, and what a rank may want to know of its launcher; docs/environment.md says more.
+_SETTINGS = (
+    "BASE_SEED",
+    "ENGINE_ACCESS",
+    "JOB",
+    "LIBCUDA",
+    "LIBMPI",
+    "LIBMPI_CXX",
+    "LIBNCCL",
+    "TERMINAL",
+    "TORCH_CARRIER",
+    "TRACE",
+    "TWO_LEVELS",
+)
+
+
+def setting(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the variable TAGI_DDP_<name>; "" if it is not set."""
+    if name not in _SETTINGS:
+        raise KeyError(f"there is no TAGI_DDP_{name}")
+    return environ.get(f"TAGI_DDP_{name}", "")
+
+
 def two_levels(environ: Mapping[str, str] = os.environ) -> str:
     """Return TAGI_DDP_TWO_LEVELS: "0": ranks of a host share no memory; "1": two levels; or "".
 
     Raises ValueError for anything else.
     """
-    wish = environ.get("TAGI_DDP_TWO_LEVELS", "")
+    wish = setting("TWO_LEVELS", environ)
     if wish not in ("", "0", "1"):
         raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {wish!r}')
     return wish
@@ -367,7 +390,7 @@ def shows_bars(stream: TextIO | None) -> bool:
 
     TAGI_DDP_TERMINAL, 1 or 0, knows better: it is of the launcher, which passes on what is written.
     """
-    told = os.environ.get("TAGI_DDP_TERMINAL", "")
+    told = setting("TERMINAL")
     if told in ("0", "1"):
         return told == "1"
     isatty = getattr(stream, "isatty", bool)  # a tee may have only write and flush

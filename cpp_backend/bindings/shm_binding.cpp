@@ -411,7 +411,7 @@ void bind_shm(nb::module_& module) {
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },
-            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a = 300.0, "spin"_a = true,
+            "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a, "spin"_a = true,
             "backend"_a = "shm")
         .def_prop_ro("rank", &PyShmCommunicator::rank)
         .def_prop_ro("size", &PyShmCommunicator::size)

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 from tagi_ddp.commands.check import Check, Finding, Findings, Status, report
+from tagi_ddp.environment import setting
 
 _INSTALL_ENGINE = "pip install pytagi==0.2.1"
 # With both set, Open MPI's mpirun runs as root without an option.
@@ -109,7 +110,7 @@ def _mpi() -> Finding:
     try:
         import tagi_ddp.communicators.network.mpi  # noqa: F401  (starts MPI)
     except (ImportError, RuntimeError) as error:
-        stub = os.environ.get("TAGI_DDP_LIBMPI") == "stub"
+        stub = setting("LIBMPI") == "stub"
         remedy = "unset TAGI_DDP_LIBMPI" if stub else ""
         return Finding("broken", f"mpi4py is installed, but: {error}", remedy)
     from mpi4py import MPI
@@ -165,7 +166,7 @@ def _cuda() -> Finding:
     try:
         cuda = open_cuda()
     except BackendUnavailable as error:
-        chosen = os.environ.get("TAGI_DDP_LIBCUDA")
+        chosen = setting("LIBCUDA")
         status: Status = "broken" if chosen or _can_load("libcuda.so.1") else "missing"
         remedy = f"unset TAGI_DDP_LIBCUDA, which is {chosen}" if chosen else ""
         return Finding(status, str(error.__cause__), remedy)
@@ -193,7 +194,7 @@ def _nccl() -> Finding:
     try:
         nccl = open_nccl()
     except BackendUnavailable as error:
-        chosen = os.environ.get("TAGI_DDP_LIBNCCL", "")
+        chosen = setting("LIBNCCL")
         there = any(map(os.path.exists, nccl_candidates())) if not chosen else chosen != STUB
         remedy = f"unset TAGI_DDP_LIBNCCL, which is {chosen}" if chosen else ""
         reason = str(error).partition(". pip install")[0]  # the rest is our remedy

@@ -9,6 +9,7 @@ from tagi_ddp.communicators.errors import (
     Timeout,
 )
 from tagi_ddp.communicators.init import BACKENDS, as_communicator, init
+from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.communicators.objects import all_gather_object
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Buffer",
     "Communicator",
     "CommunicatorError",
+    "Levels",
     "Mismatch",
     "PeerLost",
     "ReduceOp",

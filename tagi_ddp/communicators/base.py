@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,17 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp import checks
-from tagi_ddp.communicators import buffers, guard
+from tagi_ddp.communicators import buffers, errors, guard
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, Communicator, ReduceOp, Work
-from tagi_ddp.communicators.errors import (
-    CommunicatorError,
-    PeerLost,
-    Timeout,
-    not_started,
-    timeout_text,
-    what_happened,
-)
 from tagi_ddp.communicators.operation_queue import Inside, OperationQueue, Ticket
 
 E = TypeVar("E", bound=buffers.Elements)
@@ -37,10 +30,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     """Checks arguments, numbers the calls and runs them in order; subclasses move the data.
 
     ``E`` describes a buffer; ``R`` is what the methods of the collectives return to `_collective`,
-    which runs them: None, or what is to be done.
-
-    Messages out have a queue of their own, so that ranks which send to each other with
-    ``async_op=True`` and then receive do not wait for one another.
+    which runs them: None, or what is to be done. Messages out have a queue of their own: ranks
+    that send to each other with ``async_op=True``, and then receive, do not wait for one another.
     """
 
     backend: str
@@ -56,12 +47,11 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._numbers: Counter[str] = Counter()
         self._operations = OperationQueue(f"tagi_ddp {self.backend} operations")
         self._messages_out = OperationQueue(f"tagi_ddp {self.backend} messages")
-        self._failure: CommunicatorError | None = None
+        self._failure: errors.CommunicatorError | None = None
         self._closed = False
         self._process = os.getpid()
         self._inside = Inside()  # of a blocking operation
-        self.purpose = ""
-        """What the next calls are made for: part of what ranks compare."""
+        self.purpose = ""  # of the next calls: part of what ranks compare
 
     @property
     def timeout(self) -> float:
@@ -123,9 +113,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         """Concatenate every rank's ``buffer``, in rank order, into ``out`` of every rank."""
         source = self._elements(buffer, "buffer")
         target = self._elements(out, "out", writable=True)
-        if counts is None:
-            sizes = [source.count] * self.size
-        else:
+        sizes = [source.count] * self.size
+        if counts is not None:
             sizes = buffers.check_counts(counts, "counts", self.size, target, "out")
         buffers.check_count(source, "buffer", sizes[self.rank])
         buffers.check_result(source, target, sum(sizes))
@@ -193,8 +182,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         """Send ``buffer`` to rank ``dst``, which calls `recv`; dst must be another rank."""
         data = self._elements(buffer, "buffer")
         arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
-        if checks.rank("dst", dst, self.size) == self.rank:
-            raise ValueError("dst is this rank itself; send to another rank")
+        buffers.check_other("dst", dst, self.rank, self.size, "send to")
         call = self._call("send", arguments, timeout, f"to rank {dst}")
         return self._run(call, lambda: self._send(call, data, dst), async_op, self._messages_out)
 
@@ -210,8 +198,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         """Receive into ``buffer`` what rank ``src`` sends; src must be another rank."""
         data = self._elements(buffer, "buffer", writable=True)
         arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
-        if checks.rank("src", src, self.size) == self.rank:
-            raise ValueError("src is this rank itself; receive from another rank")
+        buffers.check_other("src", src, self.rank, self.size, "receive from")
         call = self._call("recv", arguments, timeout, f"from rank {src}")
         return self._run(call, lambda: self._recv(call, data, src), async_op)
 
@@ -233,7 +220,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         """
         self._check_open("abort")
         blamed = [checks.rank("ranks", rank, self.size) for rank in ranks] or [self.rank]
-        error = PeerLost(f"{self._where('abort')}: this rank gave up: {reason}", blamed)
+        error = errors.PeerLost(f"{self._where('abort')}: this rank gave up: {reason}", blamed)
         self._fail(error, f"rank {self.rank} gave up: {reason}")
 
     def check(self) -> None:
@@ -295,7 +282,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _split(self, call: Call, color: int | None, key: int) -> Communicator | None: ...
 
     @abstractmethod
-    def _announce(self, error: CommunicatorError, reason: str) -> None:
+    def _announce(self, error: errors.CommunicatorError, reason: str) -> None:
         """Tell the other ranks that this one failed with ``error``, and wake those that wait."""
 
     @abstractmethod
@@ -307,12 +294,10 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _call(self, name: str, arguments: str, timeout: float | None, peer: str = "") -> Call:
         self._check_open(name)  # before a fork waits for a lock, which nobody may free there
         limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
-        if self.purpose:
-            arguments += f", for {self.purpose}"
-        return Call(name, arguments, limit, peer)
+        purpose = f", for {self.purpose}" if self.purpose else ""
+        return Call(name, arguments + purpose, limit, peer)
 
     def _collective(self, call: Call, operation: Callable[[], R], async_op: bool) -> Work | None:
-        """Run what a collective's method does, or do what it returns."""
         return self._run(call, operation, async_op)
 
     def _run(
@@ -337,25 +322,19 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     ) -> Ticket[T]:
         """Number ``call`` and run it behind the previous ones, here or on ``queue``'s thread."""
         queue = queue or self._operations
-        if async_op and self.concurrent:
-            with self._lock:
-                ticket, execute = self._ticket(call, operation, queue)
-                queue.start(ticket, execute)
-            return ticket
-        self._check_outside(call.name)
-        with self._inside:
-            with self._lock:
-                ticket, execute = self._ticket(call, operation, queue)
-            ticket.run(execute)
+        elsewhere = async_op and self.concurrent
+        if not elsewhere:
+            self._check_outside(call.name)
+        with nullcontext() if elsewhere else self._inside:
+            with self._lock:  # numbers in the order of the tickets
+                self._number(call)
+                ticket: Ticket[T] = queue.ticket(partial(self._overdue, call))
+                execute = partial(self._execute, call, ticket, operation)
+                if elsewhere:
+                    queue.start(ticket, execute)
+            if not elsewhere:
+                ticket.run(execute)
         return ticket
-
-    def _ticket(
-        self, call: Call, operation: Callable[[], T], queue: OperationQueue
-    ) -> tuple[Ticket[T], Callable[[], T]]:
-        """Number ``call``, under the lock: numbers come in the order of the tickets."""
-        self._number(call)
-        ticket: Ticket[T] = queue.ticket(partial(self._overdue, call))
-        return ticket, partial(self._execute, call, ticket, operation)
 
     def _number(self, call: Call) -> None:
         """Count collectives together, messages for each direction of each pair."""
@@ -376,20 +355,22 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     def _break(self, call: Call, error: BaseException) -> None:
         """Let the error that has ended an operation end those of all ranks."""
-        if isinstance(error, CommunicatorError):
-            self._fail(error, what_happened(error))
+        if isinstance(error, errors.CommunicatorError):
+            self._fail(error, errors.what_happened(error))
         else:
             reason = f"{call.title} ended in {type(error).__name__}: {error}"
-            failure = CommunicatorError(f"{self._where(call.title)}: {reason}")
+            failure = errors.CommunicatorError(f"{self._where(call.title)}: {reason}")
             self._fail(failure, f"rank {self.rank} gave up: {reason}")
 
     def _where(self, title: str) -> str:
         return f"{title} on rank {self.rank} of {self.size} ({self.backend})"
 
-    def _overdue(self, call: Call, seconds: float) -> Timeout:
+    def _overdue(self, call: Call, seconds: float) -> errors.Timeout:
         missing = call.waits_for()
-        what = timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
-        return Timeout(f"{self._where(call.title)}: {what}", missing)
+        what = (
+            errors.timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
+        )
+        return errors.Timeout(f"{self._where(call.title)}: {what}", missing)
 
     def _is_forked(self) -> bool:
         return os.getpid() != self._process
@@ -398,23 +379,20 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         if self._closed or self._is_forked():
             forked = f"that of process {self._process}, of which this is a fork"
             what = "closed" if self._closed else forked
-            raise CommunicatorError(
+            raise errors.CommunicatorError(
                 f"{self._where(name)}: this communicator is {what}. Make a new one."
             )
 
     def _check_outside(self, name: str) -> None:
         """Raise if this thread is in an operation already: a signal handler has called."""
         if self._inside.here:
-            raise CommunicatorError(
-                f"{self._where(name)}: called by a signal handler, while its thread is in another "
-                "operation of this communicator. Call it after that one."
-            )
+            raise errors.CommunicatorError(f"{self._where(name)}: {errors.REENTERED}")
 
     def _check_failure(self, call: Call) -> None:
         if self._failure is not None:
-            raise not_started(self._where(call.title), self._failure)
+            raise errors.not_started(self._where(call.title), self._failure)
 
-    def _fail(self, error: CommunicatorError, reason: str) -> None:
+    def _fail(self, error: errors.CommunicatorError, reason: str) -> None:
         with self._lock:
             if self._failure is not None:
                 return

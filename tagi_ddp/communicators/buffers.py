@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from tagi_ddp.checks import integer
+from tagi_ddp.checks import rank as rank_of
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -186,6 +187,12 @@ def check_integer(name: str, value: int) -> int:
     if not -_END <= number < _END:
         raise ValueError(f"{name} is {number}, but {name}s go from {-_END} to {_END - 1}")
     return number
+
+
+def check_other(name: str, peer: int, rank: int, size: int, verb: str) -> None:
+    """Check that a message goes to, or comes from, another rank of ``size`` than ``rank``."""
+    if rank_of(name, peer, size) == rank:
+        raise ValueError(f"{name} is this rank itself; {verb} another rank")
 
 
 def check_counts(

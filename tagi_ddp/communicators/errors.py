@@ -65,6 +65,12 @@ class BackendUnavailable(CommunicatorError):
     """The backend cannot work here; the text says what is missing and what to do."""
 
 
+REENTERED = (
+    "called by a signal handler, while its thread is in another operation of this communicator. "
+    "Call it after that one."
+)
+
+
 def what_happened(error: CommunicatorError) -> str:
     """Return the text of ``error`` without the operation and the rank that it names first."""
     return _WHERE.sub("", str(error), count=1)

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
+
+from tagi_ddp.communicators.errors import BackendUnavailable
 
 T = TypeVar("T")
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class Ticket(Generic[T]):
@@ -77,6 +84,15 @@ class Ticket(Generic[T]):
         return self._done
 
 
+def started(thread: threading.Thread) -> threading.Thread:
+    """Start a thread; raise BackendUnavailable if the system has none left for this user."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise BackendUnavailable(f"{error}: raise `ulimit -u`, or the container's limit") from error
+    return thread
+
+
 class Inside:
     """The threads that are in a block: in one, a signal handler would wait for its own thread."""
 
@@ -120,8 +136,12 @@ class OperationQueue:
     def start(self, ticket: Ticket[T], operation: Callable[[], T]) -> None:
         """Run an operation on the queue's thread; callers hold the lock of its `ticket` still."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+            try:
+                new = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread = started(new)
+            except BackendUnavailable as error:
+                ticket.run(partial(_raise, error))  # or all behind it would wait
+                raise
         self._asynchronous.put((ticket, operation))
 
     def _serve(self) -> None:

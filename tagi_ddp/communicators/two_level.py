@@ -28,7 +28,9 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.communicators.topology import ranks_by_host
 
 _SMALL = 8192  # bytes that one rank of each node sends in less time than several
-_CHUNK = 1 << 23  # bytes that are between nodes while the nodes work on others
+CHUNK = 1 << 23
+"""Bytes of a sum that are between nodes while the nodes work on others."""
+
 _MORE = 60.0  # seconds that a level waits longer than the whole, which knows better who is late
 
 
@@ -313,7 +315,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
 
 def _chunks(elements: HostElements) -> list[slice]:
     """Return chunks of about equal length, at least one."""
-    number = max(1, elements.array.nbytes // _CHUNK)
+    number = max(1, elements.array.nbytes // CHUNK)
     ends = np.linspace(0, elements.count, number + 1).astype(int).tolist()
     return [slice(begin, end) for begin, end in pairwise(ends)]
 

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+from tagi_ddp.environment import setting
+
 LIBMPI = "libmpi.so.40"
 LIBMPI_CXX = "libmpi_cxx.so.40"
 LIBNCCL = "libnccl.so.2"
@@ -163,8 +165,8 @@ def _load(soname: str, candidates: Iterable[str]) -> str:
     path = _path_in_process(soname)
     if path is not None:
         return path
-    variable = "TAGI_DDP_" + soname.partition(".")[0].upper()
-    chosen = os.environ.get(variable, "")
+    name = soname.partition(".")[0].upper()
+    chosen, variable = setting(name), f"TAGI_DDP_{name}"
     if chosen not in ("", STUB):
         try:
             ctypes.CDLL(chosen)

@@ -7,7 +7,8 @@ Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication o
 International Journal of High Performance Computing Applications 19). The same formula scales
 measured times to other numbers of ranks.
 
-- A sum over nodes of several ranks takes a sum in the node and one between nodes.
+- A sum over nodes of several ranks takes a sum in the node and one between nodes, at once but for
+  the first chunk.
 - A vote, before replicas change, on whether all can, takes a sum of almost no bytes.
 - A broadcast takes half of a sum.
 - With fewer ``bits`` a sum takes one of fewer bytes, and a vote.
@@ -23,9 +24,8 @@ The schemes, each with n bytes, both deltas of all parameters:
   all of those in warm-up and cool-down epochs and after an epoch's last batch, block. The loss is
   taken to fall in every epoch, so that skips stay the longest.
 
-Not counted: computing that gets slower while data travels; large sums that are in the nodes and
-between them at once; sums that are reduced during backward, which hide a part of this; that merges
-are more frequent at first.
+Not counted: computing that gets slower while data travels; sums that are reduced during backward,
+which hide a part of this; that merges are more frequent at first.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from itertools import accumulate
 import numpy as np
 
 from tagi_ddp.checks import integer, real
+from tagi_ddp.communicators.two_level import CHUNK
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
 _VOTE = 8  # bytes
@@ -210,7 +211,11 @@ def memory(training: Training, cluster: Cluster, ranks: int, scheme: str) -> flo
 def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     """Return how long an all_reduce of ``size`` bytes over all of ``ranks`` takes."""
     inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
-    return cluster.node.all_reduce(inside, size) + cluster.across.all_reduce(nodes, size)
+
+    def levels(size: float) -> tuple[float, float]:
+        return cluster.node.all_reduce(inside, size), cluster.across.all_reduce(nodes, size)
+
+    return max(levels(size)) + min(levels(min(size, CHUNK)))
 
 
 def _sum_of_changes(link: Link, ranks: int, size: float, bits: int) -> float:

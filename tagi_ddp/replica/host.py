@@ -8,7 +8,6 @@ memory cannot be verified.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from abc import ABC, abstractmethod
 from typing import Any
@@ -28,6 +27,7 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
+from tagi_ddp.environment import setting
 from tagi_ddp.replica.codec import HostCodec
 from tagi_ddp.replica.parameter_file import statistics_of
 from tagi_ddp.replica.staging import host_bucket
@@ -39,7 +39,7 @@ def attach(model: Any) -> HostReplica:
     Falls back to the public interface, with one warning, when the engine's memory is not laid out
     as expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall back.
     """
-    access = os.environ.get("TAGI_DDP_ENGINE_ACCESS", "auto")
+    access = setting("ENGINE_ACCESS") or "auto"
     if access not in ("auto", "memory", "public"):
         raise ValueError(f'TAGI_DDP_ENGINE_ACCESS is {access!r}; use "auto", "memory" or "public"')
     # The engine's to_device("cpu") leaves layers on the GPU, of which Python knows the base only.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +9,7 @@ from typing import Protocol
 from tagi_ddp.checks import seconds
 from tagi_ddp.communicators import BackendUnavailable, Communicator, PeerLost, Timeout, init
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import detect, setting
 from tagi_ddp.launcher.meeting import Meeting, meeting
 from tagi_ddp.launcher.roll_call import who_leads
 from tagi_ddp.sequential.config import DDPConfig
@@ -83,7 +82,7 @@ class _Launched:
         self._backend = backend
         self._meeting = found
         self._patience = patience
-        self._job = os.environ["TAGI_DDP_JOB"]
+        self._job = setting("JOB")
         self.called = found.called
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from datetime import timedelta
@@ -13,7 +12,7 @@ from torch.distributed import Store
 from tagi_ddp.communicators import BackendUnavailable, Communicator, init
 from tagi_ddp.communicators.network import rendezvous as gloo
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.environment import detect, offers_mpi
+from tagi_ddp.environment import detect, offers_mpi, setting
 from tagi_ddp.torch_backend.process_group import NAME, ProcessGroup
 
 _BACKENDS = ("auto", "shm", "mpi", "gloo")
@@ -31,7 +30,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGr
 
 
 def _connect(store: Store, rank: int, size: int, timeout: float) -> Communicator:
-    backend = os.environ.get("TAGI_DDP_TORCH_CARRIER", "auto")
+    backend = setting("TORCH_CARRIER") or "auto"
     if backend not in _BACKENDS:
         raise ValueError(
             f"TAGI_DDP_TORCH_CARRIER must be one of {', '.join(_BACKENDS)}, got {backend!r}"

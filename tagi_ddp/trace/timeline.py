@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import detect, setting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -179,7 +179,7 @@ def _lock(descriptor: int, patience: float) -> bool:
             time.sleep(0.01)
 
 
-timeline = Timeline(folder) if (folder := os.environ.get("TAGI_DDP_TRACE")) else None
+timeline = Timeline(folder) if (folder := setting("TRACE")) else None
 """That of this process; None without TAGI_DDP_TRACE."""
 
 

@@ -63,7 +63,7 @@ def place_of(pool: RankPool) -> str:
 
 def small_chunks() -> None:
     """Let few elements take all the ways that many take."""
-    two_level._CHUNK, two_level._SMALL = 2000, 500
+    two_level.CHUNK, two_level._SMALL = 2000, 500
     from tagi_ddp.communicators.network import communicator
 
     communicator._PIECE = 1000
@@ -135,7 +135,7 @@ def test_not_a_number_is_the_same_on_all_ranks(pool: RankPool) -> None:
 
 
 def in_own_memory(comm: Any, chunk: int, small: int) -> None:
-    two_level._CHUNK, two_level._SMALL = chunk, small
+    two_level.CHUNK, two_level._SMALL = chunk, small
     own_memory(comm, "float32")
 
 

@@ -21,7 +21,10 @@ ALL = CASES | MISALIGNED
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[tuple[Any, Any]]:
-    with ShmCommunicator(0, 1, "one", secrets.token_hex(8)) as shm, SingleCommunicator() as single:
+    with (
+        ShmCommunicator(0, 1, "one", secrets.token_hex(8), 10.0) as shm,
+        SingleCommunicator() as single,
+    ):
         yield shm, single
 
 

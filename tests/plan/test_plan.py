@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tagi_ddp.communicators.two_level import CHUNK
 from tagi_ddp.plan import (
     SCHEMES,
     Cluster,
@@ -21,6 +22,7 @@ from tagi_ddp.plan import (
     search,
     table,
 )
+from tagi_ddp.plan.model import all_reduce
 from tagi_ddp.plan.search import Budget, fewest_ranks
 
 CLUSTER = Cluster(node=Link(1e-3, 1e6), across=Link(1e-2, 1e5), ranks_per_node=2)
@@ -68,6 +70,14 @@ def test_more_nodes_take_more_steps() -> None:
     cluster = Cluster(Link(0, math.inf), Link(1, math.inf), 1)
     for ranks, steps in ((2, 1), (3, 2), (4, 2), (5, 3), (1024, 10)):
         assert predict(TRAINING, cluster, ranks)["sum"] == pytest.approx(1 + 2 * 2 * steps)
+
+
+def test_levels_are_at_work_at_once_but_for_a_chunk() -> None:
+    # 16 chunks; 2 s in a node, 1 s between two nodes, or the other way round.
+    size = 16 * CHUNK
+    for node, across in ((2.0, 1.0), (1.0, 2.0)):
+        cluster = Cluster(Link(0, size / node), Link(0, size / across), 2)
+        assert all_reduce(cluster, 4, size) == pytest.approx(2 + 1 / 16)
 
 
 def test_a_node_may_be_filled_in_part() -> None:

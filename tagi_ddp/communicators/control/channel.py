@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.communicators.control.notes import Failure, Notes
+from tagi_ddp.communicators.operation_queue import started
 
 _LENGTH = struct.Struct("!I")  # before each message of those that are sent together
 _IDLE = 0.02  # seconds without an operation after which a thread waits for messages
@@ -66,7 +67,11 @@ class ControlChannel:
             self, _release, self._selector, self._alarm, list(connections.values())
         )
         self._release.atexit = False
-        self._helper.start()
+        try:
+            started(self._helper)
+        except BaseException:
+            self._release()
+            raise
 
     def telling(self, most_held: int = 0) -> _Telling:
         """Return a context whose block tells others something by the notes that it gets.

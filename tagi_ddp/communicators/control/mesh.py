@@ -242,7 +242,9 @@ def best_address(addresses: Iterable[str]) -> str:
 def _open_port(one_host: bool, port: int) -> socket.socket:
     """Return a listening socket, for IPv4 and IPv6 where the machine has both."""
     if one_host:
-        return socket.create_server(("127.0.0.1", port), backlog=4096)
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port), backlog=4096)
+        return socket.create_server(("::1", port), family=socket.AF_INET6, backlog=4096)
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tagi_ddp._backend import Cuda, Device, Nccl
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.engine.loader import LIBNCCL, STUB, loaded_libraries, nccl_candidates
+from tagi_ddp.environment import setting
 
 _INSTALL = "pip install nvidia-nccl-cu12, or nvidia-nccl-cu13, as the driver's CUDA is 12 or 13"
 
@@ -22,7 +23,7 @@ def open_cuda() -> Cuda:
 
     Raises BackendUnavailable.
     """
-    path = os.environ.get("TAGI_DDP_LIBCUDA") or "libcuda.so.1"
+    path = setting("LIBCUDA") or "libcuda.so.1"
     try:
         return _open_cuda(path)
     except RuntimeError as error:
@@ -42,7 +43,7 @@ def open_nccl() -> Nccl:
     """
     # Connect all ranks when they meet, and not in the first operation, which would wait for them.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-    chosen = os.environ.get("TAGI_DDP_LIBNCCL")
+    chosen = setting("LIBNCCL")
     if chosen == STUB:
         raise NcclMissing("TAGI_DDP_LIBNCCL is 'stub', so there is no NCCL; unset it")
     reasons = []

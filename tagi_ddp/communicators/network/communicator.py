@@ -18,6 +18,9 @@ from tagi_ddp.communicators.network.library import Library
 from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan, widen
 from tagi_ddp.communicators.topology import Location
 
+PartOf = Callable[["NetworkCommunicator", Call, Members], Communicator]
+"""Connects some of the ranks of a communicator, all of which call this."""
+
 OpenLibrary = Callable[[ControlChannel, Call], Library]
 """Connects the ranks of a control channel by a library; the call is what errors name."""
 
@@ -54,9 +57,11 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
     library: Library
     """What moves the data."""
 
-    def __init__(self, backend: str, timeout: float, channel: ControlChannel, sites: Sites) -> None:
+    def __init__(
+        self, backend: str, timeout: float, channel: ControlChannel, sites: Sites, part_of: PartOf
+    ) -> None:
         """Make a rank of those that ``channel`` connects; `open` comes next."""
-        self.backend = backend
+        self.backend, self._part_of = backend, part_of
         super().__init__(channel.rank, len(sites.locations), timeout, channel)
         self.sites = sites
 
@@ -176,9 +181,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             handshake.carry(self.library.recv(data.array, src, handshake.left()))
 
     def _part(self, call: Call, members: Members) -> Communicator:
-        from tagi_ddp.communicators.network.connect import part_of
-
-        return part_of(self, call, members)
+        return self._part_of(self, call, members)
 
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake for ``call`` once all ranks have made the same call."""

@@ -114,6 +114,6 @@ def _on_network(
     hosts = {location.host for location in sites.locations}
     two = sites.memory and sites.levels and len(hosts) < len(sites.locations)
     kind = TwoLevelCommunicator if two else NetworkCommunicator
-    found = kind(backend, timeout, channel, sites)
+    found = kind(backend, timeout, channel, sites, part_of)
     remember(found, Topology(sites.locations))
     return opened(found, lambda found, call: found.open(open_library, call), call)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from tagi_ddp.communicators.operation_queue import started
+
 T = TypeVar("T")
 
 
@@ -28,7 +30,7 @@ def in_time(call: Callable[[], T], limit: float) -> T:
             raised.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    started(thread)
     thread.join(max(0.0, limit))
     if raised:
         raise raised[0]

@@ -227,6 +227,10 @@ def _loopback_port(address: str, port: int) -> int | None:
     if address in ("127.0.0.1", "localhost"):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port), backlog=4096).detach()
+    if address in ("::1", "localhost"):
+        with contextlib.suppress(OSError):
+            server = socket.create_server(("::1", port), family=socket.AF_INET6, backlog=4096)
+            return server.detach()
     return None
 
 
