@@ -13,8 +13,8 @@ help: ## list the targets
 demo: .venv/.installed-examples ## train on handwritten digits with two processes and with one, and compare
 	.venv/bin/python examples/demo.py
 
-SLOW = $(addprefix tests/communicators/test_,gloo.py mpi.py nccl.py nccl_faults.py shm.py \
-    stand_in.py trust.py) \
+SLOW = tests/communicators/network tests/communicators/nccl \
+    $(addprefix tests/communicators/test_,shm.py trust.py) \
     $(addprefix tests/compute/test_,blocks.py convolution.py normalization.py pooling.py) \
     $(addprefix tests/project/test_,benchmarks.py docs.py examples.py install.py notebooks.py readme.py) \
     $(addprefix tests/sequential/test_,deaths.py equality.py fashion_mnist.py memory.py nccl.py) \

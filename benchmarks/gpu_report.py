@@ -54,7 +54,7 @@ STEPS = (
     (TESTS, "tests/parallel/test_nccl_gpu.py", 150),
     (TESTS, "tests/parallel/test_gpu.py", 60),
     (TESTS, "tests/project/test_docs.py", 45),
-    (TESTS, "tests/communicators/test_nccl_gpu.py", 300),
+    (TESTS, "tests/communicators/nccl/test_nccl_gpu.py", 300),
 )
 
 

@@ -100,5 +100,8 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
 
 def same_nan(total: np.ndarray) -> None:
     """Make every NaN the same one: a library may leave each rank another."""
-    if total.dtype.kind == "f" and (nan := np.isnan(total)).any():
-        total[nan] = np.nan
+    if total.dtype.kind != "f":
+        return
+    with np.errstate(all="ignore"):
+        if np.isnan(np.dot(total, total)):  # the square of an infinity is none
+            total[np.isnan(total)] = np.nan

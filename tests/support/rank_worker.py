@@ -86,13 +86,19 @@ def start_worker(address: str, rank: int) -> None:
         from support.on_device import init as make
     else:
         make = init
-    if "OMPI_COMM_WORLD_RANK" in os.environ:
+    if rank_of_mpi() is not None:
         import mpi4py.MPI  # noqa: F401  (its start takes longer than some limits of the tasks)
     if hosts := os.environ.get("RANK_POOL_HOSTS"):
         emulate_host(hosts[rank])
     connection = connect(address)
     connection.send((rank, os.getpid()))
     Worker(connection, make).serve()
+
+
+def rank_of_mpi() -> int | None:
+    """Return the number that mpirun has given this process."""
+    found = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+    return None if found is None else int(found)
 
 
 def emulate_host(name: str) -> None:
@@ -146,4 +152,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "--nursery":
         nursery(sys.argv[2])
     else:
-        start_worker(sys.argv[1], int(os.environ["OMPI_COMM_WORLD_RANK"]))
+        number = rank_of_mpi()
+        assert number is not None, "mpirun starts it"
+        start_worker(sys.argv[1], number)

@@ -51,6 +51,29 @@ class TestTwoLevels(WholeContract):
     hosts = "aba"
 
 
+@pytest.mark.slow
+class TestOneAndTwo(TestTwoLevels):
+    """On a host with two ranks and one with one."""
+
+    hosts = "aab"
+
+
+@pytest.mark.slow
+class TestTwoAndTwo(TestTwoLevels):
+    """On two hosts of two ranks each."""
+
+    sizes = (4,)
+    hosts = "aabb"
+
+
+@pytest.mark.slow
+class TestThreeHosts(TestTwoLevels):
+    """On three hosts, the last one with two ranks."""
+
+    sizes = (4,)
+    hosts = "abcc"
+
+
 def threads_of_broken_groups(comm: Any, job: str) -> int:
     """Return how many threads of gloo are left of groups in which a rank failed."""
     before = threads_of_gloo()
