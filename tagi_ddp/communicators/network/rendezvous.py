@@ -215,6 +215,8 @@ def _environment_store(rank: int, deadline: float) -> Store:
         return in_time(connect, limit.total_seconds() + _MORE)
     except Late:
         raise Timeout(f"{nobody}: what listens there is silent", blamed) from None
+    except BackendUnavailable:
+        raise
     except RuntimeError as error:
         raise Timeout(f"{nobody}: {error}", blamed) from error
 
