@@ -257,10 +257,13 @@ class TwoLevelCommunicator(NetworkCommunicator):
 
         def ready(seconds: float) -> bool:
             try:
-                work.wait(seconds)
+                try:
+                    work.wait(seconds)
+                except Timeout:
+                    if not work.done():
+                        return False  # the wait has timed out, not the operation
+                    work.wait()  # raises the operation's own error, if it has one
             except CommunicatorError as error:
-                if isinstance(error, Timeout) and not work.done():
-                    return False  # the wait has timed out, not the operation
                 raise self._in_world(level, error) from error
             return True
 
