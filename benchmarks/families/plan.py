@@ -311,8 +311,9 @@ def _link(communicator: Communicator, sizes: Sequence[int]) -> list[Any]:
 
 
 def _as_link(told: list[Any]) -> Link:
-    latency, bandwidth, sums, ranks = told
-    return Link(latency, bandwidth, tuple((size, seconds) for size, seconds in sums), ranks)
+    latency, bandwidth, sums, ranks, vote = told
+    pairs = tuple((size, seconds) for size, seconds in sums)
+    return Link(latency, bandwidth, pairs, ranks, vote)
 
 
 def _seconds(

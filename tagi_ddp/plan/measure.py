@@ -49,13 +49,14 @@ def _measure(communicator: Communicator, sizes: Sequence[int]) -> Link:
     counts = sorted({integer("sizes", size, 4) // 4 for size in sizes})
     if len(counts) < 2:
         raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
-    medians = all_gather_object(communicator, [_seconds(communicator, n) for n in counts])
-    seconds = np.maximum.accumulate(np.max(medians, axis=0)).tolist()  # of the slowest rank
+    medians = [*(_seconds(communicator, n) for n in counts), _vote_seconds(communicator)]
+    *seconds, vote = np.max(all_gather_object(communicator, medians), axis=0)  # of the slowest rank
+    seconds = np.maximum.accumulate(seconds).tolist()
     sums = tuple((4 * count, time) for count, time in zip(counts, seconds, strict=True))
     steps, sent = math.ceil(math.log2(ranks)), 8 * (ranks - 1) / ranks * (counts[-1] - counts[0])
     longer = seconds[-1] - seconds[0]
     bandwidth = sent / longer if longer > 0 else math.inf
-    return Link(seconds[0] / (2 * steps), bandwidth, sums, ranks)
+    return Link(seconds[0] / (2 * steps), bandwidth, sums, ranks, float(vote))
 
 
 def _seconds(communicator: Communicator, count: int) -> float:
@@ -69,6 +70,18 @@ def _seconds(communicator: Communicator, count: int) -> float:
             other += 1
         begin = perf_counter()
         communicator.all_reduce(buffer)
+        times.append(perf_counter() - begin)
+    return float(np.median(times))
+
+
+def _vote_seconds(communicator: Communicator) -> float:
+    """Return the median time of an all_gather of 8 bytes."""
+    own, everyone = _buffer(communicator, 2), _buffer(communicator, 2 * communicator.size)
+    communicator.all_gather(own, everyone)
+    times = []
+    for _ in range(_REPEATS):
+        begin = perf_counter()
+        communicator.all_gather(own, everyone)
         times.append(perf_counter() - begin)
     return float(np.median(times))
 

@@ -9,7 +9,8 @@ measured times to other numbers of ranks.
 
 - A sum over nodes of several ranks takes a sum in the node and one between nodes, at once but for
   the first chunk.
-- A vote, before replicas change, on whether all can, takes a sum of almost no bytes.
+- A vote, before replicas change, on whether all can, is an all_gather of almost no bytes, which
+  `measure_link` has timed, too, or takes log2(p) latencies.
 - A broadcast takes half of a sum.
 - With fewer ``bits`` a sum takes one of fewer bytes, and a vote.
 
@@ -43,8 +44,6 @@ from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators.two_level import CHUNK
 from tagi_ddp.optim.schedule import Skips, Sync, SyncSchedule
 
-_VOTE = 8  # bytes
-
 SCHEMES = ("sum", "precision", "asynchronous")
 """The schemes of exchange: sums at each step, merges, or merges by a schedule, without waiting."""
 
@@ -55,7 +54,8 @@ class Link:
 
     ``latency`` is in seconds, 0 or more; ``bandwidth`` in bytes a second, in each direction,
     greater than 0 and possibly infinite. ``sums`` are pairs of bytes and seconds, of all_reduces
-    that ``ranks`` ranks have been seen to make, in the order of their bytes; none: not measured.
+    that ``ranks`` ranks have been seen to make, in the order of their bytes, and ``vote`` the
+    seconds of an all_gather of 8 bytes of each; none: not measured.
     Raises TypeError or ValueError that names the argument.
     """
 
@@ -63,6 +63,7 @@ class Link:
     bandwidth: float
     sums: tuple[tuple[float, float], ...] = ()
     ranks: int = 2
+    vote: float | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -72,6 +73,8 @@ class Link:
         for size, seconds in self.sums:
             _positive("sums", size)
             _positive("sums", seconds)
+        if self.vote is not None:
+            _positive("vote", self.vote)
 
     def all_reduce(self, ranks: int, size: float) -> float:
         """Return the seconds of an all_reduce of ``size`` bytes over ``ranks``."""
@@ -80,9 +83,15 @@ class Link:
             return seconds
         return self._measured(size) * seconds / self._formula(self.ranks, size)
 
+    def all_vote(self, ranks: int) -> float:
+        """Return the seconds in which ``ranks`` learn what all of them say."""
+        if self.vote is None:
+            return _steps(ranks) * self.latency
+        return self.vote * _steps(ranks) / _steps(self.ranks)
+
     def _formula(self, ranks: int, size: float) -> float:
-        steps = math.ceil(math.log2(ranks))
-        return 2 * (steps * self.latency + (ranks - 1) / ranks * size / self.bandwidth)
+        sent = (ranks - 1) / ranks * size
+        return 2 * (_steps(ranks) * self.latency + sent / self.bandwidth)
 
     def _measured(self, size: float) -> float:
         """Interpolate between the measured sizes, both axes logarithmic.
@@ -95,6 +104,10 @@ class Link:
             return float(rising[-1] * size / sizes[-1])
         place = np.interp(math.log(max(size, sizes[0])), np.log(sizes), np.log(rising))
         return math.exp(place)
+
+
+def _steps(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
     """Return the seconds per step of each of `SCHEMES` on so many ranks, 1 or more."""
     integer("ranks", ranks, 1)
     costs = _costs(training, cluster, ranks)
-    total = all_reduce(cluster, ranks, _VOTE) + all_reduce(cluster, ranks, training.bytes)
+    total = _vote(cluster, ranks) + all_reduce(cluster, ranks, training.bytes)
     waits = sum(count * _waits(training.step, costs, syncs) for count, syncs in _epochs(training))
     return {
         "sum": training.step + total,
@@ -218,13 +231,18 @@ def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
     return max(levels(size)) + min(levels(min(size, CHUNK)))
 
 
+def _vote(cluster: Cluster, ranks: int) -> float:
+    inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
+    return cluster.node.all_vote(inside) + cluster.across.all_vote(nodes)
+
+
 def _sum_of_changes(link: Link, ranks: int, size: float, bits: int) -> float:
     """Return how long a sum of changes takes."""
     if bits == 32:
         return link.all_reduce(ranks, size)
     # A scale for 256 numbers of 8 bits, and, exact, a square for 512.
     few = size * bits / 32 + (size / 256 if bits == 8 else 0)
-    return sum(link.all_reduce(ranks, part) for part in (_VOTE, few, size / 512))
+    return link.all_vote(ranks) + link.all_reduce(ranks, few) + link.all_reduce(ranks, size / 512)
 
 
 @dataclass(frozen=True)
@@ -249,7 +267,7 @@ def _costs(training: Training, cluster: Cluster, ranks: int) -> _Costs:
         transfer = _sum_of_changes(cluster.across, nodes, size, training.bits)
         broadcast = cluster.node.all_reduce(inside, size) / 2
         merging = arithmetic + broadcast
-    vote = all_reduce(cluster, ranks, _VOTE)
+    vote = _vote(cluster, ranks)
     return _Costs(local, transfer, merging, vote + local + transfer + merging)
 
 

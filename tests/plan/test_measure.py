@@ -33,6 +33,9 @@ class Clock(SingleCommunicator):
         slow = self.calls % 8 in (1, 2, 5, 0)  # of each size; the first one is a warm-up
         self.now += self.seconds(buffer.nbytes) + 100.0 * slow
 
+    def all_gather(self, buffer: Any, out: Any) -> None:
+        self.now += 0.25
+
     def all_gather_object(self, value: list[Any]) -> list[list[Any]]:
         if not isinstance(value[0], float):  # where a rank is
             return [value] * 3
@@ -60,6 +63,7 @@ def test_a_link_holds_what_sums_took(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [size for size, _ in found.sums] == measured
         assert [time for _, time in found.sums] == pytest.approx([*map(seconds, measured)])
         assert found.latency == pytest.approx(seconds(measured[0]) / 4)
+        assert found.vote == pytest.approx(0.25)
         assert found.bandwidth == pytest.approx(link.bandwidth)
 
 
@@ -103,6 +107,7 @@ def test_a_link_of_shared_memory(shm: RankPool) -> None:
     link = Link(1e-5, 1e9)
     found = shm.run(slow_rank, link, size=2)
     assert found[0] == found[1]
+    assert found[0].vote > 0
     assert found[0].latency == pytest.approx(link.latency, rel=0.2)
     assert found[0].bandwidth == pytest.approx(link.bandwidth)
 
