@@ -157,7 +157,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_torch_has_spawned(tmp_path):
-    """What draws and writes asks torch's group; a communicator must be told of it."""
+    """Progress bars and logs ask torch's group; a communicator must be told of it."""
     pytest.importorskip("torch")
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)

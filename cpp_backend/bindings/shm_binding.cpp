@@ -5,13 +5,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <vector>
 
+#include "bindings/interpreter.h"
 #include "common/hash.h"
 #include "shm/texts.h"
 
@@ -19,46 +19,6 @@ namespace nb = nanobind;
 
 namespace tagi_ddp {
 namespace {
-
-// The thread that ends the process, once it does. Any other that wants the interpreter lock then
-// would be ended in a way that ends the process, by SIGABRT: it waits for the end instead.
-std::atomic<std::thread::id> ends_process{};
-
-void stay_out_at_the_end() {
-    const std::thread::id ending = ends_process;
-    while (ending != std::thread::id() && ending != std::this_thread::get_id()) pause();
-}
-
-// Lets other threads have the interpreter lock.
-class Unlocked {
- public:
-    Unlocked() : state_(PyEval_SaveThread()) {}
-    Unlocked(const Unlocked&) = delete;
-    Unlocked& operator=(const Unlocked&) = delete;
-    ~Unlocked() {
-        stay_out_at_the_end();
-        PyEval_RestoreThread(state_);
-    }
-
- private:
-    PyThreadState* state_;
-};
-
-// Python objects that an operation on the queue's thread needs; they go under the interpreter lock.
-struct Kept {
-    std::vector<nb::object> objects;
-    ~Kept() {
-        stay_out_at_the_end();
-        nb::gil_scoped_acquire lock;
-        objects.clear();
-    }
-};
-
-void check_signals() {
-    stay_out_at_the_end();
-    nb::gil_scoped_acquire lock;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
 
 // Waits for `work`, in slices so that Ctrl-C works. False when `limit` passed first.
 bool wait_for(Work& work, double limit) {
@@ -84,10 +44,18 @@ struct PyWork {
     bool done() const { return work->done(); }
 };
 
-// Does something at the end of a block.
-struct Finally {
-    std::function<void()> call;
-    ~Finally() { call(); }
+// The thread that is in an operation, from here to the end of the block.
+class Inside {
+ public:
+    explicit Inside(std::atomic<std::thread::id>& thread) : thread_(thread) {
+        thread_ = std::this_thread::get_id();
+    }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+    ~Inside() { thread_ = std::thread::id(); }
+
+ private:
+    std::atomic<std::thread::id>& thread_;
 };
 
 // The communicators of this process.
@@ -136,17 +104,23 @@ void PyShmCommunicator::run_collective(const char* name, const std::function<voi
 void PyShmCommunicator::run(OperationQueue& queue, const std::function<void()>& operation) {
     communicator_->require_own_process();
     if (queue.busy()) {
-        const auto work = queue.thread->submit([&] {
+        const auto work = queue.thread->submit([&queue, operation] {
             std::lock_guard<std::mutex> lock(queue.mutex);
             operation();
         });
-        wait_for(*work, forever);  // the operation has its own timeout
+        try {
+            wait_for(*work, forever);        // the operation has its own timeout
+        } catch (const nb::python_error&) {  // of a signal handler: the caller's buffers may go
+            communicator_->abort("it was interrupted");
+            Unlocked unlocked;
+            work->await_end();
+            throw;
+        }
         return;
     }
     Unlocked unlocked;
     std::lock_guard<std::mutex> lock(queue.mutex);
-    queue.running = std::this_thread::get_id();
-    const Finally done{[&] { queue.running = std::thread::id(); }};
+    const Inside inside(queue.running);
     operation();
 }
 
@@ -316,12 +290,12 @@ nb::object PyShmCommunicator::empty(nb::handle shape, nb::handle dtype) {
 
 void PyShmCommunicator::abort(const std::string& reason, const std::vector<int>& ranks) {
     for (int rank : ranks) as_rank(nb::int_(rank), "ranks", size());
-    std::lock_guard<std::mutex> lock(open_);
+    std::lock_guard<std::recursive_mutex> lock(open_);
     communicator_->abort(reason, ranks);
 }
 
 void PyShmCommunicator::check() {
-    std::lock_guard<std::mutex> lock(open_);
+    std::lock_guard<std::recursive_mutex> lock(open_);
     communicator_->check();
 }
 
@@ -339,7 +313,7 @@ void PyShmCommunicator::close() {
         threads->push_back(std::exchange(queue->thread, nullptr));
     // A fork has no such threads, and at the end one may stay in an operation for ever.
     const bool forked = !communicator_->in_own_process();
-    if (forked || ends_process.load() != std::thread::id()) {
+    if (forked || process_ends()) {
         threads.release();  // NOLINT: it is not to be destroyed
         if (!forked && (!messages_out_.mutex.try_lock() || !operations_.mutex.try_lock())) return;
         communicator_->close();
@@ -349,7 +323,7 @@ void PyShmCommunicator::close() {
     threads.reset();
     // Other threads end what they have begun, each within its limit.
     std::scoped_lock operations(messages_out_.mutex, operations_.mutex);
-    std::lock_guard<std::mutex> lock(open_);
+    std::lock_guard<std::recursive_mutex> lock(open_);
     communicator_->close();
 }
 
@@ -387,7 +361,7 @@ void bind_shm(nb::module_& module) {
             for (const nb::object& communicator : open) {
                 nb::cast<PyShmCommunicator&>(communicator).end_with_process(reason);
             }
-            ends_process = std::this_thread::get_id();
+            this_thread_ends_the_process();
         },
         "reason"_a.none(),
         "Wait for what is under way over shared memory; with a reason abort all before.");

@@ -88,7 +88,8 @@ class PyShmCommunicator {
     std::shared_ptr<ShmCommunicator> communicator_;
     double timeout_;
     std::string purpose_;
-    std::mutex open_;           // held while anything but an operation uses the communicator
+    // Held while anything but an operation uses the communicator; a signal handler may use it, too.
+    std::recursive_mutex open_;
     uint64_t collectives_ = 0;  // called so far, for errors of Work
     OperationQueue operations_;
     OperationQueue

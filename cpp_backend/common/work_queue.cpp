@@ -14,6 +14,11 @@ bool Work::wait_for(std::chrono::duration<double> limit) {
     return true;
 }
 
+void Work::await_end() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return done_; });
+}
+
 bool Work::done() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return done_;

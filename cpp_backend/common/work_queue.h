@@ -17,6 +17,8 @@ class Work {
  public:
     // False when `limit` passed first; throws the operation's error when it failed.
     bool wait_for(std::chrono::duration<double> limit);
+    // Returns once it is complete or has failed.
+    void await_end();
     bool done() const;
 
  private:

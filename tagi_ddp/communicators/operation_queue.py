@@ -111,7 +111,7 @@ class Inside:
 
     @property
     def here(self) -> bool:
-        """Whether this thread is in it."""
+        """This thread is in it."""
         return threading.get_ident() in self._threads
 
 

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol, cast
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from tagi_ddp.communicators import shm
 from tagi_ddp.communicators.buffers import HostElements, cut, equal_counts
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.communicator import Communicator, ReduceOp, Work
+from tagi_ddp.communicators.communicator import Communicator, ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake, Ready
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, name_ranks, what_happened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary
@@ -60,7 +61,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         """Connect all ranks, then those of each level."""
         super().open(open_library, call)
         self._levels: list[_Level] = []
-        self._hosts = ranks_by_host(self.sites.locations)
+        self._hosts = ranks_by_host(self.sites.topology.locations)
         self._host = next(i for i, ranks in enumerate(self._hosts) if self.rank in ranks)
         here = self._hosts[self._host]
         self._senders = min(map(len, self._hosts))  # of each host
@@ -115,19 +116,19 @@ class TwoLevelCommunicator(NetworkCommunicator):
             array = widen(source.array[chunks[chunk]], source.dtype)
             counts = self._slices(array.size, size)
             mine[chunk] = np.empty(counts[self.node.rank], array.dtype)
-            run = self.node.reduce_scatter
-            return self._begin(handshake, run, array, mine[chunk], counts, within)
+            arguments = array, mine[chunk], counts, within
+            return self._begin(handshake, self.node, "reduce_scatter", *arguments)
 
         def between(chunk: int) -> Ready | None:
             if self.inter_node is None or not self._sends(mine[chunk].size):
                 return None
-            return self._begin(handshake, self.inter_node.all_reduce, mine[chunk], within)
+            return self._begin(handshake, self.inter_node, "all_reduce", mine[chunk], within)
 
         def gather(chunk: int) -> Ready | None:
             out = target.array[chunks[chunk]]
             result = finish(mine[chunk], target.dtype, op, self.size)
             counts = self._slices(out.size, size)
-            return self._begin(handshake, self.node.all_gather, result, out, counts)
+            return self._begin(handshake, self.node, "all_gather", result, out, counts)
 
         with self._by_levels(call) as handshake:
             _pipeline(handshake, len(chunks), [scatter, between, gather])
@@ -149,20 +150,20 @@ class TwoLevelCommunicator(NetworkCommunicator):
             sent = counts if self.rank == root else none
             received = [*none[:first], own, *none[first + 1 :]]
             given = part[: sum(sent)]
-            run = self.node.all_to_all
-            return self._begin(handshake, run, given, mine[chunk], sent, received)
+            arguments = given, mine[chunk], sent, received
+            return self._begin(handshake, self.node, "all_to_all", *arguments)
 
         def between(chunk: int) -> Ready | None:
             if self.inter_node is None or not self._sends(mine[chunk].size):
                 return None
-            return self._begin(handshake, self.inter_node.broadcast, mine[chunk], home)
+            return self._begin(handshake, self.inter_node, "broadcast", mine[chunk], home)
 
         def gather(chunk: int) -> Ready | None:
             part = data.array[chunks[chunk]]
             if home == self._host:
-                return self._begin(handshake, self.node.broadcast, part, first)
+                return self._begin(handshake, self.node, "broadcast", part, first)
             counts = self._slices(part.size, size)
-            return self._begin(handshake, self.node.all_gather, mine[chunk], part, counts)
+            return self._begin(handshake, self.node, "all_gather", mine[chunk], part, counts)
 
         with self._by_levels(call) as handshake:
             _pipeline(handshake, len(chunks), [scatter, between, gather])
@@ -179,12 +180,13 @@ class TwoLevelCommunicator(NetworkCommunicator):
         mine = np.empty(totals[number], kind)
         everything = np.empty(sum(totals), kind)
         with self._by_levels(call) as handshake:
-            gather = self.node.all_gather
-            self._do(handshake, gather, source.array, block, sizes[self._host])
+            gather = partial(self._do, handshake, self.node, "all_gather")
+            gather(source.array, block, sizes[self._host])
             if self.inter_node is not None and self._sends(mine.size):
                 own = cut(block, slices[self._host])[number]
-                self._do(handshake, self.inter_node.all_gather, own, mine, by_sender[number])
-            self._do(handshake, gather, mine, everything, totals)
+                lengths = by_sender[number]
+                self._do(handshake, self.inter_node, "all_gather", own, mine, lengths)
+            gather(mine, everything, totals)
             parts = [
                 cut(part, lengths)
                 for part, lengths in zip(cut(everything, totals), by_sender, strict=False)
@@ -219,11 +221,12 @@ class TwoLevelCommunicator(NetworkCommunicator):
         reduced = np.empty([*own, *self._idle][number], array.dtype)
         block = np.empty(sum(own), array.dtype)
         with self._by_levels(call) as handshake:
-            self._do(handshake, self.node.reduce_scatter, array, mine, totals, within)
+            reduce, node = "reduce_scatter", self.node
+            self._do(handshake, node, reduce, array, mine, totals, within)
             if self.inter_node is not None and self._sends(mine.size):
-                run = self.inter_node.reduce_scatter
-                self._do(handshake, run, mine, reduced, by_sender[number], within)
-            self._do(handshake, self.node.all_gather, reduced, block, [*own, *self._idle])
+                lengths = by_sender[number]
+                self._do(handshake, self.inter_node, reduce, mine, reduced, lengths, within)
+            self._do(handshake, node, "all_gather", reduced, block, [*own, *self._idle])
             result = cut(block, sizes[self._host])[number]
             target.array[...] = finish(result, target.dtype, op, self.size)
 
@@ -245,12 +248,13 @@ class TwoLevelCommunicator(NetworkCommunicator):
         self._done(handshake, call)
 
     def _begin(
-        self, handshake: Handshake, operation: Callable[..., Work | None], *arguments: Any
+        self, handshake: Handshake, level: Communicator, operation: str, *arguments: Any
     ) -> Ready:
         """Begin an operation of a level."""
-        level: Communicator = operation.__self__  # type: ignore[attr-defined]
         try:
-            work = operation(*arguments, async_op=True, timeout=handshake.left() + _MORE)
+            work = getattr(level, operation)(
+                *arguments, async_op=True, timeout=handshake.left() + _MORE
+            )
         except CommunicatorError as error:
             self._explain(handshake, level, error)
         assert work is not None
@@ -270,9 +274,9 @@ class TwoLevelCommunicator(NetworkCommunicator):
         return ready
 
     def _do(
-        self, handshake: Handshake, operation: Callable[..., Work | None], *arguments: Any
+        self, handshake: Handshake, level: Communicator, operation: str, *arguments: Any
     ) -> None:
-        handshake.carry(self._begin(handshake, operation, *arguments))
+        handshake.carry(self._begin(handshake, level, operation, *arguments))
 
     def _explain(
         self, handshake: Handshake, level: Communicator, error: CommunicatorError

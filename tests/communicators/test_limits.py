@@ -1,4 +1,4 @@
-"""What the system refuses a rank: memory, threads, an address of IPv4."""
+"""A system that refuses a rank memory, threads, or an address of IPv4."""
 
 from __future__ import annotations
 

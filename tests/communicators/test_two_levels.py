@@ -62,7 +62,7 @@ def place_of(pool: RankPool) -> str:
 
 
 def small_chunks() -> None:
-    """Let few elements take all the ways that many take."""
+    """Send few elements in as many chunks as many."""
     two_level.CHUNK, two_level._SMALL = 2000, 500
     from tagi_ddp.communicators.network import communicator
 

@@ -28,9 +28,6 @@ _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 Ready = Callable[[float], bool]
 """Wait up to some seconds for a library; return whether it is done; raise its RuntimeError."""
 
-Compare = Callable[[bytes], Ready | None]
-"""Begin to compare bytes of all ranks by a library, see `Library.compare`."""
-
 
 class Differ(Exception):
     """Ranks do not make the same call."""
@@ -72,21 +69,18 @@ class Handshake:
         self._talk: Iterator[None] | None = None  # beside a faster way to meet,
         self._talks_at = 0.0  # from this time on
 
-    def meet(self, compare: Compare | None = None) -> None:
+    def meet(self, comparison: Ready | None = None) -> None:
         """Return once all peers have made the same call.
 
-        ``compare`` does it by a library; None: the control channel does.
+        ``comparison`` waits for a library that compares their digests, and may raise `Differ`;
+        None: the control channel compares the calls.
         """
-        ready = None
-        if compare is not None:
-            self.begin()
-            ready = compare(self.digest)
-        if ready is None:
-            self._talk = None
+        if comparison is None:
             self._finish(self._talking({}))
             return
+        self.begin()
         try:
-            self.carry(ready)
+            self.carry(comparison)
         except Differ:
             self.met(agreed=False)
         else:

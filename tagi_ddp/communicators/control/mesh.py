@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from tagi_ddp.communicators.control.overlay import neighbours
+from tagi_ddp.communicators.operation_queue import started
 
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")
@@ -96,7 +97,7 @@ class Listener:
         others = neighbours(rank, len(records))
         above = {r for r in others if r > rank}
         if above:
-            self._door.start()
+            started(self._door)
         called = {
             r: call(rank, json.loads(records[r]), self._secret, deadline)
             for r in others
@@ -109,7 +110,7 @@ class Listener:
     def admit(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
         """Return the connections of those of ``ranks`` that have called when time is up."""
         if not self._door.is_alive():
-            self._door.start()
+            started(self._door)
         return self._await(ranks, deadline)
 
     def _await(self, ranks: set[int], deadline: float) -> dict[int, Connection]:

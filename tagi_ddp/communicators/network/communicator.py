@@ -16,7 +16,7 @@ from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members
 from tagi_ddp.communicators.network.library import Library
 from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan, widen
-from tagi_ddp.communicators.topology import Location
+from tagi_ddp.communicators.topology import Topology
 
 PartOf = Callable[["NetworkCommunicator", Call, Members], Communicator]
 """Connects some of the ranks of a communicator, all of which call this."""
@@ -29,24 +29,31 @@ _PIECE = 1 << 23  # bytes of each rank that a reduce_scatter receives at a time
 
 @dataclass(frozen=True)
 class Sites:
-    """Where ranks run, and what they make of it.
+    """The places where ranks run, and how they use them.
 
-    memory: whether the ranks of a host share its memory. levels: whether those of several hosts,
-    of which some share one, use two levels.
+    memory: the ranks of a host share its memory. levels: ranks of several hosts, of which some
+    share one, use two levels.
     """
 
-    locations: tuple[Location, ...]
+    topology: Topology
     memory: bool
     levels: bool
 
     @property
-    def one_host(self) -> bool:
-        """Whether all ranks run on one host."""
-        return len({location.host for location in self.locations}) == 1
+    def in_memory(self) -> bool:
+        """Memory does all that the ranks need: they share it and run on one host."""
+        return self.memory and self.topology.one_host
+
+    @property
+    def two_levels(self) -> bool:
+        """The ranks use two levels: they do so, and some share a host."""
+        locations = self.topology.locations
+        return self.memory and self.levels and len({one.host for one in locations}) < len(locations)
 
     def part(self, ranks: Sequence[int]) -> Sites:
         """Return those of some of the ranks."""
-        return replace(self, locations=tuple(self.locations[rank] for rank in ranks))
+        locations = tuple(self.topology.locations[rank] for rank in ranks)
+        return replace(self, topology=Topology(locations))
 
 
 class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
@@ -55,14 +62,14 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
     _elements = staticmethod(elements)
 
     library: Library
-    """What moves the data."""
+    """It moves the data, once `open` has connected the ranks."""
 
     def __init__(
         self, backend: str, timeout: float, channel: ControlChannel, sites: Sites, part_of: PartOf
     ) -> None:
         """Make a rank of those that ``channel`` connects; `open` comes next."""
         self.backend, self._part_of = backend, part_of
-        super().__init__(channel.rank, len(sites.locations), timeout, channel)
+        super().__init__(channel.rank, len(sites.topology.locations), timeout, channel)
         self.sites = sites
 
     def open(self, open_library: OpenLibrary, call: Call) -> None:
@@ -110,16 +117,10 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             own = pieces[self.rank]
             sent = [piece.size for piece in pieces]
             rows = np.empty((self.size, own.size), own.dtype)
-            handshake.carry(
-                self.library.all_to_all(
-                    source.array if len(sent) == 1 else np.concatenate(pieces),
-                    rows.reshape(-1),
-                    sent,
-                    [own.size] * self.size,
-                    step,
-                    call.left(),
-                )
-            )
+            given, came = np.concatenate(pieces), rows.reshape(-1)
+            received = [own.size] * self.size
+            exchange = self.library.all_to_all
+            handshake.carry(exchange(given, came, sent, received, max(sent), call.left()))
             out = target.array[begin : begin + step]
             reduce_rows(list(rows), source.dtype, op, out, self.size)
         self._done(handshake, call)
@@ -186,14 +187,14 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake for ``call`` once all ranks have made the same call."""
         handshake = self._handshake(call)
-        handshake.meet(self.library.compare)
+        handshake.meet(self.library.compare(handshake.digest)[0])
         return handshake
 
     def _gather_few(self, call: Call, array: np.ndarray, most: int) -> list[np.ndarray]:
         """Return ``most`` elements of each rank, of few bytes, in one step with the comparison."""
         handshake = self._handshake(call)
-        ready, rows = self.library.gather_few(handshake.digest, array.view(np.uint8))
-        handshake.meet(lambda _: ready)
+        ready, rows = self.library.compare(handshake.digest, array.view(np.uint8))
+        handshake.meet(ready)
         self._done(handshake, call)
         return [row[: most * array.itemsize].view(array.dtype) for row in rows]
 
@@ -202,5 +203,5 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         handshake.leave()
 
     def _engine_close(self, clean: bool) -> None:
-        if hasattr(self, "library"):
+        if hasattr(self, "library"):  # else `open` has failed
             self.library.close(clean)

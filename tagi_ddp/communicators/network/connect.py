@@ -48,7 +48,8 @@ def connect(
         exchange: how the ranks find each other.
         open_library: connects the ranks, once they have a control channel.
         secret: the job's, where strangers may read what ``exchange`` carries.
-        levels: whether ranks of several hosts use two levels unless TAGI_DDP_TWO_LEVELS says so.
+        levels: ranks that share hosts use two levels, unless TAGI_DDP_TWO_LEVELS is 0; else they
+            do if it is 1.
         release: is called when the ranks have found each other, before any of them returns.
     """
     own = [
@@ -60,7 +61,7 @@ def connect(
     everyone = [json.loads(record) for record in exchange(json.dumps(own).encode())]
     locations = tuple(Location.of(each[0]) for each in everyone)
     wishes = {each[2] for each in everyone}
-    sites = Sites(locations, "0" not in wishes, levels or "1" in wishes)
+    sites = Sites(Topology(locations), "0" not in wishes, levels or "1" in wishes)
     hosts = [location.host for location in locations]
     users = {(host, each[1]) for host, each in zip(hosts, everyone, strict=True)}
     if sites.memory and len(users) > len(set(hosts)):
@@ -71,7 +72,7 @@ def connect(
                 "slower. Start all ranks as one user.",
                 stacklevel=2,
             )
-    if sites.memory and sites.one_host:
+    if sites.in_memory:
         token = everyone[0][3]
         with shm.create(rank, size, f"{token}/all here", call.left(), backend=backend):
             release()
@@ -85,7 +86,7 @@ def connect(
 def part_of(whole: NetworkCommunicator, call: Call, members: Members) -> Communicator:
     """Return the communicator of some ranks of ``whole``; a call of all of them."""
     sites = whole.sites.part(members.ranks)
-    if sites.memory and sites.one_host:
+    if sites.in_memory:
         return _in_memory(whole.backend, members.rank, sites, members.token, call, whole.timeout)
     channel, open_part = members.connect(), partial(whole.library.part, members.ranks)
     return _on_network(whole.backend, channel, sites, open_part, call, whole.timeout)
@@ -95,10 +96,10 @@ def _in_memory(
     backend: str, rank: int, sites: Sites, token: str, call: Call, timeout: float
 ) -> Communicator:
     """Return the communicator of ranks of one host that alone know ``token``."""
-    size = len(sites.locations)
+    size = len(sites.topology.locations)
     found = shm.create(rank, size, token, call.left(), backend=backend)
     found.timeout = timeout
-    remember(found, Topology(sites.locations))
+    remember(found, sites.topology)
     return found
 
 
@@ -111,9 +112,7 @@ def _on_network(
     timeout: float,
 ) -> NetworkCommunicator:
     """Return the communicator of the ranks of ``channel``."""
-    hosts = {location.host for location in sites.locations}
-    two = sites.memory and sites.levels and len(hosts) < len(sites.locations)
-    kind = TwoLevelCommunicator if two else NetworkCommunicator
+    kind = TwoLevelCommunicator if sites.two_levels else NetworkCommunicator
     found = kind(backend, timeout, channel, sites, part_of)
-    remember(found, Topology(sites.locations))
+    remember(found, sites.topology)
     return opened(found, lambda found, call: found.open(open_library, call), call)

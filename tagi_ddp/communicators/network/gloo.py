@@ -69,11 +69,10 @@ class GlooLibrary:
         self._messages = {way: OperationQueue(f"tagi_ddp gloo {way}") for way in ("in", "out")}
         _groups.add(self)
 
-    def compare(self, digest: bytes) -> Ready | None:
-        return None
-
-    def gather_few(self, digest: bytes, data: np.ndarray) -> tuple[Ready, np.ndarray]:
-        raise NotImplementedError("there is nothing that gloo does while it compares")
+    def compare(
+        self, digest: bytes, data: np.ndarray | None = None
+    ) -> tuple[Ready | None, np.ndarray]:
+        return None, np.empty((0, 0), np.uint8)
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         options = dist.AllreduceOptions()
@@ -196,7 +195,7 @@ class GlooLibrary:
 
 
 def _end(last: list[Any], rank: int, cut: bool) -> None:
-    """Let go of the last reference to a group, whose destructor waits for its threads.
+    """Drop the last reference to a group, whose destructor waits for its threads.
 
     To ``cut`` lets what waits for other ranks fail before: a wait that times out cuts the
     connections of the group.
@@ -212,7 +211,7 @@ _groups: weakref.WeakSet[GlooLibrary] = weakref.WeakSet()
 
 
 def _keep_in_fork() -> None:
-    """Let a fork never free what would wait for threads of gloo, which it does not have."""
+    """Keep groups in a fork: freed there they would wait for threads that a fork does not have."""
     for library in _groups:
         if library._group is None:
             continue
@@ -223,7 +222,7 @@ os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 class _ChannelStore(c10d.Store):
-    """What gloo asks of a store while it connects, by messages of the control channel."""
+    """The store that gloo needs while it connects, by messages of the control channel."""
 
     def __init__(self, channel: ControlChannel) -> None:
         super().__init__()

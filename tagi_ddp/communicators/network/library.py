@@ -1,4 +1,4 @@
-"""What moves the data between ranks on a network: another library, behind few calls."""
+"""The few calls of another library that moves the data between ranks on a network."""
 
 from __future__ import annotations
 
@@ -25,27 +25,24 @@ class Library(Protocol):
     """Of the backend."""
 
     concurrent: bool
-    """Whether operations may be called from another thread than that of the script."""
+    """Operations may be called from another thread than that of the script."""
 
     @property
     def reducible(self) -> Collection[str]:
         """The dtypes, as numpy names them, of which it can make sums, minima and maxima."""
         ...
 
-    def compare(self, digest: bytes) -> Ready | None:
-        """Begin to compare 8 bytes of all ranks; what waits raises `Differ`.
-
-        None: the control channel compares calls faster.
-        """
-        ...
-
     few: int
-    """Bytes of each rank that `gather_few` brings together while it compares; 0: none."""
+    """Bytes of each rank that `compare` can bring together at the same time; 0: none."""
 
-    def gather_few(self, digest: bytes, data: np.ndarray) -> tuple[Ready, np.ndarray]:
+    def compare(
+        self, digest: bytes, data: np.ndarray | None = None
+    ) -> tuple[Ready | None, np.ndarray]:
         """Begin to compare 8 bytes of all ranks, and to bring together at most ``few`` others.
 
-        Returns what waits, and may raise `Differ`, and the bytes, a row of ``few`` for each rank.
+        Either all ranks give ``data``, some perhaps no bytes, or none does. Returns what waits, and
+        may raise `Differ`, and then the data of all ranks in rows of ``few`` bytes. None: the
+        control channel compares calls faster.
         """
         ...
 

@@ -69,35 +69,22 @@ class MpiLibrary:
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._thread = OperationQueue("tagi_ddp MPI")
 
-    def compare(self, digest: bytes) -> Ready:
+    def compare(self, digest: bytes, data: np.ndarray | None = None) -> tuple[Ready, np.ndarray]:
+        if data is not None:
+            return self._gather_few(digest, data)
         own = np.frombuffer(digest, np.uint64)
         least = np.array([own[0], ~own[0]])
         ready = self._begin("allreduce", 0, MPI.IN_PLACE, least, MPI.MIN)
+        return _compared(ready, lambda: least[0] == ~least[1]), np.empty((0, 0), np.uint8)
 
-        def compared(seconds: float) -> bool:
-            if not ready(seconds):
-                return False
-            if least[0] != ~least[1]:
-                raise Differ
-            return True
-
-        return compared
-
-    def gather_few(self, digest: bytes, data: np.ndarray) -> tuple[Ready, np.ndarray]:
+    def _gather_few(self, digest: bytes, data: np.ndarray) -> tuple[Ready, np.ndarray]:
         own = np.zeros(len(digest) + _FEW, np.uint8)
         own[: len(digest)] = np.frombuffer(digest, np.uint8)
         own[len(digest) : len(digest) + data.size] = data
         rows = np.empty((self._few.size, own.size), np.uint8)
+        words, data = np.split(rows, [len(digest)], axis=1)
         ready = _Poll([self._few.Iallgather(own, rows)]).ready
-
-        def compared(seconds: float) -> bool:
-            if not ready(seconds):
-                return False
-            if any(row[: len(digest)].tobytes() != digest for row in rows):
-                raise Differ
-            return True
-
-        return compared, rows[:, len(digest) :]
+        return _compared(ready, lambda: all(word.tobytes() == digest for word in words)), data
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         return self._in_parts(
@@ -243,6 +230,19 @@ class _Early(Exception):
     """A wait for a call that is not complete yet."""
 
 
+def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:
+    """Return what waits for ``ready`` and then raises Differ unless all are the ``same``."""
+
+    def compared(seconds: float) -> bool:
+        if not ready(seconds):
+            return False
+        if not same():
+            raise Differ
+        return True
+
+    return compared
+
+
 def _one_by_one(begins: Sequence[Callable[[], Ready]]) -> Ready:
     """Return what waits for operations that begin one after the other."""
     left = list(reversed(begins))
@@ -342,7 +342,7 @@ def wrap(
 
 
 def outlive_ranks() -> None:
-    """Let a broken group be no reason to end all ranks; see `ulfm`."""
+    """Do not end all ranks when a group breaks; see `ulfm`."""
     global _outlives
     _outlives = True
 

@@ -90,7 +90,7 @@ class _Rendezvous:
         )
 
     def _release(self) -> None:
-        """Let go of the store before any rank returns.
+        """Drop the store before any rank returns.
 
         Neither the next `init` nor torch's own groups at its address find these keys.
         """
