@@ -28,8 +28,7 @@ from tagi_ddp.communicators.errors import CommunicatorError, what_happened
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
-from tagi_ddp.communicators.nccl.plan import Plan, merge
-from tagi_ddp.communicators.nccl.work import Group, NcclWork
+from tagi_ddp.communicators.nccl.work import NcclWork
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
 from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
@@ -40,7 +39,7 @@ T = TypeVar("T")
 _TICK = 0.01  # seconds between two looks at operations that nothing waits for
 
 
-class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
+class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
     """A rank of an NCCL communicator of its own."""
 
     backend = "nccl"
@@ -61,7 +60,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         self._pending: deque[NcclWork] = deque()
         self._completed = -1  # the last collective that is complete here, as all before it
         self._looking = threading.Lock()
-        self._grouped: list[tuple[Call, Plan]] | None = None
+        self._grouped: list[tuple[Call, NcclWork]] | None = None
         self._ending = threading.Event()
         self._helper = threading.Thread(
             target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
@@ -79,18 +78,18 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
     # Several operations as one, and objects of the host.
 
     @contextlib.contextmanager
-    def group(self) -> Iterator[Group]:
+    def group(self) -> Iterator[NcclWork]:
         """Run the collectives that are called in the block as one, which starts at its end.
 
-        In the block every call returns None; the group that the block gets is their `Work`. The
+        In the block every call returns None; the block gets the `Work` of all of them. The
         operations may run at once, so they share no buffer that one of them writes to; their
         buffers are of one stream. `barrier`, `split` and messages raise a RuntimeError.
         """
-        group = Group()
+        group = NcclWork()
         with self._enqueueing:
             if self._grouped is not None:
                 raise RuntimeError("group() inside of group(): end the first block before")
-            calls: list[tuple[Call, Plan]] = []
+            calls: list[tuple[Call, NcclWork]] = []
             self._grouped = calls
             try:
                 yield group
@@ -99,7 +98,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
             if calls:
                 arguments = "; ".join(f"{call.name}({call.arguments})" for call, _ in calls)
                 call = Call("group", arguments, max(call.limit for call, _ in calls))
-                group.work = self._start(call, merge([plan for _, plan in calls]), awaited=False)
+                group.gather([work for _, work in calls])
+                self._start(call, group, awaited=False)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order, by way of the hosts."""
@@ -115,33 +115,33 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         call = self._call("all_gather_object", "", None)
         return self._submit(call, gather, False).result()
 
-    # Operations, as plans.
+    # Operations, which `_start` puts into their stream.
 
     def _elements(self, buffer: Buffer, name: str, *, writable: bool = False) -> DeviceElements:
         return device_elements(buffer, name, self._device, writable=writable)
 
     def _all_reduce(
         self, call: Call, source: DeviceElements, target: DeviceElements, op: ReduceOp
-    ) -> Plan:
+    ) -> NcclWork:
         narrow = target
         if _must_widen(source, op):
             source = target = self._widened(source)
-        return Plan(
-            lambda: self._engine.all_reduce(source.memory, target.memory, op),
+        return NcclWork(
             source.stream,
+            [lambda: self._engine.all_reduce(source.memory, target.memory, op)],
             [source, target, narrow],
             _narrowing(target, narrow),
         )
 
-    def _broadcast(self, call: Call, data: DeviceElements, root: int) -> Plan:
-        return Plan(lambda: self._engine.broadcast(data.memory, root), data.stream, [data])
+    def _broadcast(self, call: Call, data: DeviceElements, root: int) -> NcclWork:
+        return NcclWork(data.stream, [lambda: self._engine.broadcast(data.memory, root)], [data])
 
     def _all_gather(
         self, call: Call, source: DeviceElements, target: DeviceElements, counts: list[int]
-    ) -> Plan:
-        return Plan(
-            lambda: self._engine.all_gather(source.memory, target.memory, counts),
+    ) -> NcclWork:
+        return NcclWork(
             source.stream,
+            [lambda: self._engine.all_gather(source.memory, target.memory, counts)],
             [source, target],
         )
 
@@ -152,13 +152,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         target: DeviceElements,
         counts: list[int],
         op: ReduceOp,
-    ) -> Plan:
+    ) -> NcclWork:
         narrow = target
         if _must_widen(source, op):
             source, target = self._widened(source), self._widened(target)
-        return Plan(
-            lambda: self._engine.reduce_scatter(source.memory, target.memory, counts, op),
+        return NcclWork(
             source.stream,
+            [lambda: self._engine.reduce_scatter(source.memory, target.memory, counts, op)],
             [source, target, narrow],
             _narrowing(target, narrow),
         )
@@ -170,13 +170,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
         target: DeviceElements,
         sent: list[int],
         received: list[int],
-    ) -> Plan:
+    ) -> NcclWork:
         def fits(a: int, b: int) -> str:
             return f"sends {a} elements and expects {b}"
 
-        return Plan(
-            lambda: self._engine.all_to_all(source.memory, target.memory, sent, received),
+        return NcclWork(
             source.stream,
+            [lambda: self._engine.all_to_all(source.memory, target.memory, sent, received)],
             [source, target],
             messages={r: fits(sent[r], received[r]) for r in self._others},
             expected={r: fits(received[r], sent[r]) for r in self._others},
@@ -261,47 +261,53 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, Plan]):
                 raise RuntimeError(f"{call.name}() inside of group(): end the block before")
         return super()._submit(call, operation, async_op, queue)
 
-    def _collective(self, call: Call, operation: Callable[[], Plan], async_op: bool) -> Work | None:
+    def _collective(
+        self, call: Call, operation: Callable[[], NcclWork], async_op: bool
+    ) -> Work | None:
         if not async_op:
             self._check_outside(call.name)
         with self._enqueueing:
-            plan = operation()
+            work = operation()
             if self._grouped is not None:
                 self._check_open(call.name)
-                self._grouped.append((call, plan))
+                self._grouped.append((call, work))
                 return None
-            work = self._start(call, plan, awaited=not async_op)
+            self._start(call, work, awaited=not async_op)
         if async_op:
             return work
         with self._inside:
             work.wait()
         return None
 
-    def _start(self, call: Call, plan: Plan, awaited: bool) -> NcclWork:
-        """Put what is planned into the stream; the calls of the ranks are compared later."""
+    def _start(self, call: Call, work: NcclWork, awaited: bool) -> None:
+        """Put an operation into its stream; the calls of the ranks are compared later."""
         with self._lock:
             self._number(call)
         self._check_failure(call)
         call.deadline = time.monotonic() + call.limit
         handshake = self._stream_handshake(call)
         try:
-            handshake.enter(plan, awaited)
-            if plan.messages and not self._pairs_connected:
+            handshake.enter(work.messages, work.expected, awaited)
+            if work.messages and not self._pairs_connected:
                 handshake.await_all()  # it connects each two of them, and waits for both
             self._beginning = handshake
+
+            def enqueue() -> None:
+                for each in work.enqueue:
+                    each()
+
             with handshake.explaining():
-                operation = self._engine.group(plan.stream, plan.enqueue)
-            self._pairs_connected |= bool(plan.messages)
+                operation = self._engine.group(work.stream, enqueue)
+            self._pairs_connected |= bool(work.messages)
         except BaseException as error:
             self._break(call, error)
             raise
         finally:
             self._beginning = None
         call.deadline = math.inf  # until it begins
-        work = NcclWork(call, plan, operation, handshake, self._where(call.title), self._fail)
+        work.begin(call, operation, handshake, self._where(call.title), self._fail)
         self._pending.append(work)
         work.finish()
-        return work
 
     def _stream_handshake(self, call: Call) -> StreamHandshake:
         return StreamHandshake(
@@ -357,11 +363,9 @@ def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
     return source.dtype in _WIDE and ("int" in source.dtype or op in ("sum", "mean"))
 
 
-def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> Callable[[], None] | None:
-    """Return what copies a wide result to where it belongs, if it is not there."""
-    if wide is narrow:
-        return None
-    return lambda: narrow.tensor().copy_(wide.tensor())
+def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> list[Callable[[], object]]:
+    """Return the copy of a wide result to the caller's buffer, if it is in another."""
+    return [] if wide is narrow else [lambda: narrow.tensor().copy_(wide.tensor())]
 
 
 def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:

@@ -10,7 +10,6 @@ from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
-from tagi_ddp.communicators.nccl.plan import Plan
 
 _FEW = 8  # ranks, whose messages cost less than NCCL's call itself
 _HELD = 32  # messages of operations that this rank does not wait for
@@ -25,19 +24,20 @@ class StreamHandshake(Handshake):
     (in all_to_all), all tell all.
     """
 
-    def enter(self, plan: Plan, awaited: bool) -> None:
-        """Tell this call to the ranks that compare; do not wait for theirs.
+    def enter(self, messages: dict[int, str], expected: dict[int, str], awaited: bool) -> None:
+        """Send this call to the ranks that compare it; do not wait for theirs.
 
-        Unless it is to be ``awaited``, the messages go with later ones, or when the communicator
-        looks after its operations, if they are few.
+        ``messages`` and ``expected`` are texts by rank, if what is right differs by rank. Unless it
+        is to be ``awaited``, the messages go with later ones, or when the communicator looks after
+        its operations, if they are few.
         """
         call, size = self._call, len(self._peers) + 1
         call.waits_for = lambda: self._to_blame(self._unfinished())
         few = size <= _FEW
         after = self._peers if few else [(self._rank + 1) % size]
         before = self._peers if few else [(self._rank - 1) % size]
-        messages = plan.messages or dict.fromkeys(after, "")
-        self._expected = plan.expected or dict.fromkeys(before, "")
+        messages = messages or dict.fromkeys(after, "")
+        self._expected = expected or dict.fromkeys(before, "")
         contents = {
             text: json.dumps([call.name, call.arguments, text]).encode()
             for text in {*messages.values(), *self._expected.values()}

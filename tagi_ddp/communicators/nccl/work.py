@@ -1,50 +1,90 @@
-"""An operation of NCCL under way: how it ends, whether it is waited for or not."""
+"""Operations of NCCL: the call that enqueues them, and their end, awaited or not."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, what_happened
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
-from tagi_ddp.communicators.nccl.plan import Plan
 
 _MOMENT = 0.05  # seconds
 
 
+@dataclass(eq=False)
 class NcclWork:
-    """What ``async_op=True`` returns on devices."""
+    """An operation, or several as one: the `Work` of a call with buffers on a device.
 
-    def __init__(
+    stream: the caller's; None for host objects. enqueue: the calls of NCCL. after: finishes the
+    result, in the caller's stream. buffers: kept until the end. messages: a text for each rank that
+    must know more of this call than that it is the same; expected: the texts of those ranks.
+    """
+
+    stream: int | None = None
+    enqueue: list[Callable[[], None]] = field(default_factory=list)
+    buffers: list[Any] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
+    messages: dict[int, str] = field(default_factory=dict)
+    expected: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Prepare; `begin` follows when the operation is in its stream."""
+        self._handshake: StreamHandshake | None = None
+        self._lock = threading.Lock()
+        self._complete = False
+        self._error: CommunicatorError | None = None
+
+    def gather(self, works: Sequence[NcclWork]) -> None:
+        """Become a group of operations, which have the same stream; else raise ValueError."""
+        streams = {work.stream for work in works}
+        if len(streams) > 1:
+            raise ValueError(
+                f"the buffers of a group are of {len(streams)} streams; make a group for each"
+            )
+        (self.stream,) = streams
+        self.enqueue = [each for work in works for each in work.enqueue]
+        self.buffers = [each for work in works for each in work.buffers]
+        self.after = [each for work in works for each in work.after]
+        self.messages = _joined([work.messages for work in works])
+        self.expected = _joined([work.expected for work in works])
+
+    def begin(
         self,
         call: Call,
-        plan: Plan,
         operation: NcclOperation,
         handshake: StreamHandshake,
         where: str,
         fail: Callable[[CommunicatorError, str], None],
     ) -> None:
-        """Follow ``operation``; ``fail`` breaks the communicator."""
+        """Follow ``operation``, which has been enqueued; ``fail`` breaks the communicator."""
         self.number = call.number
-        self._call = call
-        self._plan: Plan | None = plan
-        self._operation = operation
+        self._call, self._operation, self._where, self._fail = call, operation, where, fail
         self._handshake = handshake
-        self._where = where
-        self._fail = fail
-        self._lock = threading.Lock()
-        self._complete = False
-        self._error: CommunicatorError | None = None
+
+    def finish(self) -> None:
+        """Carry out what is left to do with the result, before anything else uses it."""
+        steps = self.after
+        if not steps:
+            return
+        self.settle(self.stream)
+        for step in steps:
+            step()
+        if self.stream is not None:
+            self._operation.extend(self.stream)
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until complete; raise its error if it failed.
 
         ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
         """
+        if self._handshake is None:  # a group of no operations
+            return
         limit = self._call.limit if timeout is None else timeout
         end = time.monotonic() + limit
         while not self._poll(end):
@@ -57,50 +97,32 @@ class NcclWork:
                     what += ": the work before it in the caller's stream is not"
                 text = f"{self._where}: {what}. It goes on; wait again."
                 raise Timeout(text, missing)
-        self._plan = None
+        self.enqueue, self.buffers, self.after = [], [], []  # keep nothing alive
 
     def done(self) -> bool:
-        """Tell, without waiting for it, whether it is complete or has failed."""
+        """Return, without blocking, whether it is complete or has failed."""
         try:
             return self.poll()
         except CommunicatorError:
             return True
 
     def order(self) -> None:
-        """Let what the caller's stream gets from now on come after it; the host does not wait.
+        """Put what the caller's stream gets from now on behind it; the host does not wait.
 
-        If it fails, the next operation says so. For host objects, `wait`.
+        If it fails, the next operation raises the error. For host objects, `wait`.
         """
-        plan = self._plan
-        if plan is None:
-            return
-        if plan.stream is None:
-            self.wait()
-            return
-        self._order(plan.stream)
-
-    def finish(self) -> None:
-        """Carry out what is left to do with the result, before anything else uses it."""
-        plan = self._plan
-        if plan is None or plan.after is None:
-            return
-        if plan.stream is None:
-            self.wait()
-            plan.after()
-        else:
-            self._order(plan.stream)
-            plan.after()
-            self._operation.extend(plan.stream)
+        if self.buffers:  # it has not been awaited
+            self.settle(self.stream)
 
     def settle(self, stream: int | None) -> None:
-        """Let what is done from now on, in ``stream`` or on the host, come after it."""
+        """Put what ``stream`` gets from now on behind it; None: wait on the host."""
         if stream is None:
             self.wait()
-        else:
+        elif self._handshake is not None:
             self._order(stream)
 
     def poll(self) -> bool:
-        """Tell, without waiting for it, whether it is complete; raise its error if it failed."""
+        """Return, without blocking, whether it is complete; raise its error if it failed."""
         return self._poll(0.0)
 
     def _order(self, stream: int) -> None:
@@ -114,6 +136,8 @@ class NcclWork:
             raise self._error from error
 
     def _poll(self, end: float) -> bool:
+        if self._handshake is None:
+            return True
         # The thread that looks after works has the lock for a moment.
         if not self._lock.acquire(timeout=max(_MOMENT, end - time.monotonic())):
             return False
@@ -132,21 +156,6 @@ class NcclWork:
             self._lock.release()
 
 
-class Group:
-    """The `Work` of a group of operations, from the block's end on."""
-
-    work: NcclWork | None = None
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until complete; raise its error if it failed."""
-        if self.work is not None:
-            self.work.wait(timeout)
-
-    def done(self) -> bool:
-        """Tell, without blocking, whether it is complete or has failed."""
-        return self.work is None or self.work.done()
-
-    def order(self) -> None:
-        """Let what the caller's stream gets from now on come after it; the host does not wait."""
-        if self.work is not None:
-            self.work.order()
+def _joined(texts: list[dict[int, str]]) -> dict[int, str]:
+    ranks = {rank for text in texts for rank in text}
+    return {rank: "; ".join(text.get(rank, "") for text in texts) for rank in ranks}
