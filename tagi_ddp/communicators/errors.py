@@ -76,7 +76,7 @@ def what_happened(error: CommunicatorError) -> str:
     return _WHERE.sub("", str(error), count=1)
 
 
-def as_told(
+def forwarded(
     kind: type[CommunicatorError], ranks: Sequence[int], rank: int, text: str, to: int
 ) -> str:
     """Return what rank ``to`` says of an error that ``rank`` has told of: ``text``, by ``ranks``.

@@ -244,7 +244,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         finally:
             for level in self._levels:
                 level.purpose = ""
-        handshake.met()
+        handshake.conclude()
         self._done(handshake, call)
 
     def _begin(
@@ -276,7 +276,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
     def _do(
         self, handshake: Handshake, level: Communicator, operation: str, *arguments: Any
     ) -> None:
-        handshake.carry(self._begin(handshake, level, operation, *arguments))
+        handshake.wait_for(self._begin(handshake, level, operation, *arguments))
 
     def _explain(
         self, handshake: Handshake, level: Communicator, error: CommunicatorError
@@ -335,6 +335,6 @@ def _pipeline(handshake: Handshake, chunks: int, stages: Sequence[Stage]) -> Non
             chunk = tick - number
             if 0 <= chunk < chunks:
                 if (ready := begun.pop(chunk, None)) is not None:
-                    handshake.carry(ready)
+                    handshake.wait_for(ready)
                 if number < len(stages):
                     begun[chunk] = stages[number](chunk)

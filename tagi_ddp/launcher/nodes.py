@@ -165,7 +165,7 @@ class Nodes:
         with closing(listener):
             while len(found) < len(others) and time.monotonic() < deadline:
                 missing = {node for node in others if node not in found}
-                for node, connection in listener.admit(missing, deadline).items():
+                for node, connection in listener.accept(missing, deadline).items():
                     hello = _hello_of(connection)
                     if hello.get("ranks") and hello.get("job", "") in ("", self.job):
                         self._others[node], found[node] = connection, hello

@@ -17,7 +17,7 @@ from support.rank_pool import Died, RankPool
 
 from tagi_ddp.communicators import Mismatch, PeerLost, Timeout
 from tagi_ddp.communicators.control.overlay import neighbours
-from tagi_ddp.communicators.errors import as_told, mismatch_text, own_call, timeout_text
+from tagi_ddp.communicators.errors import forwarded, mismatch_text, own_call, timeout_text
 
 SIZE = 20
 END = 2.0  # seconds in which all end when one dies
@@ -193,5 +193,5 @@ def test_what_the_others_called_is_read_from_their_own_words() -> None:
     call = "all_reduce(float32[8], op=sum)"
     text = mismatch_text({1: "broadcast(float32[8], root=0)", 2: "barrier()"}, call)
     assert own_call(text) == call
-    assert own_call(as_told(Mismatch, [1], 5, text, 0)) is None, "those of rank 5"
+    assert own_call(forwarded(Mismatch, [1], 5, text, 0)) is None, "those of rank 5"
     assert own_call(timeout_text([1], 3.0)) is None

@@ -1,8 +1,7 @@
-"""What the ranks of a group tell each other beside the data: where they are, and how they end.
+"""The control channel: the connections of a rank that carry messages about calls, not data.
 
-Every operation begins with messages by which each rank that takes part knows of all others, and
-its data moves only when they have come and fit. So a rank that does not come, differs, fails or
-dies is known by its number before it can do harm to the data.
+By these messages each rank of an operation knows that the others call the same before data moves.
+A rank that is late, differs, fails or dies is known by its number.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from tagi_ddp.communicators.control.notes import Failure, Notes
 from tagi_ddp.communicators.operation_queue import started
 
 _LENGTH = struct.Struct("!I")  # before each message of those that are sent together
-_IDLE = 0.02  # seconds without an operation after which a thread waits for messages
-_TURN = 1.0  # seconds after which it looks whether anybody needs it
-# What a broken or foreign message causes.
+_IDLE = 0.02  # seconds without an operation before the thread reads messages
+_TURN = 1.0  # seconds for which it reads before it checks whether the channel is still used
+# The errors that a broken or foreign message causes.
 _NONSENSE = (ValueError, TypeError, KeyError, struct.error)
 
 
 class ControlChannel:
-    """The connections of one rank to its neighbours, and what came over them.
+    """The connections of one rank to its neighbours, and the state that their messages make.
 
-    A thread passes messages on while no operation of this rank reads them. Read ``notes`` in the
-    condition of `until`, which holds the lock; write to them in `telling`.
+    A thread forwards messages while no operation of this rank reads them. Read ``notes`` in the
+    condition of `until`, which holds the lock; write to them in `sending`.
     """
 
     def __init__(self, connections: dict[int, Connection], rank: int, hosts: Sequence[str]) -> None:
-        """Take over ``connections``, one by each neighbour; ``hosts`` tells where each rank is."""
+        """Take over ``connections``, by neighbour; ``hosts`` are those of all ranks."""
         self.rank = rank
         self.hosts = list(hosts)
         self.address = mesh.own_address(connections.values())
-        """How ranks on other hosts reach this one, as far as its neighbours know."""
+        """The address at which ranks on other hosts reach this one, as its neighbours know it."""
         self.notes = Notes(rank, len(hosts))
         self._connections = connections
         self._selector = selectors.DefaultSelector()
@@ -51,7 +50,7 @@ class ControlChannel:
             self._selector.register(connection, selectors.EVENT_READ, neighbour)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
-        # A signal handler may tell something while its thread reads or sends.
+        # A signal handler may send a message while its thread reads or sends.
         self._changed = threading.Condition(threading.RLock())
         self._send_lock = threading.Lock()
         self._sends = 0  # the thread that sends
@@ -73,29 +72,29 @@ class ControlChannel:
             self._release()
             raise
 
-    def telling(self, most_held: int = 0) -> _Telling:
-        """Return a context whose block tells others something by the notes that it gets.
+    def sending(self, most_held: int = 0) -> _Sending:
+        """Return a context whose block sends messages through the notes that it gets.
 
-        If no more than ``most_held`` messages are to be sent, they may go with later ones.
+        Up to ``most_held`` messages may wait for later ones.
         """
-        return _Telling(self._changed, self.notes, self._flush, most_held)
+        return _Sending(self._changed, self.notes, self._flush, most_held)
 
     def fail(self, failure: Failure) -> None:
-        """Tell all ranks, and wake the threads that wait in `until`."""
-        with self.telling() as notes:
+        """Send a failure to all ranks, and wake the threads in `until`."""
+        with self.sending() as notes:
             notes.fail(failure)
         os.eventfd_write(self._alarm, 1)
 
     def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Read messages until ``condition`` holds, and return True; False after ``deadline``.
 
-        It first reads all that has come. What ``condition`` raises ends the wait too. Several
-        threads may wait: one of them reads for all.
+        Messages that have arrived are read first. An error of ``condition`` ends the wait, too.
+        Several threads may wait: one of them reads for all.
         """
         with self._changed:
             self._used = True
             while self._helping:
-                os.eventfd_write(self._alarm, 1)  # an operation reads without a change of threads
+                os.eventfd_write(self._alarm, 1)  # This thread reads faster than the helper.
                 self._changed.wait(_TURN)
             self._read_for(0.0)
             while not condition():
@@ -106,14 +105,14 @@ class ControlChannel:
             return True
 
     def glance(self, condition: Callable[[], bool]) -> bool:
-        """Read what has come, and return ``condition()``; messages that are held stay held."""
+        """Read messages that have arrived, and return ``condition()``; send none."""
         with self._changed:
             if not self._reading:
                 self._read(0.0)
             return condition()
 
     def help(self) -> None:
-        """Read, so that others hear from each other while this rank computes."""
+        """Forward messages of other ranks while this rank computes."""
         with self._changed:
             busy, self._used = self._used or self._reading, False
             if busy or self._closing.is_set():
@@ -140,45 +139,45 @@ class ControlChannel:
     def _read(self, seconds: float) -> None:
         self._reading = True
         self._changed.release()
-        came: list[tuple[int, bytes | None]] = []
+        received: list[tuple[int, bytes | None]] = []
         try:
             for key, _ in self._selector.select(seconds):
-                came += self._receive(key.data)
+                received += self._receive(key.data)
         finally:
             self._changed.acquire()
             self._reading = False
             self._changed.notify_all()
-        for rank, message in came:
+        for rank, message in received:
             self._take(rank, message)
 
     def _receive(self, rank: int | None) -> list[tuple[int, bytes | None]]:
-        """Return what has come from ``rank``, None for the end; None is the alarm's rank."""
-        came: list[tuple[int, bytes | None]] = []
+        """Return the messages of ``rank``, None for its end; the alarm has rank None."""
+        received: list[tuple[int, bytes | None]] = []
         if rank is None:
             os.eventfd_read(self._alarm)
-            return came
+            return received
         connection = self._connections[rank]
         try:
-            while not came or _unread(connection):
-                came += ((rank, message) for message in _taken_apart(connection.recv_bytes()))
-        except (OSError, EOFError):  # or the rest of a message does not come
+            while not received or _unread(connection):
+                received += ((rank, each) for each in _messages(connection.recv_bytes()))
+        except (OSError, EOFError):  # The end, or half a message for too long.
             self._selector.unregister(connection)
-            came.append((rank, None))
-        return came
+            received.append((rank, None))
+        return received
 
     def _take(self, rank: int, message: bytes | None) -> None:
         if message is not None:
             try:
                 self.notes.take(rank, message)
             except _NONSENSE:
-                mesh.cut(self._connections[rank])  # its reader finds the end
+                mesh.cut(self._connections[rank])  # The next read finds the end.
         else:
             self.notes.lose(rank)
 
     def _flush(self) -> None:
-        """Send what is to be sent; ranks that are gone, or have never come, do not get it."""
+        """Send what ``outbox`` holds, but for ranks without a connection."""
         if self._sends == threading.get_ident():
-            return  # it goes on when the signal handler returns
+            return  # It continues when the signal handler returns.
         with self._send_lock:
             self._sends = threading.get_ident()
             try:
@@ -198,23 +197,23 @@ class ControlChannel:
                 continue
             try:
                 connection.send_bytes(b"".join(parts))
-            except OSError:  # half a message would spoil the rest
+            except OSError:  # Half a message would spoil those after it.
                 mesh.cut(connection)
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks are on this host."""
+        """True if all ranks are on this host."""
         return len(set(self.hosts)) == 1
 
     def close(self) -> None:
-        """Say goodbye to all ranks and close; no thread waits any more."""
+        """Send all ranks the end, and close. No thread may wait here any more."""
         self._closing.set()
         os.eventfd_write(self._alarm, 1)
         self._helper.join()
-        with self.telling() as notes:
+        with self.sending() as notes:
             notes.bye()
         for connection in self._connections.values():
-            # What is left unread would make the kernel reset the connection, and the bye be lost.
+            # Unread bytes would make the kernel reset the connection, and lose the last message.
             with contextlib.suppress(OSError):
                 os.set_blocking(connection.fileno(), False)
                 while os.read(connection.fileno(), 65536):
@@ -222,8 +221,8 @@ class ControlChannel:
         self._release()
 
 
-class _Telling:
-    """A block that has the notes for itself; at its end, ``flush`` sends what it says."""
+class _Sending:
+    """A block that has exclusive access to the notes; ``flush`` sends its messages at the end."""
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ def _release(
 
 
 def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -> None:
-    """Help a channel until it closes or nothing refers to it any more."""
+    """Help a channel until it closes or is garbage."""
 
     def exists() -> bool:
         channel = reference()
@@ -267,8 +266,8 @@ def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -
         pass
 
 
-def _taken_apart(several: bytes) -> Iterator[bytes]:
-    """Yield the messages that were sent together; nonsense of what is none."""
+def _messages(several: bytes) -> Iterator[bytes]:
+    """Yield the messages that were sent together; of foreign bytes, nonsense."""
     begin = 0
     while begin < len(several):
         end = begin + _LENGTH.size + int.from_bytes(several[begin : begin + _LENGTH.size], "big")
@@ -277,7 +276,7 @@ def _taken_apart(several: bytes) -> Iterator[bytes]:
 
 
 def _unread(connection: Connection) -> bool:
-    """Tell whether a part of the next message has come."""
+    """Return whether a part of the next message has arrived."""
     count = bytearray(4)
     fcntl.ioctl(connection.fileno(), termios.FIONREAD, count)
     return any(count)

@@ -1,4 +1,4 @@
-"""One operation of a `CheckedCommunicator`: the ranks that must come, have come, are through."""
+"""One operation of a `CheckedCommunicator`: its ranks call the same, or one is named."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tagi_ddp.communicators.control.mesh import SILENCE
 from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
 
-_SLICE = 0.02  # seconds in the engine between two looks at the messages
-_PATIENCE = 0.1  # seconds in which ranks that a faster way brings together need not tell each other
-# Seconds in which the messages should explain an engine's error: that a rank has ended, and that a
-# host has fallen silent.
+_SLICE = 0.02  # seconds in the library between two reads of the control channel
+_PATIENCE = 0.1  # seconds for the library to compare calls before the control channel does, too
+# Seconds in which messages should explain an error of the library: the end of a rank, and the
+# silence of a host.
 _GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
 
 
 Ready = Callable[[float], bool]
-"""Wait up to some seconds for a library; return whether it is done; raise its RuntimeError."""
+"""Waits up to some seconds for a library; returns whether it is done; raises its RuntimeError."""
 
 
 class Differ(Exception):
@@ -34,10 +34,10 @@ class Differ(Exception):
 
 
 class Handshake:
-    """The part of ``peers`` in ``call``; raises what went wrong, naming the ranks at fault.
+    """One operation of this rank with ``peers``; its errors name the ranks at fault.
 
-    ``own`` and ``theirs`` are the series on which this rank and its peers count the operation;
-    ``failure`` returns the error that broke this rank's communicator meanwhile, if one did.
+    ``series`` are those in which this rank and its peers number the operation. ``failure`` returns
+    the error that has broken this rank's communicator, if one has.
     """
 
     def __init__(
@@ -59,95 +59,96 @@ class Handshake:
         self._own, self._theirs = series
         self._failure = failure
         self._announced = False
-        # Two ranks tell each other; all come to know of all by way of neighbours.
+        # Two ranks exchange their calls; many do so in rounds between neighbours.
         self._rounds, self._round = self._notes.rounds, self._notes.all_others
         if call.peer:
             self._round = overlay.Round(1, tuple(peers), tuple(peers))
             self._rounds = (self._round,)
-        self._here = {channel.rank}  # the ranks that have come
-        self._said = b""
-        self._talk: Iterator[None] | None = None  # beside a faster way to meet,
-        self._talks_at = 0.0  # from this time on
+        self._present = {channel.rank}  # the ranks that have begun the operation
+        self._message = b""
+        # The exchange of calls that helps the library's comparison from a time on.
+        self._exchange: Iterator[None] | None = None
+        self._exchange_at = 0.0
 
-    def meet(self, comparison: Ready | None = None) -> None:
+    def compare(self, comparison: Ready | None = None) -> None:
         """Return once all peers have made the same call.
 
-        ``comparison`` waits for a library that compares their digests, and may raise `Differ`;
-        None: the control channel compares the calls.
+        ``comparison`` waits for a library that compares digests, and may raise `Differ`. None: the
+        control channel compares the calls.
         """
         if comparison is None:
-            self._finish(self._talking({}))
+            self._finish(self._exchanging({}))
             return
         self.begin()
         try:
-            self.carry(comparison)
+            self.wait_for(comparison)
         except Differ:
-            self.met(agreed=False)
+            self.conclude(agreed=False)
         else:
-            self.met()
+            self.conclude()
 
     def begin(self) -> None:
-        """Let what is carried next bring all ranks together, which `met` concludes.
+        """Begin an operation that compares the calls by what `wait_for` waits for next.
 
-        If it takes long, or fails, the ranks send each other their calls as in `meet`.
+        If that takes long, or fails, the control channel compares them, too.
         """
         self._call.waits_for = self._missing
-        if self._notes.failures:  # what those ranks sent before could carry this one through
+        if self._notes.failures:  # What those ranks have sent could complete this operation.
             self.check()
-        self._talk = self._talking({})
-        self._talks_at = time.monotonic() + min(_PATIENCE, self._call.limit / 4)
+        self._exchange = self._exchanging({})
+        self._exchange_at = time.monotonic() + min(_PATIENCE, self._call.limit / 4)
 
     @property
     def digest(self) -> bytes:
-        """8 bytes that are the same for the same calls."""
+        """8 bytes that are equal for equal calls."""
         call = f"{self._call.name}({self._call.arguments})"
         return hashlib.blake2b(call.encode(), digest_size=8).digest()
 
-    def met(self, agreed: bool = True) -> None:
-        """Go on once all have come; unless they ``agreed``, raise who calls something else."""
-        talk, self._talk = self._talk, None
+    def conclude(self, agreed: bool = True) -> None:
+        """End the comparison; unless ``agreed``, raise Mismatch that names what differs."""
+        exchange, self._exchange = self._exchange, None
         if agreed:
-            self._here.update(self._peers)
-            if self._notes.entered:  # of those that talked meanwhile
-                with self._channel.telling() as notes:
+            self._present.update(self._peers)
+            if self._notes.entered:  # by ranks that sent their calls, too
+                with self._channel.sending() as notes:
                     notes.forget(self._call.number)
-        elif talk is not None:
-            self._finish(talk)
+        elif exchange is not None:
+            self._finish(exchange)
 
     def gather(self, content: Any) -> dict[int, Any]:
-        """Meet, and return the small ``content`` of each peer."""
+        """Compare the calls, and return the small ``content`` of each peer."""
         contents = {self._rank: content}
-        self._finish(self._talking(contents))
+        self._finish(self._exchanging(contents))
         return {rank: content for rank, content in contents.items() if rank != self._rank}
 
-    def _finish(self, talk: Iterator[None]) -> None:
+    def _finish(self, exchange: Iterator[None]) -> None:
         self._call.waits_for = self._missing
-        for _ in talk:
+        for _ in exchange:
             self._await_senders()
 
-    def _talking(self, contents: dict[int, Any]) -> Iterator[None]:
-        """Tell this call in rounds, and gather ``contents``; yield until the senders are here."""
+    def _exchanging(self, contents: dict[int, Any]) -> Iterator[None]:
+        """Send this call in rounds, and gather ``contents``; yield while messages are missing."""
         call, notes = self._call, self._notes
         for step in self._rounds:
             self._round = step
-            self._said = json.dumps([call.name, call.arguments, contents]).encode()
-            with self._channel.telling():
-                notes.enter(step.receivers, self._own, call.number, self._said)
+            self._message = json.dumps([call.name, call.arguments, contents]).encode()
+            with self._channel.sending():
+                notes.enter(step.receivers, self._own, call.number, self._message)
             while not self._channel.until(self._senders_here, 0.0):
                 yield
             for rank in step.senders:
                 message = notes.entered.pop((rank, self._theirs, call.number))
-                self._here.update(self._known_to(rank))
+                self._present.update(self._known_to(rank))
                 if contents:
-                    told = json.loads(message)[2]
-                    contents |= {int(other): content for other, content in told.items()}
+                    received = json.loads(message)[2]
+                    contents |= {int(other): content for other, content in received.items()}
 
     def _await_senders(self) -> None:
         if not self._until(self._senders_here, self._call.deadline):
             self._time_out(self._missing())
 
     def _until(self, ready: Callable[[], bool], end: float) -> bool:
-        """Wait for messages until ``end`` at most; if it takes long, tell that this rank waits."""
+        """Wait for messages until ``end`` at most; after half of the limit, report that."""
         call, until = self._call, self._channel.until
         half = call.deadline - call.limit / 2
         until(lambda: ready() or self._is_asked(), min(end, half))
@@ -158,7 +159,7 @@ class Handshake:
         return until(ready, end)
 
     def _known_to(self, rank: int) -> list[int]:
-        """Return the ranks that have come if a message of ``rank`` has."""
+        """Return the ranks for which a message of ``rank`` speaks."""
         return overlay.span(rank, self._round.known, self._notes.size)
 
     def left(self) -> float:
@@ -166,16 +167,16 @@ class Handshake:
         return self._call.left()
 
     def check(self) -> None:
-        """Raise what has come that keeps the operation from being carried out."""
+        """Raise the error, if there is one already, that would end the operation."""
 
-        def nothing_came() -> bool:
+        def checked() -> bool:
             self._check(self._peers, self._gone())
             return True
 
-        self._channel.until(nothing_came, 0.0)
+        self._channel.until(checked, 0.0)
 
-    def carry(self, ready: Ready) -> None:
-        """Wait until the engine is done, with an eye on the messages."""
+    def wait_for(self, ready: Ready) -> None:
+        """Wait until the library is done, and read messages meanwhile."""
         self._call.waits_for = self._missing
         while True:
             try:
@@ -183,18 +184,18 @@ class Handshake:
                     return
             except RuntimeError as error:
                 self.explain(error)
-            self.look()
+            self.poll()
 
     def leave(self) -> None:
-        """Be through; a peer in a message is told."""
-        with self._channel.telling() as notes:
+        """Complete the operation; report that to the peer of a message."""
+        with self._channel.sending() as notes:
             notes.leave(self._own, self._call.number, self._peer())
 
-    def look(self) -> None:
-        """Raise what has gone wrong, or that the time is up."""
+    def poll(self) -> None:
+        """Raise the error of the operation, or Timeout at its deadline."""
         call = self._call
-        talk = self._talk if time.monotonic() > self._talks_at else None
-        if talk is None or next(talk, True):  # True: it is over
+        exchange = self._exchange if time.monotonic() > self._exchange_at else None
+        if exchange is None or next(exchange, True):  # True: it has ended
             self._channel.until(self._interrupted, 0.0)
         now = time.monotonic()
         if now > call.deadline - call.limit / 2 or self._is_asked():
@@ -203,18 +204,18 @@ class Handshake:
             self._time_out(call.waits_for())
 
     def _announce(self) -> None:
-        """Tell, once, that this rank waits: the ranks that do not are to blame."""
+        """Report once that this rank waits: those that do not are at fault."""
         if self._announced:
             return
         self._announced = True
         call, peer = self._call, self._peer()
-        with self._channel.telling() as notes:
+        with self._channel.sending() as notes:
             notes.wait(self._own, call.number, peer)
-            if peer is not None and peer not in self._here:
-                notes.remind(peer, self._own, call.number, self._said)
+            if peer is not None and peer not in self._present:
+                notes.resend(peer, self._own, call.number, self._message)
 
     def _is_asked(self) -> bool:
-        """Tell whether another rank has said that it waits, for this one or another."""
+        """Return whether another rank has reported that it waits."""
         if self._announced or self._own is not Series.COLLECTIVE:
             return False
         number = self._call.number
@@ -228,36 +229,36 @@ class Handshake:
         return self._notes.gone(self._own, self._call.number)
 
     def _absent(self) -> list[int]:
-        entered, here = self._notes.entered, set(self._here)
+        entered, present = self._notes.entered, set(self._present)
         for rank in self._round.senders:
             if (rank, self._theirs, self._call.number) in entered:
-                here.update(self._known_to(rank))
-        return [rank for rank in self._peers if rank not in here]
+                present.update(self._known_to(rank))
+        return [rank for rank in self._peers if rank not in present]
 
     def _unfinished(self) -> list[int]:
         through = self._notes.through
         return [r for r in self._peers if through.get((r, self._theirs), -1) < self._call.number]
 
     def _missing(self) -> list[int]:
-        """Return the ranks that hold up the others."""
+        """Return the ranks for which the others wait."""
         absent = self._absent()
-        return self._to_blame(absent or self._unfinished()) or absent
+        return self._at_fault(absent or self._unfinished()) or absent
 
-    def _to_blame(self, ranks: list[int]) -> list[int]:
-        """Return those of ``ranks`` that did not say that they wait, in this call or before."""
+    def _at_fault(self, ranks: list[int]) -> list[int]:
+        """Return those of ``ranks`` that have not reported that they wait."""
         through, waiting = self._notes.through, self._notes.waiting
         series = self._theirs
         return [r for r in ranks if waiting.get((r, series), -1) <= through.get((r, series), -1)]
 
     def _senders_here(self) -> bool:
         call, notes = self._call, self._notes
-        here = True
+        complete = True
         others: dict[int, str] = {}
         for rank in self._round.senders:
             message = notes.entered.get((rank, self._theirs, call.number))
             if message is None:
-                here = False
-            elif message != self._said:
+                complete = False
+            elif message != self._message:
                 name, arguments, _ = json.loads(message)
                 # The series of messages pair a send with a recv, whose names differ.
                 if arguments != call.arguments or (name != call.name and not call.peer):
@@ -265,17 +266,17 @@ class Handshake:
         if others:
             what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
             raise Mismatch(f"{self._where}: {what}", sorted(others))
-        self._check([] if here else self._absent(), self._gone())
-        return here
+        self._check([] if complete else self._absent(), self._gone())
+        return complete
 
     def _interrupted(self) -> bool:
-        # A rank that came and closed had done its part before.
+        # A rank that took part and then closed had done its share before.
         closed = self._gone().intersection(self._absent())
         self._check(self._unfinished(), self._notes.died | closed)
         return False
 
     def _check(self, needed: list[int], gone: set[int]) -> None:
-        """Raise if this rank or another failed, or if a needed one is gone."""
+        """Raise if this rank or another has failed, or if a needed one is gone."""
         failure = self._failure()
         if failure is not None:
             raise type(failure)(f"{self._where}: stopped ({failure})", failure.ranks)
@@ -287,47 +288,47 @@ class Handshake:
             raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
 
     def _check_failures(self) -> None:
-        # A peer that is through with this operation failed in a later one.
+        # A peer that has completed this operation failed in a later one.
         through = set(self._peers).difference(self._unfinished())
         failures = {r: f for r, f in self._notes.failures.items() if r not in through}
         own = f"{self._call.name}({self._call.arguments})"
-        for rank, said in failures.items():
-            kind, ranks = _SHARED.get(said.error, PeerLost), list(said.ranks) or [rank]
-            called = errors.own_call(said.reason)
+        for rank, failure in failures.items():
+            kind, ranks = _SHARED.get(failure.error, PeerLost), list(failure.ranks) or [rank]
+            called = errors.own_call(failure.reason)
             if called not in (None, own) and self._rank not in ranks and not self._call.peer:
-                # It differs from this rank too, and blames those of whom it knows.
+                # Its call differs from that of this rank, too, of which it had not heard.
                 what = errors.mismatch_text({rank: str(called)}, own)
                 raise Mismatch(f"{self._where}: {what}", [rank])
-            if self._rank in ranks:  # they gave up on this rank, or differ from it
+            if self._rank in ranks:  # They gave up on this rank, or differ from it.
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
-            what = errors.as_told(kind, said.ranks or [rank], rank, said.reason, self._rank)
+            what = errors.forwarded(kind, failure.ranks or [rank], rank, failure.reason, self._rank)
             raise kind(f"{self._where}: {what}", ranks)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise what the messages say about an error of the engine in the block."""
+        """Raise the cause, as messages know it, of an error of the library in the block."""
         try:
             yield
         except RuntimeError as error:
             self.explain(error)
 
     def explain(self, error: RuntimeError) -> NoReturn:
-        """Raise what the messages say about an engine's error, else the error itself."""
+        """Raise the cause of a library's error, as messages know it; else the error itself."""
         call = self._call
-        late = time.monotonic() > call.deadline - _SLICE  # the engine's own limit is the call's
+        late = time.monotonic() > call.deadline - _SLICE  # The library has the same limit.
         try:
             grace = _GRACE if self._channel.one_host else _GRACE_OF_HOSTS
             end = min(call.deadline, time.monotonic() + grace)
-            for _ in self._talk or ():
+            for _ in self._exchange or ():
                 if not self._channel.until(self._senders_here, end):
                     break
             if not isinstance(error, Mismatch):
                 self._channel.until(self._interrupted, end)
             if late:
-                self._time_out(self._to_blame(self._unfinished()))
+                self._time_out(self._at_fault(self._unfinished()))
         except CommunicatorError as reason:
-            raise reason from None  # the engine's error follows from it
+            raise reason from None  # The library's error follows from it.
         if isinstance(error, CommunicatorError):
             raise type(error)(f"{self._where}: {error}", error.ranks) from error
         raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error

@@ -1,9 +1,9 @@
-"""TCP connections between the neighbours of a group (`overlay`), which no stranger can join.
+"""Authenticated TCP connections between the neighbours of a group (`overlay`).
 
-Each rank listens, and tells the others where in a record. `multiprocessing.connection` frames the
-messages, and proves to each side that the other one has a key, which follows from the record and
-the job's secret; without a secret, records must travel where no stranger reads them. Only bytes
-travel: nothing is ever unpickled.
+Each rank listens, and publishes its address in a record. `multiprocessing.connection` frames the
+messages and proves to each side that the other has a key, made of the record and the job's secret.
+Without a secret, no stranger may be able to read the records. Only bytes are received: nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from tagi_ddp.communicators.operation_queue import started
 
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")
-_ATTEMPT = 3.0  # seconds for one address, which a firewall may swallow
-# What a rank has begun to send or take is small, so only a stopped one waits.
-_LIMIT = 10.0  # seconds
-# A host whose kernel does not answer for so long is gone; that of a stopped process does answer.
-SILENCE = 20  # seconds
-# What strangers cause: silence, an early end, nonsense, a wrong secret.
+_ATTEMPT = 3.0  # seconds to connect to one address, of which a firewall may drop packets
+_LIMIT = 10.0  # seconds of one read or write: messages are small, so only a stopped rank is slow
+# Seconds after which a host is gone whose kernel is silent; it answers for a stopped process.
+SILENCE = 20
+# The errors that strangers cause by silence, an early end, foreign bytes or a wrong secret.
 _REFUSED = (OSError, EOFError, AssertionError, AuthenticationError, ValueError, struct.error)
 
 
 class Record(TypedDict):
-    """What a rank must know of another one to call it."""
+    """The addresses of a rank, and the public part of its key."""
 
     host: str
     addresses: list[str]
@@ -49,41 +48,41 @@ class Record(TypedDict):
 
 
 class Listener:
-    """A rank's open port, for the time that the others need to connect to it.
+    """The open port of a rank while the others connect to it.
 
     Args:
-        secret: the job's, where strangers may read records; b"" where they cannot.
-        one_host: whether all ranks are on this host: nobody else can connect.
-        port: where to listen; 0: where there is room.
-        nonce: what a key differs by from others of the same secret; "": a random one.
+        secret: the job's, if strangers may read records; else b"".
+        one_host: all ranks are on this host; only its loopback interface listens.
+        port: the port to listen on; 0: any free one.
+        nonce: distinguishes keys of the same secret; "": a random one.
     """
 
     def __init__(
         self, secret: bytes = b"", one_host: bool = False, port: int = 0, nonce: str = ""
     ) -> None:
-        """Listen on every interface of this host, or on its loopback interface alone."""
+        """Listen on all interfaces of this host, or on the loopback interface alone."""
         self._server = _open_port(one_host, port)
         self._secret = secret
         nonce = nonce or secrets.token_hex(32)
         self._key = _key(secret, nonce)
-        self._admitted: dict[int, Connection] = {}
+        self._accepted: dict[int, Connection] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._door = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
         port = self._server.getsockname()[1]
         addresses = [] if one_host else _addresses()
         record = Record(host=host_id(), addresses=addresses, port=port, nonce=nonce)
         self.record = json.dumps(record).encode()
-        """What the other ranks must know."""
+        """The record of this rank, which the others need."""
 
     def close(self) -> None:
-        """Close the port; guests that come later, or are not done, stay outside."""
+        """Close the port; callers that are not accepted yet are refused."""
         with self._changed:
             self._closed = True
-        if self._door.is_alive():
+        if self._acceptor.is_alive():
             with contextlib.suppress(OSError):
-                self._server.shutdown(socket.SHUT_RDWR)  # wakes it
-            self._door.join()
+                self._server.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
+            self._acceptor.join()
         self._server.close()
 
     def connect(
@@ -97,7 +96,7 @@ class Listener:
         others = neighbours(rank, len(records))
         above = {r for r in others if r > rank}
         if above:
-            started(self._door)
+            started(self._acceptor)
         called = {
             r: call(rank, json.loads(records[r]), self._secret, deadline)
             for r in others
@@ -107,31 +106,31 @@ class Listener:
         found |= self._await(above, deadline)
         return found, [r for r in others if r not in found]
 
-    def admit(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
-        """Return the connections of those of ``ranks`` that have called when time is up."""
-        if not self._door.is_alive():
-            started(self._door)
+    def accept(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
+        """Return the connections of the ``ranks`` that have called before the deadline."""
+        if not self._acceptor.is_alive():
+            started(self._acceptor)
         return self._await(ranks, deadline)
 
     def _await(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
         with self._changed:
             left = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: ranks <= self._admitted.keys(), left)
-            found, self._admitted = self._admitted, {}
+            self._changed.wait_for(lambda: ranks <= self._accepted.keys(), left)
+            found, self._accepted = self._accepted, {}
         return found
 
     def _accept(self) -> None:
-        """Give each guest a thread until the port closes: a silent one holds up no other."""
+        """Give each caller a thread until the port closes: a silent one delays no other."""
         while not self._closed:
             try:
-                guest, _ = self._server.accept()
-                threading.Thread(target=self._admit, args=(guest,), daemon=True).start()
-            except (OSError, RuntimeError):  # it is gone, or there is no room for it now
+                caller, _ = self._server.accept()
+                threading.Thread(target=self._authenticate, args=(caller,), daemon=True).start()
+            except (OSError, RuntimeError):  # It is gone, or the system has no thread left now.
                 time.sleep(0.01)
 
-    def _admit(self, guest: socket.socket) -> None:
-        """Let a guest in that has the secret, as the rank that it says it is."""
-        connection = _connection(guest, _LIMIT)
+    def _authenticate(self, caller: socket.socket) -> None:
+        """Accept a caller that has the secret as the rank whose number it sends."""
+        connection = _connection(caller, _LIMIT)
         try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
@@ -140,13 +139,13 @@ class Listener:
             connection.close()
             return
         with self._changed:
-            if not self._closed:  # the later of two connections is the one that the rank uses
-                self._admitted[rank] = connection
+            if not self._closed:  # A rank that calls twice uses the later connection.
+                self._accepted[rank] = connection
                 self._changed.notify_all()
 
 
 def _key(secret: bytes, nonce: str) -> bytes:
-    """Return what a rank and those that call it prove that they have."""
+    """Return the key of a rank, which it and its callers prove to have."""
     return hmac.digest(secret, nonce.encode(), "sha256")
 
 
@@ -177,11 +176,11 @@ def _introduce(rank: int, address: tuple[str, int], key: bytes, limit: float) ->
     return connection
 
 
-# What a socket can do and a connection cannot.
+# Socket options of connections.
 
 
 def _connection(connected: socket.socket, limit: float) -> Connection:
-    """Take over a socket; no read or write of it takes longer than ``limit`` seconds."""
+    """Take over a socket; no read or write takes longer than ``limit`` seconds."""
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -200,7 +199,7 @@ def _socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 
 def set_limit(connection: Connection, seconds: float) -> None:
-    """Let no single read or write take longer; it then raises an OSError."""
+    """Limit the time of a single read or write, which then raises OSError."""
     limit = struct.pack("ll", *divmod(max(1, round(seconds * 1e6)), 1_000_000))
     with _socket_of(connection) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -208,7 +207,7 @@ def set_limit(connection: Connection, seconds: float) -> None:
 
 
 def cut(connection: Connection) -> None:
-    """End a connection for both sides, whose readers find the end."""
+    """End a connection for both sides: the next reads find the end."""
     with contextlib.suppress(OSError), _socket_of(connection) as same:
         same.shutdown(socket.SHUT_RDWR)
 
@@ -225,9 +224,9 @@ def own_address(connections: Iterable[Connection]) -> str:
 
 
 def best_address(addresses: Iterable[str]) -> str:
-    """Return the one of a host's addresses that its ranks use.
+    """Return the address that all ranks of a host use.
 
-    All ranks choose alike: an engine may not connect addresses of two families.
+    All choose the same one: a library may not connect addresses of two families.
     """
 
     def preference(text: str) -> tuple[bool, int, str]:
@@ -255,7 +254,7 @@ def _open_port(one_host: bool, port: int) -> socket.socket:
 
 
 def host_id() -> str:
-    """Return what tells this host from others, and a container from its host's network."""
+    """Return an identifier of this host, or of a container with a network of its own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -269,7 +268,7 @@ def chosen_interfaces() -> list[str]:
 
 
 def _addresses() -> list[str]:
-    """Return this host's addresses that other hosts may reach, those of IPv4 first.
+    """Return the addresses at which other hosts may reach this one, those of IPv4 first.
 
     GLOO_SOCKET_IFNAME restricts them.
     """
@@ -282,7 +281,7 @@ def _ipv4_addresses(interfaces: Iterable[str]) -> Iterator[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in interfaces:
             request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an address
+            with contextlib.suppress(OSError):  # This interface has no address.
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 address = ip_address(answer[20:24])
                 if not address.is_loopback:
@@ -290,7 +289,7 @@ def _ipv4_addresses(interfaces: Iterable[str]) -> Iterator[str]:
 
 
 def _ipv6_addresses(interfaces: Sequence[str]) -> Iterator[str]:
-    """Leave out those of one link, which mean nothing on another host."""
+    """Yield global addresses: those of a link have no meaning on another host."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()

@@ -1,9 +1,9 @@
-"""Which ranks talk to which: few enough that a thousand ranks have 28 connections each.
+"""The connections between ranks: each of a thousand ranks has 28.
 
 Rank r sends to r + j * 4^i, modulo the number of ranks, for j = 1, 2, 3 and every i (dissemination:
-Hensgen, Finkel and Manber 1988, with four for two). So all ranks know of all others after log4 of
-their number rounds, any rank reaches any other one in as many steps, and no few ranks that are gone
-cut the others off from each other. Up to eight ranks all are neighbours.
+Hensgen, Finkel and Manber 1988, in radix 4). All ranks know of all others after log4(ranks) rounds,
+and a message reaches any rank in as many steps. The loss of a few ranks does not disconnect the
+others. Up to eight ranks, all are neighbours.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _RADIX = 4
 
 @dataclass(frozen=True)
 class Round:
-    """Whom a rank tells what it knows, and who tells it, when it knows of ``known`` ranks.
+    """One exchange of a rank with some neighbours.
 
-    These are itself and those before it, as those of each one in ``senders`` are.
+    It knows of ``known`` ranks by then: itself and those before it. So does each of ``senders``.
     """
 
     known: int
@@ -49,7 +49,7 @@ def span(rank: int, known: int, size: int) -> list[int]:
 
 
 def children(rank: int, origin: int, size: int) -> list[int]:
-    """Return to whom ``rank`` passes on what ``origin`` tells all, so that all get it once."""
+    """Return the ranks to which ``rank`` forwards a broadcast of ``origin``: all get it once."""
     distance = (rank - origin) % size
     return [
         (rank + many * step) % size
@@ -62,7 +62,7 @@ def children(rank: int, origin: int, size: int) -> list[int]:
 def next_hop(
     rank: int, target: int, size: int, gone: Collection[int], backwards: bool = False
 ) -> int | None:
-    """Return the neighbour that is not ``gone`` and nearest to ``target`` on this way, if any."""
+    """Return the neighbour nearest to ``target`` in this direction that is not ``gone``, if any."""
     sign = -1 if backwards else 1
     left = sign * (target - rank) % size
     steps = [

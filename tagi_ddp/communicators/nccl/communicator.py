@@ -72,7 +72,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         engine = self._connect(handshake, "all", self.rank, self.size, minimal=True)
         with handshake.explaining():
             engine.make_blocking()
-        handshake.carry(engine.ready)
+        handshake.wait_for(engine.ready)
         self._helper.start()
 
     # Several operations as one, and objects of the host.
@@ -204,8 +204,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
     ) -> None:
         with handshake.explaining():
             operation = engine.group(data.stream, enqueue)
-        handshake.carry(operation.enqueued)
-        handshake.carry(operation.complete)
+        handshake.wait_for(operation.enqueued)
+        handshake.wait_for(operation.complete)
 
     def _part(self, call: Call, members: Members) -> NcclCommunicator:
         part = NcclCommunicator(
@@ -238,15 +238,15 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         key, channel, values = f"nccl {name}", self._channel, self._channel.notes.values
         with handshake.explaining():
             if rank == 0:
-                with channel.telling() as notes:
+                with channel.sending() as notes:
                     notes.keep(key, self._nccl.unique_id())
-        handshake.carry(
+        handshake.wait_for(
             lambda seconds: channel.until(lambda: key in values, time.monotonic() + seconds)
         )
         with handshake.explaining():
             engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key], minimal)
         self._engines[name] = engine
-        handshake.carry(engine.ready)
+        handshake.wait_for(engine.ready)
         return engine
 
     def _submit(
@@ -327,13 +327,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with self._looking:
             if (beginning := self._beginning) is not None:
                 try:
-                    beginning.look()
+                    beginning.poll()
                 except CommunicatorError as error:
                     self._fail(error, what_happened(error))  # and NCCL's call ends
                     raise
             while self._pending and self._pending[0].poll():
                 self._completed = self._pending.popleft().number
-        with self._channel.telling() as notes:
+        with self._channel.sending() as notes:
             notes.leave(Series.COLLECTIVE, self._completed)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:

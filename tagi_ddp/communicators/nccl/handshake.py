@@ -32,7 +32,7 @@ class StreamHandshake(Handshake):
         its operations, if they are few.
         """
         call, size = self._call, len(self._peers) + 1
-        call.waits_for = lambda: self._to_blame(self._unfinished())
+        call.waits_for = lambda: self._at_fault(self._unfinished())
         few = size <= _FEW
         after = self._peers if few else [(self._rank + 1) % size]
         before = self._peers if few else [(self._rank - 1) % size]
@@ -46,7 +46,7 @@ class StreamHandshake(Handshake):
         if not self._peers:
             self._interrupted()
             return
-        with self._channel.telling(most_held=0 if awaited else _HELD) as notes:
+        with self._channel.sending(most_held=0 if awaited else _HELD) as notes:
             for rank, text in messages.items():
                 notes.enter([rank], self._own, call.number, contents[text])
         self._channel.glance(self._interrupted)
@@ -71,7 +71,7 @@ class StreamHandshake(Handshake):
                     call.deadline = time.monotonic() + call.limit
             except RuntimeError as error:
                 self.explain(error)
-            self.look()
+            self.poll()
             if time.monotonic() > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)

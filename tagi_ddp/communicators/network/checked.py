@@ -82,19 +82,19 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     def _send(self, call: Call, data: E, dst: int) -> None:
         handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
-        handshake.meet()
+        handshake.compare()
         self._engine_send(handshake, data, dst)
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
         handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
-        handshake.meet()
+        handshake.compare()
         self._engine_recv(handshake, data, src)
         handshake.leave()
 
     def _barrier(self, call: Call) -> None:
         handshake = self._handshake(call)
-        handshake.meet()
+        handshake.compare()
         handshake.leave()
 
     def _split(self, call: Call, color: int | None, key: int) -> Communicator | None:
@@ -148,8 +148,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     def _leave(self) -> None:
         # The others may still be reading what this rank's engine sent.
-        with self._channel.telling() as notes:
-            notes.settle(self._copied)
+        with self._channel.sending() as notes:
+            notes.acknowledge(self._copied)
         self._channel.until(self._all_through, time.monotonic() + self.timeout)
         clean = self._failure is None and not notes.failures
         self._engine_close(clean)
@@ -160,7 +160,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         notes = self._channel.notes
         if self._failure is not None or notes.failures or notes.died:
             return True
-        return notes.settled >= self._copied and all(
+        return notes.acknowledged >= self._copied and all(
             notes.through.get((rank, Series.RECV), 0) >= sent
             for rank, sent in self._sent.items()
             if rank not in notes.closed
@@ -234,7 +234,7 @@ def opened(communicator: W, open_engine: Callable[[W, Call], None], call: Call) 
     try:
         open_engine(communicator, call)
         handshake = communicator._handshake(replace(call, number=0))
-        handshake.meet()
+        handshake.compare()
         handshake.leave()
     except BaseException as error:
         communicator.abort(f"init ended in {error!r}")

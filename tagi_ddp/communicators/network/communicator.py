@@ -92,7 +92,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
                 total[...] = source.array
         if total.size:
             encoded, decode = encode(total, op, self.library.reducible)
-            handshake.carry(self.library.all_reduce(encoded, op, call.left()))
+            handshake.wait_for(self.library.all_reduce(encoded, op, call.left()))
             if encoded is not total:
                 total[...] = decode(encoded)
             same_nan(total)
@@ -120,7 +120,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             given, came = np.concatenate(pieces), rows.reshape(-1)
             received = [own.size] * self.size
             exchange = self.library.all_to_all
-            handshake.carry(exchange(given, came, sent, received, max(sent), call.left()))
+            handshake.wait_for(exchange(given, came, sent, received, max(sent), call.left()))
             out = target.array[begin : begin + step]
             reduce_rows(list(rows), source.dtype, op, out, self.size)
         self._done(handshake, call)
@@ -128,7 +128,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
         handshake = self._enter(call)
         if data.count:
-            handshake.carry(self.library.broadcast(data.array, root, call.left()))
+            handshake.wait_for(self.library.broadcast(data.array, root, call.left()))
         self._done(handshake, call)
 
     def _all_gather(
@@ -141,7 +141,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             return
         handshake = self._enter(call)
         if target.count:
-            handshake.carry(
+            handshake.wait_for(
                 self.library.all_gather(source.array, target.array, counts, call.left())
             )
         self._done(handshake, call)
@@ -166,7 +166,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
                         [rank for rank in (a, b) if rank != self.rank],
                     )
         if most := max(max(sends) for sends, _ in tables.values()):
-            handshake.carry(
+            handshake.wait_for(
                 self.library.all_to_all(
                     source.array, target.array, sent, received, most, call.left()
                 )
@@ -175,11 +175,11 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
 
     def _engine_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
         if data.count:
-            handshake.carry(self.library.send(data.array, dst, handshake.left()))
+            handshake.wait_for(self.library.send(data.array, dst, handshake.left()))
 
     def _engine_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
         if data.count:
-            handshake.carry(self.library.recv(data.array, src, handshake.left()))
+            handshake.wait_for(self.library.recv(data.array, src, handshake.left()))
 
     def _part(self, call: Call, members: Members) -> Communicator:
         return self._part_of(self, call, members)
@@ -187,14 +187,14 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake for ``call`` once all ranks have made the same call."""
         handshake = self._handshake(call)
-        handshake.meet(self.library.compare(handshake.digest)[0])
+        handshake.compare(self.library.compare(handshake.digest)[0])
         return handshake
 
     def _gather_few(self, call: Call, array: np.ndarray, most: int) -> list[np.ndarray]:
         """Return ``most`` elements of each rank, of few bytes, in one step with the comparison."""
         handshake = self._handshake(call)
         ready, rows = self.library.compare(handshake.digest, array.view(np.uint8))
-        handshake.meet(ready)
+        handshake.compare(ready)
         self._done(handshake, call)
         return [row[: most * array.itemsize].view(array.dtype) for row in rows]
 

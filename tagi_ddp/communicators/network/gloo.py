@@ -230,7 +230,7 @@ class _ChannelStore(c10d.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else value
-        with self._channel.telling() as notes:
+        with self._channel.sending() as notes:
             notes.keep(key, content)
 
     def get(self, key: str) -> bytes:

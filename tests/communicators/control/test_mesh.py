@@ -104,7 +104,7 @@ def test_a_port_with_another_secret_is_no_rank(listeners: list[Listener]) -> Non
     one, two, impostor = listeners
     record = {**json.loads(one.record), "port": json.loads(impostor.record)["port"]}
     records = [json.dumps(record).encode(), two.record]
-    impostor._door.start()
+    impostor._acceptor.start()
     assert two.connect(1, records, time.monotonic() + 0.5) == ({}, [0])
 
 
@@ -119,21 +119,21 @@ def test_a_rank_may_call_again(listeners: list[Listener]) -> None:
     """A rank that gave up on a slow answer is the one of its later connection."""
     one, two, _ = listeners
     key = mesh._key(b"", json.loads(one.record)["nonce"])
-    one._door.start()
+    one._acceptor.start()
     guest = Connection(call(one).detach())
     answer_challenge(guest, key)
     deliver_challenge(guest, key)
     guest.send_bytes(struct.pack("!I", 1))
     with one._changed:
-        assert one._changed.wait_for(lambda: 1 in one._admitted, 10)
-        first = one._admitted[1]
+        assert one._changed.wait_for(lambda: 1 in one._accepted, 10)
+        first = one._accepted[1]
     records = [one.record, two.record]
     found, missing = two.connect(1, records, time.monotonic() + 10)
     assert missing == []
     with one._changed:
-        assert one._changed.wait_for(lambda: one._admitted[1] is not first, 10)
+        assert one._changed.wait_for(lambda: one._accepted[1] is not first, 10)
     found[0].send_bytes(b"hello")
-    assert one._admitted[1].recv_bytes() == b"hello"
+    assert one._accepted[1].recv_bytes() == b"hello"
 
 
 def test_missing_ranks_are_named(listeners: list[Listener]) -> None:
@@ -195,7 +195,7 @@ Channels = tuple[ControlChannel, ControlChannel]
 
 
 def enter(channel: ControlChannel, number: int, content: bytes = b"") -> None:
-    with channel.telling() as notes:
+    with channel.sending() as notes:
         notes.enter([1], Series.COLLECTIVE, number, content)
 
 
@@ -206,7 +206,7 @@ def test_messages(channels: Channels) -> None:
     large.start()  # what both have in their buffers is less
     assert two.until(lambda: bool(two.notes.entered), soon)
     large.join()
-    with one.telling() as notes:
+    with one.sending() as notes:
         notes.keep("key", b"value")
     one.fail(Failure("Timeout", (1,), "tired"))
     assert two.until(lambda: bool(two.notes.failures), soon)
@@ -236,19 +236,19 @@ def test_messages_are_passed_on_by_who_does_not_wait() -> None:
         for channel in channels:
             stack.callback(channel.close)
         assert 5 not in channels[0]._connections
-        with channels[0].telling() as notes:
+        with channels[0].sending() as notes:
             notes.enter([5], Series.SEND, 1, b"here")
         notes = channels[5].notes
         assert channels[5].until(lambda: bool(notes.entered), time.monotonic() + 10)
         assert notes.entered == {(0, Series.SEND, 1): b"here"}
-        with channels[5].telling() as notes:
+        with channels[5].sending() as notes:
             notes.leave(Series.COLLECTIVE, 3)
-            notes.settle(3)
-        assert channels[5].until(lambda: notes.settled == -1, 0.0), "the others are not through"
+            notes.acknowledge(3)
+        assert channels[5].until(lambda: notes.acknowledged == -1, 0.0), "the others are not through"
         for channel in channels:
-            with channel.telling() as each:
+            with channel.sending() as each:
                 each.leave(Series.COLLECTIVE, 3)
-        assert channels[5].until(lambda: notes.settled == 3, time.monotonic() + 10)
+        assert channels[5].until(lambda: notes.acknowledged == 3, time.monotonic() + 10)
 
 
 def test_all_that_has_come_is_read_at_first(channels: Channels) -> None:
@@ -279,7 +279,7 @@ def test_a_message_in_pieces(channels: Channels) -> None:
 def test_messages_that_are_sent_together(channels: Channels) -> None:
     one, two = channels
     for number in range(3):
-        with one.telling(most_held=2) as notes:
+        with one.sending(most_held=2) as notes:
             notes.enter([1], Series.COLLECTIVE, number, bytes(number))
         assert bool(notes.outbox) is (number < 2)
     came = two.notes.entered

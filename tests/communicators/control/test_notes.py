@@ -151,10 +151,10 @@ def test_all_meet(size: int, seed: int) -> None:
         meeting.run()
         assert meeting.everyone()
     assert not any(notes.entered for notes in network.ranks)
-    assert {notes.settled for notes in network.ranks} == {-1}
-    network.ranks[0].settle(2)
+    assert {notes.acknowledged for notes in network.ranks} == {-1}
+    network.ranks[0].acknowledge(2)
     network.run()
-    assert {notes.settled for notes in network.ranks} == {2}
+    assert {notes.acknowledged for notes in network.ranks} == {2}
 
 
 @settings(max_examples=20)
@@ -222,7 +222,7 @@ def test_a_message_that_is_stuck_comes_another_way() -> None:
     network.ranks[0].enter([37], Series.SEND, 1, b"here")
     network.run()
     assert not network.ranks[37].entered
-    network.ranks[0].remind(37, Series.SEND, 1, b"here")
+    network.ranks[0].resend(37, Series.SEND, 1, b"here")
     network.run()
     assert network.ranks[37].entered
 
