@@ -1,10 +1,10 @@
 """Activations: functions of each element's Gaussian.
 
-An activation has no backward of its own: the layer above it carries innovations through its
+An activation has no backward of its own: the layer after it multiplies innovations by its
 jacobian. The linearized ones follow Goulet, Nguyen, Amiri, Tractable approximate Gaussian inference
-for Bayesian neural networks, JMLR 22 (2021); the mixtures are the moments of a piecewise linear
-function of a Gaussian, computed in the engine's order, since its rounding errors are what most of a
-small variance consists of.
+for Bayesian neural networks, JMLR 22 (2021). The mixtures are the moments of a piecewise linear
+function of a Gaussian. They are computed in the engine's order of operations, because most of a
+small variance is rounding error.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torch import Tensor
 from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.states import Deltas, Dense, Rectified, States
 
-#: The least mean and variance of mixtures. 0-dim, so that it goes with tensors of any device.
+#: The least mean and variance of mixtures. It is 0-dim, as that works with any device's tensors.
 LEAST = torch.tensor(1e-6)
 
-_LEAKY_SLOPE = 0.1  # the engine has no other
+_LEAKY_SLOPE = 0.1  # The engine has no other slope.
 
-# Multiplies its first argument by the derivative at an output, into ``out``.
+# The function multiplies its first argument by the derivative at an output, into its third.
 _Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Activation(Layer):
-    """A layer without parameters whose jacobian travels with its output."""
+    """A layer without parameters whose output includes its jacobian."""
 
-    #: Whether forward may overwrite its input, which nobody else needs.
+    #: True if forward may overwrite its input, which no other layer needs.
     in_place = False
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Return the innovation as it is: it has been carried through already."""
+        """Return the innovation as it is: the layer after it has applied the jacobian already."""
         return deltas
 
 
 class ReLU(Activation):
-    """max(0, z): means and variances of negative means become 0."""
+    """max(0, z): a negative mean and its variance become 0."""
 
     keeps_output = True
 
     def forward(self, states: States, training: bool) -> States:
-        """Rectify, unless the layer before has."""
+        """Rectify, unless the layer before has done it."""
         mean, variance = states.mean, states.variance
         if isinstance(states.jacobian, Rectified) and states.jacobian.output is mean:
             return states
@@ -66,7 +66,7 @@ def _where_positive(mean: Tensor, variance: Tensor | None, in_place: bool) -> Te
 
 @dataclass(slots=True)
 class _OfOutput:
-    """A derivative that is a function of the activation's output; not stored."""
+    """A derivative that is a function of the activation's output. It is not stored."""
 
     output: Tensor
     multiply: _Multiply
@@ -90,7 +90,7 @@ class _OfOutput:
 
 
 class _Linearized(Activation):
-    """f(z) at the mean; variance by the square of the derivative, which the output tells."""
+    """f(z) at the mean; the variance is multiplied by the square of the derivative there."""
 
     keeps_output = True
     _function: Callable[..., Tensor]
@@ -144,14 +144,14 @@ class Tanh(_Linearized):
 
 
 class LeakyReLU(_Linearized):
-    """z, or a tenth of it where it is negative."""
+    """z, or a tenth of it if it is negative."""
 
     _function = staticmethod(_leaky)
     _multiply = staticmethod(_by_leaky)
 
 
 class Softplus(Activation):
-    """log(1 + exp(z)), linearized; overflows and cancels where the engine's does."""
+    """log(1 + exp(z)), linearized. It overflows and cancels as the engine's does."""
 
     def forward(self, states: States, training: bool) -> States:
         """Apply the function."""
@@ -192,11 +192,11 @@ class MixtureSigmoid(Activation):
 
 
 class EvenExp(Activation):
-    """Elements alternate: one stays as it is, the next becomes exp(z), log-normal.
+    """Every second element becomes exp(z), log-normal; the others stay as they are.
 
-    They are counted through the batch, so an odd number of outputs swaps them in every other
-    sample, as in the engine. Those that stay keep the jacobian that they came with; that of the
-    others is the covariance of z and exp(z), not divided by the variance: as the engine has it.
+    As in the engine, elements are counted through the batch, so an odd number of outputs swaps
+    them in every other sample. The elements that stay keep their jacobian. The jacobian of the
+    others is the covariance of z and exp(z), not divided by the variance, also as in the engine.
     """
 
     def forward(self, states: States, training: bool) -> States:
@@ -234,9 +234,9 @@ def _clipped_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Te
     output = (above * cdf_l).add_(below * cdf_u)
     output.add_((density_l - density_u).mul_(deviation)).sub_(mean)
     square = mean * mean
-    rest = variance - square
-    moment = torch.sub(rest, mean, alpha=2).sub_(1).mul_(cdf_l)
-    moment.add_(rest.add_(mean, alpha=2).sub_(1).mul_(cdf_u))
+    difference = variance - square
+    moment = torch.sub(difference, mean, alpha=2).sub_(1).mul_(cdf_l)
+    moment.add_(difference.add_(mean, alpha=2).sub_(1).mul_(cdf_u))
     moment.add_(below.mul_(density_u).sub_(above.mul_(density_l)).mul_(deviation))
     moment.sub_(output * output).add_(output * mean, alpha=2)
     moment.add_(square).sub_(variance).add_(2)
@@ -244,12 +244,12 @@ def _clipped_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _normal(quantile: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the standard normal's density and distribution; overwrites its argument."""
+    """Return the standard normal's density and distribution; overwrite the argument."""
     distribution = quantile.mul(-math.sqrt(0.5)).erfc_().mul_(0.5)
     density = quantile.mul_(quantile).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
     return density, distribution
 
 
 def _at_least(tensor: Tensor) -> Tensor:
-    """Replace what is less than `LEAST`, or not a number, as it is of exact zeros."""
+    """Raise elements to `LEAST` in place, also NaN, which is the result of exact zeros."""
     return torch.fmax(tensor, LEAST, out=tensor)

@@ -1,4 +1,4 @@
-"""Blocks: layers in a row, and residual blocks around them."""
+"""Blocks: chains of layers, and residual blocks around them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tagi_ddp.compute.states import Deltas, Jacobian, States, scale
 
 
 class Chain(Layer):
-    """Layers in a row: a whole network, or what is in a block."""
+    """Consecutive layers: a whole network, or the inside of a block."""
 
     def __init__(self, handle: Any, layers: Sequence[Layer]) -> None:
         super().__init__(handle)
@@ -33,22 +33,22 @@ class Chain(Layer):
         return [part for layer in self.layers for part in layer.parts()]
 
     def forward(self, states: States, training: bool) -> States:
-        """Call one after the other."""
+        """Call each layer in turn."""
         for layer in self.layers:
             states = layer.forward(states, training)
         return states
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Call one after the other, the last one first."""
+        """Call each layer in turn, the last one first."""
         for layer in self.layers[:0:-1]:
             deltas = layer.backward(deltas, True)
         return self.layers[0].backward(deltas, to_input)
 
 
 class LayerBlock(Chain):
-    """The engine's chain, which passes a layer that is alone in it by in backward.
+    """The engine's chain, whose backward skips a layer that is alone in it.
 
-    That layer's parameters get no deltas: theirs stay as they are.
+    The parameters of such a layer keep their deltas.
     """
 
     def forward(self, states: States, training: bool) -> States:
@@ -56,23 +56,23 @@ class LayerBlock(Chain):
         return super().forward(states, training)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Call one after the other, the last one first; hand on as it is what a single one gets."""
+        """Call each layer in turn, the last one first; leave the innovation of a single one."""
         if len(self.layers) > 1:
             return super().backward(deltas, to_input)
-        # The engine takes the output's buffer for the input's, whatever the sizes.
+        # The engine uses the output's buffer as the input's, even if the sizes differ.
         shape = self._input
         return Deltas(_resized(deltas.mean, shape), _resized(deltas.variance, shape))
 
 
 class ResNetBlock(Layer):
-    """A main block plus a shortcut, a layer or nothing: z = main(a) + shortcut(a).
+    """A main block plus a shortcut, which may be a layer: z = main(a) + shortcut(a).
 
-    The two are taken as independent. The jacobian of an activation at their end is lost, as in
-    the engine.
+    The two are treated as independent. As in the engine, the jacobian of an activation at the end
+    of a branch is dropped.
     """
 
     def __init__(self, handle: Any, main: Layer, shortcut: Layer | None) -> None:
-        """Take both branches; ``shortcut`` None is the identity."""
+        """Store both branches; ``shortcut`` None is the identity."""
         super().__init__(handle)
         self._main, self._shortcut = main, shortcut
         self._jacobian: Jacobian | None = None
@@ -96,7 +96,7 @@ class ResNetBlock(Layer):
         return States(mean, variance)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Give both branches the innovation; add what they return."""
+        """Propagate the innovation through both branches, and add their results."""
         copy = Deltas(deltas.mean.clone(), deltas.variance.clone())
         below = self._main.backward(deltas, to_input)
         if self._shortcut is None:
@@ -117,6 +117,6 @@ def _sum(a: Tensor, b: Tensor, in_place: bool) -> Tensor:
 
 
 def _resized(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Return the first elements in another shape, zeros after the last."""
+    """Return the tensor in another shape, cut or padded with zeros at its end."""
     flat = tensor.reshape(-1)
     return torch.nn.functional.pad(flat, (0, shape.numel() - flat.numel())).view(shape)

@@ -1,4 +1,4 @@
-"""The faster of the backend's kernels and torch's, for each batch anew."""
+"""The choice, for each batch, of the faster of the backend's kernels and torch's."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tagi_ddp.compute.on_native import NativeCompute
 
 
 class ComputeByBatch:
-    """Who computes which batch, by `Work`; torch is imported when a batch needs it.
+    """The choice of a compute for each batch, by `Work`.
 
-    What layers carry from step to step goes with the network from one to the other.
+    A compute that takes over continues from the states that layers keep between steps.
     """
 
     def __init__(
         self, model: Any, natively: NativeCompute, make_other: Callable[[], Compute]
     ) -> None:
-        """Choose between ``natively`` and what ``make_other`` makes: torch."""
+        """Choose between ``natively`` and torch, which ``make_other`` makes when it is needed."""
         self._work = Work(model._cpp_backend.layers, natively.replica)
         self.natively = natively
         self._make_other = make_other
         self._other: Compute | None = None
         self._threads: int | None = None
-        #: who computed the last batch
+        #: the compute of the last batch
         self.now: Compute = natively
         self._kept: tuple[Compute, int | None] = natively, None
-        self.batch: int | None = None  # samples of the last one; 0 if they came as tensors
-        self.size = -1  # of the last inputs in an array: of as many, all is as before
+        self.batch: int | None = None  # samples of the last batch; 0 if the inputs were tensors
+        self.size = -1  # elements of the last inputs in an array; as many have the same compute
 
     def __call__(self, mean: Any) -> Compute:
-        """Return who computes these inputs: of tensors, torch."""
+        """Return the compute for these inputs; for tensors it is torch."""
         batch = 0
         self.size = -1
         if isinstance(mean, np.ndarray):
@@ -43,7 +43,7 @@ class ComputeByBatch:
         return self.choose(batch)
 
     def choose(self, batch: int) -> Compute:
-        """Return who computes a batch of so many samples; 0: they come as tensors."""
+        """Return the compute for ``batch`` samples; 0 if the inputs are tensors."""
         if batch == self.batch:
             return self.now
         self.batch = batch
@@ -60,22 +60,22 @@ class ComputeByBatch:
         self.now.keep()
 
     def restore(self) -> None:
-        """Do what `Compute.restore` does; ``now`` is who computed when `keep` was called."""
+        """Do what `Compute.restore` does; ``now`` is the compute at the time of `keep`."""
         self.now, self.batch = self._kept
         self.size = -1
         self.natively.sizes.clear()
         self.now.restore()
 
     def restore_if(self, refused: Any) -> bool:
-        """Return False: the host restores."""
+        """Return False: only the host can restore."""
         return False
 
     def may_need_torch(self, batch: int) -> bool:
-        """Tell whether torch computes batches of up to so many samples."""
+        """Return whether torch computes batches of up to ``batch`` samples."""
         return not self._work.is_native(batch)
 
     def set_threads(self, count: int) -> None:
-        """Use so many where torch computes; the backend's kernels use one."""
+        """Set the threads that torch uses; the backend's kernels use one."""
         self._threads = count
         if self._other is not None:
             self._other.set_threads(count)

@@ -1,4 +1,4 @@
-"""Who runs a replica's forward and backward: the engine's kernels, the backend's, or torch's."""
+"""The choice of a replica's compute: the engine's kernels, the backend's, or torch's."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger("tagi_ddp")
 def choose(
     model: Any, replica: Replica, choice: Choice, device: str, precision: Precision
 ) -> Choice:
-    """Return who computes ``model``; "auto": by the size of a batch, natively or by torch.
+    """Return the compute for ``model``; "auto": native or torch, by the size of each batch.
 
-    "auto" takes what can be had of these two, and the engine, with a warning that says why, where
-    neither knows every layer. Raises ValueError when what is asked for cannot be had.
+    If only one of the two has kernels for every layer, "auto" returns that one; if neither has,
+    "engine", with a warning that says why. Raises ValueError if ``choice`` is not available.
     """
     if choice not in get_args(Choice):
         raise ValueError(f'compute is {choice!r}; use "auto", "engine", "native" or "torch"')
@@ -68,9 +68,9 @@ def choose(
     return "engine"
 
 
-@functools.cache  # once for a process
+@functools.cache  # Each text is logged once in a process.
 def _note(text: str) -> None:
-    """Log what is nothing wrong with the script: as a warning it could be made an error."""
+    """Log a text that is no fault of the script: a warning could be turned into an error."""
     log.warning("%s", text)
 
 
@@ -85,12 +85,12 @@ def _check_device(device: str) -> None:
 
 
 def _why_engine(model: Any) -> str | None:
-    """Return which of the methods that only the engine's compute calls is the user's own."""
+    """Return the reason if the model overrides a method that only the engine's compute calls."""
     from pytagi.nn import Sequential
 
     for name in ("forward", "backward"):
         if getattr(type(model), name, None) is not getattr(Sequential, name):
-            return f"{type(model).__name__} has a {name}() of its own, which the engine alone calls"
+            return f"{type(model).__name__} has a {name}() of its own, which only the engine calls"
     return None
 
 
@@ -106,7 +106,7 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
 
 
 def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
-    """Return why torch cannot compute the model; imports it only if the backend cannot either."""
+    """Return why torch cannot compute the model; import torch only if ``natively`` is False."""
     if (reason := _why_engine(model)) is not None:
         return reason
     if importlib.util.find_spec("torch") is None:
@@ -134,10 +134,10 @@ def make_compute(
     device: str,
     precision: Precision,
 ) -> Compute:
-    """Return who computes the replica ``model`` on ``device``, and writes its deltas to ``bucket``.
+    """Return the compute of ``model``, on ``device``, which writes the deltas to ``bucket``.
 
-    For "auto", the backend; see `ComputeByBatch`. The engine keeps the deltas
-    in its layers, and a replica on a device there: then ``bucket`` is None.
+    "auto" returns the native one; see `ComputeByBatch`. The engine keeps the deltas in its layers,
+    a replica on a device keeps them there: then ``bucket`` is None.
     """
     if name == "engine":
         from tagi_ddp.compute.on_engine import EngineCompute

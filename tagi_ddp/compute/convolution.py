@@ -20,8 +20,8 @@ from tagi_ddp.engine.windows import window_of
 class Conv2d(Layer):
     """Weights are [outputs, inputs, kernel, kernel]; images are [batch, channels, rows, columns].
 
-    Where the stride is larger than the kernel, or a rectangular image comes first, the engine
-    itself is undefined; here it is what the formula says.
+    The formula also holds if the stride is larger than the kernel, or the network's input is a
+    rectangular image; the engine is undefined there.
     """
 
     transposed = False
@@ -32,8 +32,8 @@ class Conv2d(Layer):
         self._output = (int(handle.out_channels), int(handle.out_height), int(handle.out_width))
         window = window_of(handle)
         self._kernel, self._stride, self._padding = window.kernel, window.stride, window.before
-        # torch pads all sides alike; what the right and the bottom get on top is ours to do, on
-        # the larger of the two images.
+        # torch pads all sides equally. The additional padding on the right and at the bottom is
+        # done here, on the larger of the two images.
         sides = 0, window.extra
         self._extra_input, self._extra_output = sides if self.transposed else sides[::-1]
         self._saved: States | None = None
@@ -64,7 +64,7 @@ class Conv2d(Layer):
         )
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Sum over batch and places: delta W = var W (dm * a), delta var W = var W^2 (dv * a^2)."""
+        """Sum over batch and pixels: delta W = var W (dm * a), delta var W = var W^2 (dv * a^2)."""
         assert self._saved is not None
         weights, biases = self._weights, self._biases
         mean = padded(self._saved.mean, self._extra_input)
@@ -95,7 +95,7 @@ class Conv2d(Layer):
     def _correlate(
         self, delta: Tensor, images: Tensor, weights: Tensor, to_input: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums over outputs for images (if asked for), weights and biases (if any)."""
+        """Return the sums for images (if ``to_input``), weights and biases (if there are any)."""
         delta = padded(delta.reshape(-1, *self._output), self._extra_output)
         below, sums, bias_sums = torch.ops.aten.convolution_backward(
             delta.to(self.dtype),
@@ -118,7 +118,7 @@ class Conv2d(Layer):
 
 
 class ConvTranspose2d(Conv2d):
-    """Weights are [inputs, outputs, kernel, kernel]; padding takes from the output's sides."""
+    """Weights are [inputs, outputs, kernel, kernel]; padding crops the output."""
 
     transposed = True
 

@@ -1,9 +1,9 @@
-"""What a step of a network costs, natively and by torch: which of the two is faster for a batch.
+"""The cost of a step, natively and by torch, which shows the faster of the two for a batch.
 
-A pure function of the layers' sizes and the batch, so that all ranks and all runs choose alike. The
-figures are of one thread of a processor with AVX-512, of forward and backward together; what counts
-is where the two are equal: 20 to 30 million weights times samples for linear layers, as torch's
-products are faster by a fifth and its layers begin later by some hundred microseconds.
+It is a pure function of the layers' sizes and the batch, so all ranks and runs choose alike. The
+figures are of one thread of a processor with AVX-512, for forward and backward together. For linear
+layers both cost the same at 20 to 30 million weights times samples: torch's products are faster by
+a fifth, but each of its layers costs some hundred microseconds more to start.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tagi_ddp.replica.protocol import Replica
 
 @dataclass(frozen=True)
 class _Cost:
-    """Of a layer: microseconds a call, nanoseconds a weight and sample, and an output and sample.
+    """The cost of a layer in microseconds a call, and in nanoseconds a weight or output and sample.
 
-    Each natively and by torch.
+    Each is a pair: natively and by torch.
     """
 
     call: tuple[float, float] = (0.5, 50)
@@ -29,7 +29,7 @@ class _Cost:
 
 
 _ACTIVATION = _Cost()
-# By their moments, or of all outputs of a sample: exponentials and error functions, one at a time.
+# Mixtures and softmaxes compute exponentials and error functions, one at a time.
 _SLOW_ACTIVATION = _Cost(output=(80, 45))
 _COSTS = {
     "Linear": _Cost(call=(1, 260), weight=(0.22, 0.19)),
@@ -50,13 +50,13 @@ class Work:
         counts = [count for _, count in replica.parameters.blocks[::2]]
         handles = [id(layer.handle) for layer in replica.layers]
         weights = dict(zip(handles, counts, strict=True))
-        self._call = 0.0  # by torch, less natively; in microseconds
+        self._call = 0.0  # torch's cost less the native one, in microseconds; so is _sample
         self._sample = 0.0
         outputs = 0
         for handle in layers:
             kind = type(handle).__name__
             cost = _COSTS.get(kind, _SLOW_ACTIVATION)
-            uses = 1  # of each weight by a sample
+            uses = 1  # how often a sample uses each weight
             if kind == "LSTM":
                 uses = lstm_steps(handle)
                 outputs = int(handle.output_size) * uses
@@ -69,5 +69,5 @@ class Work:
             self._sample += (cost.output[1] - cost.output[0]) * outputs * 1e-3
 
     def is_native(self, batch: int) -> bool:
-        """Tell whether the backend's kernels are faster than torch's."""
+        """Return whether the backend's kernels are faster than torch's for ``batch`` samples."""
         return self._call + self._sample * batch > 0

@@ -1,7 +1,7 @@
 """Embedding layers: an input is the index of a row of weights, which is the output.
 
-As the engine computes it: deltas add up over steps, nothing ever sets them back to zero, and the
-variance's are multiplied by the variance once, not twice as elsewhere.
+As in the engine, deltas add up over steps and are never reset to zero. The variance's deltas are
+multiplied by the variance once, not twice as in other layers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tagi_ddp.compute.states import Deltas, States
 class Embedding(Layer):
     """Weights are [embeddings, size]; inputs are indices as floats, [batch, inputs].
 
-    The padding index stands for zeros, and may be outside of the table; any other index outside is
-    an error.
+    The output of the padding index is zeros; it may be outside the table. Any other index outside
+    is an error.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -27,7 +27,7 @@ class Embedding(Layer):
         self._count, self._size = int(handle.num_embeddings), int(handle.embedding_dim)
         self._padding = int(handle.padding_idx)
         shape = (self._count, self._size)
-        # Own memory: the deltas' is overwritten by the exchange with other replicas.
+        # They are copied, as the exchange with other replicas overwrites the deltas' memory.
         self.sums = torch.tensor([handle.delta_mu_w, handle.delta_var_w]).view(2, *shape)
         self._kept = torch.empty(0)  # a copy of the sums
         self._saved: tuple[Tensor, Tensor] | None = None
@@ -37,11 +37,11 @@ class Embedding(Layer):
         self._kept = self._kept.to(self.sums.device).resize_as_(self.sums).copy_(self.sums)
 
     def restore(self) -> None:
-        """Put the copy back."""
+        """Restore the copy."""
         self.sums.copy_(self._kept)
 
     def restore_if(self, refused: Tensor) -> bool:
-        """Put the copy back if ``refused`` is true."""
+        """Restore the copy if ``refused`` is true."""
         torch.where(refused, self._kept, self.sums, out=self.sums)
         return True
 
@@ -51,7 +51,7 @@ class Embedding(Layer):
         self.sums = self.sums.to(weights.mu.device)
 
     def forward(self, states: States, training: bool) -> States:
-        """Look up: means and variances of the rows, zeros for the padding index."""
+        """Look up means and variances of the rows, with zeros for the padding index."""
         indices = states.mean.reshape(-1).long()
         padding = indices == self._padding
         indices = indices.masked_fill(padding, 0)

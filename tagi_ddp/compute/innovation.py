@@ -1,4 +1,4 @@
-"""The innovation of outputs from observations: where a backward pass begins.
+"""The innovation of outputs from observations, with which a backward pass begins.
 
 Sources: Goulet, Nguyen, Amiri, Tractable approximate Gaussian inference for Bayesian neural
 networks, JMLR 22 (2021); for an unknown noise, Deka, Nguyen, Goulet, Analytically tractable
@@ -18,15 +18,15 @@ from tagi_ddp.compute.states import Deltas, States
 def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
     """Return the innovation from observations of all outputs, in the outputs' shape.
 
-    With jacobian J and s = var + var_obs: mean J (y - mu) / s, variance -J^2 / s; zero where y is
-    NaN, or J / s is not finite.
+    With jacobian J and s = var + var_obs: mean J (y - mu) / s, variance -J^2 / s. It is zero if
+    y is NaN or J / s is not finite.
     """
     mean, y = states.mean, mu_obs.view_as(states.mean)
     variance = var_obs.view_as(mean)
     if on_gpu := kernels.find(mean):
         slope = None if states.jacobian is None else states.jacobian.tensor()
-        given = (mean, states.variance, slope, y.float(), variance.float())
-        return Deltas(*on_gpu.innovation(*(None if t is None else t.contiguous() for t in given)))
+        tensors = (mean, states.variance, slope, y.float(), variance.float())
+        return Deltas(*on_gpu.innovation(*(None if t is None else t.contiguous() for t in tensors)))
     if states.variance is not None:
         variance = states.variance + variance
     if states.jacobian is None:
@@ -36,7 +36,7 @@ def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
         jacobian = states.jacobian.tensor()
         gain = jacobian / variance
         shrunk = (gain * jacobian).neg_()
-    unseen = torch.isnan((gain - gain).add_(y))  # a number less itself is 0, or NaN if not finite
+    unseen = torch.isnan((gain - gain).add_(y))  # x - x is 0, or NaN if x is not finite.
     moved = (y - mean).mul_(gain)
     return Deltas(moved.masked_fill_(unseen, 0), shrunk.masked_fill_(unseen, 0))
 
@@ -44,10 +44,9 @@ def innovation(states: States, mu_obs: Tensor, var_obs: Tensor) -> Deltas:
 def selected_innovation(
     states: States, mu_obs: Tensor, var_obs: Tensor, selected: Tensor
 ) -> Deltas:
-    """Return the innovation from observations of selected outputs; of the others, zero.
+    """Return the innovation from observations of selected outputs; zero for the others.
 
-    ``selected`` holds for each sample as many numbers of outputs, counted from 1, as there are
-    observations.
+    ``selected`` holds the number of the output, counted from 1, of each observation.
     """
     batch = states.batch
     index = selected.view(batch, -1).long() - 1
@@ -64,10 +63,10 @@ def selected_innovation(
 
 
 def heteroscedastic_innovation(states: States, mu_obs: Tensor) -> Deltas:
-    """Return the innovation where outputs come in pairs: a value, and the variance of its noise.
+    """Return the innovation of pairs of outputs: a value, and the variance of its noise.
 
-    ``mu_obs`` has one observation a pair. The noise V ~ N(0, v): its square's expectation is the
-    second output, whose posterior follows from that of V given y.
+    ``mu_obs`` has one observation a pair. The noise is V ~ N(0, v). The second output is the
+    expectation of V^2, and its posterior follows from the posterior of V given y.
     """
     mean, variance, jacobian = (part.reshape(-1, 2) for part in _parts(states))
     y = mu_obs.reshape(-1)

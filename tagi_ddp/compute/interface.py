@@ -1,4 +1,4 @@
-"""What computes a replica's forward and backward, to whatever uses it."""
+"""The interface of a compute, which runs a replica's forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from tagi_ddp.engine.buffers import FloatArray, Shown
 from tagi_ddp.replica.protocol import Replica
 
-# By the index of the layer: means and variances of outputs, then of cells.
+# The states by the index of the layer: means and variances of outputs, then of cells.
 LSTMStates = dict[int, tuple[FloatArray, FloatArray, FloatArray, FloatArray]]
 Choice = Literal["auto", "engine", "native", "torch"]
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -18,7 +18,7 @@ UpdateMethod = Literal["update", "update_using_indices", "update_heteros"]  # of
 
 @dataclass(frozen=True)
 class Memory:
-    """The state that layers carry from step to step beside parameters and running statistics.
+    """The state that layers keep between steps, without parameters and running statistics.
 
     samples: the size of the batch that the LSTM states belong to; 0 without any. lstm: the states.
     lasting: the deltas that add up over steps, of each Embedding, [means | variances].
@@ -30,17 +30,17 @@ class Memory:
 
 
 class Compute(Protocol):
-    """The part of Sequential's interface that depends on who computes."""
+    """The part of Sequential's interface that depends on the compute."""
 
     @property
     def name(self) -> Literal["engine", "native", "torch"]:
-        """Who computes, or computed the last batch."""
+        """The name of the compute, or of the one that computed the last batch."""
         ...
 
-    #: whether forward takes tensors, and returns tensors for them
+    #: True if forward accepts tensors, and returns tensors for them
     takes_tensors: bool
 
-    #: the state, wherever it is kept
+    #: the state of the network, on the host or on a device
     replica: Replica
 
     @property
@@ -53,25 +53,25 @@ class Compute(Protocol):
     def forward(
         self, mean: FloatArray, variance: FloatArray | None
     ) -> tuple[FloatArray, FloatArray]:
-        """Return means and variances of the outputs, flat, of inputs, flat; None: exact ones."""
+        """Return means and variances of the outputs, flat; ``variance`` None: exact inputs."""
         ...
 
     def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
-        """Do the same of the outputs of another network, whose activation has a jacobian."""
+        """Do the same for the outputs of another network, whose activation has a jacobian."""
         ...
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the parameters' deltas, from the innovation of the last outputs.
 
-        Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
+        Calls ``done(begin)`` when all deltas from ``begin`` on in the flat sequence are written.
         """
         ...
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
-        """Compute the innovation of the last outputs, as that method of pytagi's OutputUpdater.
+        """Compute the innovation of the last outputs as ``method`` of pytagi's OutputUpdater does.
 
-        ``observations`` are its arguments by their names, flat, of float32, numbers of outputs of
-        int32; or tensors, if those are taken. Their sizes have been checked.
+        ``observations`` are the method's arguments by name: flat arrays of float32, of int32 for
+        numbers of outputs, or tensors, if `takes_tensors`. Their sizes have been checked.
         """
         ...
 
@@ -90,12 +90,12 @@ class Compute(Protocol):
         """The number of outputs of a sample, as of the last forward pass."""
         ...
 
-    def set_outputs(self, given: Shown) -> None:
-        """Copy hidden states of as many outputs to ``output_z_buffer``."""
+    def set_outputs(self, outputs: Shown) -> None:
+        """Copy hidden states of the same size to ``output_z_buffer``."""
         ...
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
-        """Return what the last forward pass returned."""
+        """Return means and variances of the outputs of the last forward pass."""
         ...
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
@@ -116,41 +116,41 @@ class Compute(Protocol):
         ...
 
     def memory(self) -> Memory:
-        """Return what layers carry from step to step; ``lasting`` may be views."""
+        """Return the state that layers keep between steps; ``lasting`` may be views."""
         ...
 
     def remember(self, memory: Memory) -> None:
-        """Continue from what the `memory` of a compute of the same network has returned."""
+        """Continue from the `memory` of a compute of the same network."""
         ...
 
     def keep(self) -> None:
-        """Copy what forward and backward change beside outputs and deltas.
+        """Copy the state that forward and backward change, without outputs and deltas.
 
-        That is the `memory`, and the series that smoothing layers record.
+        It is the `memory`, and the series that smoothing layers record.
         """
         ...
 
     def restore(self) -> None:
-        """Put back what `keep` has copied last."""
+        """Restore the last copy of `keep`."""
         ...
 
     def restore_if(self, refused: Any) -> bool:
-        """Put it back if ``refused``, a tensor on the replica's device, is true, without a wait.
+        """Restore it, without a wait, if ``refused``, a tensor on the replica's device, is true.
 
-        Returns False, and has done nothing, where only the host can do this.
+        Returns False, and does nothing, if only the host can restore.
         """
         ...
 
     def reset_lstm_states(self) -> None:
-        """Forget the states of LSTM and SLSTM layers; the next step begins another series."""
+        """Reset the states of LSTM and SLSTM layers; the next step begins another series."""
         ...
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
-        """Return what LSTM layers remember; from 0 on, a step of what they have smoothed."""
+        """Return the states of LSTM layers; from ``time_step`` 0 on, those of a smoothed step."""
         ...
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        """Let LSTM layers remember this."""
+        """Set the states of LSTM layers."""
         ...
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
@@ -158,5 +158,5 @@ class Compute(Protocol):
         ...
 
     def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
-        """Return what the last smoother returned."""
+        """Return means and variances of the outputs of the last `smoother`."""
         ...

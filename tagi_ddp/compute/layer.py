@@ -1,4 +1,4 @@
-"""What every layer can do."""
+"""The interface of a layer, and its parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tagi_ddp.compute.states import Deltas, States
 
 @dataclass(slots=True)
 class Gaussians:
-    """The weights, or the biases, of a layer, and where its backward writes their deltas.
+    """The weights or the biases of a layer, and the memory for their deltas.
 
-    All are float32 and flat; those on the CPU lie in the engine's and the communicator's memory.
+    All are float32 and flat. On the CPU they are in the engine's and the communicator's memory.
     """
 
     mu: Tensor
@@ -42,13 +42,13 @@ class Gaussians:
 class Layer(ABC):
     """A layer's forward and backward on tensors of means and variances.
 
-    ``handle`` is the engine's object. Forward keeps what backward needs, of the last batch, when
-    ``training``.
+    ``handle`` is the engine's object. If ``training``, forward keeps the values of the last batch
+    that backward needs.
     """
 
-    #: Whether forward keeps its output for backward, so that no activation may overwrite it.
+    #: True if forward keeps its output for backward: then no activation may overwrite it.
     keeps_output = False
-    #: What matrix products and convolutions are computed in; sums and all else are float32.
+    #: The dtype of matrix products and convolutions; sums and all else are float32.
     dtype = torch.float32
 
     def __init__(self, handle: Any) -> None:
@@ -61,25 +61,25 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, states: States, training: bool) -> States:
-        """Return the outputs; never changes its input."""
+        """Return the outputs; never change the inputs."""
 
     @abstractmethod
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Write the parameters' deltas; return the innovation of the input.
 
-        ``deltas`` is the innovation of the output, and may be changed. The input's has been
-        carried through the activation that made the input; without ``to_input`` it is not needed,
-        and may be anything.
+        ``deltas`` is the innovation of the output, and may be changed. The input's is already
+        multiplied by the jacobian of the activation before this layer. Without ``to_input`` it is
+        not needed, and may be anything.
         """
 
     def parts(self) -> list[Layer]:
-        """Return the layers inside, in the engine's order, that may have parameters."""
+        """Return the layers inside that may have parameters, in the engine's order."""
         return [self]
 
     def computed(self) -> list[Layer]:
-        """Return who has computed the last batch, and computes its backward, in order."""
+        """Return the layers that computed the last batch and compute its backward, in order."""
         return [self]
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
-        """Use these parameters from now on; layers with parameters override it."""
+        """Use these parameters from now on; layers with parameters override this method."""
         raise TypeError(f"{type(self).__name__} has no parameters")

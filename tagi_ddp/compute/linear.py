@@ -16,14 +16,14 @@ from tagi_ddp import kernels
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, Rectified, States, scale
 
-_LARGE = 250_000  # multiplications: oneDNN and torch's default take the same time
+_LARGE = 250_000  # multiplications of which oneDNN and torch's default take the same time
 _MOST_BY_KERNELS = 1 << 30  # multiplications up to which kernels are as fast as cuBLAS
 
 
 class Linear(Layer):
     """Weights are [outputs, inputs]."""
 
-    #: Whether the layer after it is a ReLU, which a kernel computes at once.
+    #: True if the next layer is a ReLU, which a kernel can compute together with this one.
     rectifies = False
 
     def __init__(self, handle: Any) -> None:
@@ -125,11 +125,11 @@ def _uses_tf32() -> bool:
 
 
 def product(x: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
-    """Return x weights^T, and what is ``added``: a row for all rows, or a matrix, which may change.
+    """Return x weights^T + ``added``, which is a row for all rows, or a matrix, which may change.
 
-    Large ones on the CPU by oneDNN, which torch takes for convolutions but not for matrices: twice
-    as fast as its default on AMD's processors. Of small ones the default is faster, by up to five
-    times; there each operation counts, and `torch.nn.functional.linear` is two.
+    Large products on the CPU use oneDNN, which torch uses for convolutions but not for matrices; on
+    AMD's processors it is twice as fast as torch's default. For small products the default is up to
+    five times faster; then each operation counts, and `torch.nn.functional.linear` is two.
     """
     large = x.shape[0] * weights.numel() > _LARGE
     if large and x.is_cpu and torch.backends.mkldnn.is_available():

@@ -1,4 +1,4 @@
-"""Linear layers in a row, and activations between them, of a network that torch computes."""
+"""Runs of linear layers, with activations between, in a network that torch computes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tagi_ddp.replica.protocol import Replica
 
 
 class LinearRun(Chain):
-    """Small batches by the backend's kernels: there most of torch's time is its operations' begin.
+    """A chain that computes small batches by the backend's kernels.
 
-    The parameters are the replica's, in the engine's memory, and their deltas go where
-    `Parameters.place_deltas` has said.
+    Of these most of torch's time is the start of its operations. The parameters are the replica's,
+    in the engine's memory. Deltas are written to the memory that `Parameters.place_deltas` has set.
     """
 
     def __init__(self, layers: Sequence[Layer], replica: Replica) -> None:
@@ -31,14 +31,14 @@ class LinearRun(Chain):
         handles = [layer.handle for layer in layers]
         self._kernels = native.assemble(handles, replica)
         self._work = Work(handles, replica)
-        self._saved: States | None = None  # the inputs of a batch that the kernels have computed
+        self._saved: States | None = None  # the inputs, if the kernels computed the batch
 
     def computed(self) -> list[Layer]:
-        """Return this, if the kernels have computed the last batch, or else the layers."""
+        """Return this object if the kernels computed the last batch, else the layers."""
         return self.layers if self._saved is None else [self]
 
     def forward(self, states: States, training: bool) -> States:
-        """Call one after the other, or the kernels for all."""
+        """Call each layer in turn, or the kernels for all."""
         mean, variance = states.viewed(self._kernels.input_size)
         samples = len(mean)
         self._saved = None
@@ -65,7 +65,7 @@ class LinearRun(Chain):
 
 
 def with_runs(layers: Sequence[Layer], replica: Replica) -> list[Layer]:
-    """Return the layers, those that can be in a `LinearRun` within one."""
+    """Return the layers, with each run that the kernels can compute joined into a `LinearRun`."""
     result: list[Layer] = []
     run: list[Layer] = []
 

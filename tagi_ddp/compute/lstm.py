@@ -3,10 +3,10 @@
 Source of the formulas: Vuong, Nguyen, Goulet, Coupling LSTM neural networks and state-space models
 through analytically tractable inference, International Journal of Forecasting 41 (2025).
 
-As in the engine, h' and c' are not what the step before made, except across batches of one sample
-and one step: within a sequence, and else, they are zero or what `LSTM.set_states` said. So all
-steps of all samples are computed at once, and without h' and c' there is no forget gate. Tensors
-inside are [gate, output, row], a row being a step of a sample, so that each gate is contiguous.
+As in the engine, h' and c' are the states of the previous step only across batches of one sample
+and one step. Otherwise, also within a sequence, they are zero or the values of `LSTM.set_states`.
+All steps of all samples are therefore computed at once. The forget gate is left out if h' and c'
+are zero. Tensors are [gate, output, row], so each gate is contiguous; a row is a step of a sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, States
 from tagi_ddp.engine.layers import lstm_steps
 
-_CELL = 2  # of the gates in the engine's order: forget, input, cell, output
+_CELL = 2  # The engine's order of the gates is forget, input, cell, output.
 
 
 @dataclass(slots=True)
@@ -33,16 +33,16 @@ class _Gaussian:
 
 @dataclass(slots=True)
 class _Gate(_Gaussian):
-    """A gate of all steps, and the derivative by its sum; each [outputs, rows]."""
+    """A gate of all steps, and its derivative by its weighted sum; each [outputs, rows]."""
 
     slope: Tensor
 
 
 @dataclass(slots=True)
 class _Gates:
-    """The gates f, i, g and o; there is no f if nothing was carried.
+    """The gates f, i, g and o; f is None if there are no recurrent states.
 
-    slopes: those of all gates, [gates, outputs, rows].
+    slopes: the derivatives of all gates, [gates, outputs, rows].
     """
 
     forget: _Gate | None
@@ -53,8 +53,8 @@ class _Gates:
 
 
 @dataclass(slots=True)
-class _Carried:
-    """What one batch hands to the next: each [rows, outputs]."""
+class _Recurrent:
+    """The states h' and c' that the next batch uses, each [rows, outputs]."""
 
     hidden: _Gaussian
     cell: _Gaussian
@@ -62,15 +62,15 @@ class _Carried:
 
 @dataclass(slots=True)
 class _Saved:
-    """What backward needs: the gates' inputs, and derivatives of the outputs h."""
+    """Values that backward needs: the gates' inputs, and derivatives of the outputs h."""
 
-    inputs: Tensor  # [rows, x and, if it is carried, h']
-    hidden_by_sums: Tensor  # of the gates, [gates, outputs, rows]
+    inputs: Tensor  # [rows, x and, if there are recurrent states, h']
+    hidden_by_sums: Tensor  # by the gates' sums, [gates, outputs, rows]
     hidden_by_cells: Tensor  # [outputs, rows]
 
 
 class LSTM(Layer):
-    """Weights are [gates, outputs, inputs and outputs]; inputs [batch, steps * inputs]."""
+    """Weights are [gates, outputs, inputs + outputs]; inputs are [batch, steps * inputs]."""
 
     def __init__(self, handle: Any) -> None:
         """Read the sizes."""
@@ -78,8 +78,8 @@ class LSTM(Layer):
         self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
         self._steps = lstm_steps(handle)
         self._batch: int | None = None
-        self._carried: _Carried | None = None
-        self._kept: tuple[int | None, _Carried | None] = None, None
+        self._recurrent: _Recurrent | None = None
+        self._kept: tuple[int | None, _Recurrent | None] = None, None
         self._saved: _Saved | None = None
 
     @property
@@ -93,40 +93,40 @@ class LSTM(Layer):
         self._biases = None if biases is None else biases.viewed(4 * self._outputs, 1)
 
     def reset_states(self) -> None:
-        """Forget the carried hidden and cell states."""
-        self._carried = None
+        """Drop the hidden and cell states."""
+        self._recurrent = None
 
     def get_states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the carried states: means and variances of hidden, then of cell states.
+        """Return the recurrent states: means and variances of hidden, then of cell states.
 
-        Each is [batch, steps * outputs], of the last batch's size; empty before the first.
+        Each is [batch, steps * outputs], with the last batch's size; empty before the first batch.
         """
-        carried = self._carried
+        recurrent = self._recurrent
         size = self._steps * self._outputs
-        if carried is None:
+        if recurrent is None:
             zeros = self._weights.mu.new_zeros(self._batch or 0, size)
             return zeros, zeros.clone(), zeros.clone(), zeros.clone()
         tensors = (
-            carried.hidden.mean,
-            carried.hidden.variance,
-            carried.cell.mean,
-            carried.cell.variance,
+            recurrent.hidden.mean,
+            recurrent.hidden.variance,
+            recurrent.cell.mean,
+            recurrent.cell.variance,
         )
         mu_h, var_h, mu_c, var_c = (tensor.reshape(-1, size).clone() for tensor in tensors)
         return mu_h, var_h, mu_c, var_c
 
     def keep(self) -> None:
-        """Hold on to the carried states, which are replaced and never written to."""
-        self._kept = self._batch, self._carried
+        """Keep the recurrent states, without a copy: they are replaced and never written to."""
+        self._kept = self._batch, self._recurrent
 
     def restore(self) -> None:
-        """Carry the kept states."""
-        self._batch, self._carried = self._kept
+        """Restore the states that `keep` has kept."""
+        self._batch, self._recurrent = self._kept
 
     def restore_if(self, refused: Tensor) -> bool:
-        """Carry the kept states if ``refused`` is true; False if their shapes have changed."""
+        """Restore the states if ``refused`` is true; return False if their shapes have changed."""
         batch, kept = self._kept
-        now = self._carried
+        now = self._recurrent
         if kept is None or now is None or batch != self._batch:
             return kept is now and batch == self._batch
         for old, new in ((kept.hidden, now.hidden), (kept.cell, now.cell)):
@@ -137,47 +137,47 @@ class LSTM(Layer):
     def set_states(
         self, mu_h: Tensor, var_h: Tensor, mu_c: Tensor, var_c: Tensor, batch: int | None = None
     ) -> None:
-        """Carry these states into the next batch, which must have ``batch`` samples.
+        """Use these states in the next batch, which must have ``batch`` samples.
 
-        Each is as `get_states` returns it, or flat; empty ones reset. ``batch`` None: as many
-        samples as the last batch. A batch of another size forgets the states, and so does the first
-        batch of all.
+        Each has the shape that `get_states` returns, or is flat; empty ones reset. ``batch`` None:
+        the number of samples of the last batch. A batch of another size drops the states, and the
+        first batch of all does too.
         """
         batch = self._batch if batch is None else batch
-        given = any(tensor.numel() for tensor in (mu_h, var_h, mu_c, var_c))
+        has_states = any(tensor.numel() for tensor in (mu_h, var_h, mu_c, var_c))
         size = self._steps * self._outputs
         for name, tensor in zip(
             ("mu_h", "var_h", "mu_c", "var_c"), (mu_h, var_h, mu_c, var_c), strict=True
         ):
-            if given and batch is not None and tensor.numel() != batch * size:
+            if has_states and batch is not None and tensor.numel() != batch * size:
                 raise ValueError(
                     f"{name} has {tensor.numel()} elements; give {batch} * {size}: the last "
                     "batch's samples by steps * outputs"
                 )
         self._batch = batch
         if not any(bool(tensor.any()) for tensor in (mu_h, var_h, mu_c, var_c)):
-            self.reset_states()  # what get_states tells where nothing was carried
+            self.reset_states()  # Zeros are what get_states returns if there are no states.
             return
         like = self._weights.mu
         mu_h, var_h, mu_c, var_c = (
             tensor.to(like, copy=True).reshape(-1, self._outputs)
             for tensor in (mu_h, var_h, mu_c, var_c)
         )
-        self._carried = _Carried(_Gaussian(mu_h, var_h), _Gaussian(mu_c, var_c))
+        self._recurrent = _Recurrent(_Gaussian(mu_h, var_h), _Gaussian(mu_c, var_c))
 
     def forward(self, states: States, training: bool) -> States:
         """Compute the gates, the cells and the outputs of all steps."""
         if states.batch != self._batch:
-            self._batch, self._carried = states.batch, None
-        carried = self._carried
+            self._batch, self._recurrent = states.batch, None
+        recurrent = self._recurrent
         mean, variance = states.viewed(self._steps, self._inputs)
         mean = mean.flatten(0, 1)
         variance = None if variance is None else variance.flatten(0, 1)
-        if carried is not None:
+        if recurrent is not None:
             if variance is None:
                 variance = torch.zeros_like(mean)
-            mean = torch.cat((mean, carried.hidden.mean), 1)
-            variance = torch.cat((variance, carried.hidden.variance), 1)
+            mean = torch.cat((mean, recurrent.hidden.mean), 1)
+            variance = torch.cat((variance, recurrent.hidden.variance), 1)
         gates = self._gates(mean, variance)
         between = None if variance is None else self._covariances(variance)
         cells, cells_by_sums = self._cells(gates, between)
@@ -194,19 +194,19 @@ class LSTM(Layer):
         self._saved = None
         if training:
             hidden_by_cells = tanh_slope.mul_(gates.output.mean)
-            hidden_by_sums = gates.slopes  # their memory: they are not needed any more
+            hidden_by_sums = gates.slopes  # The slopes are not needed any more: use their memory.
             for cells_by_sum, hidden_by_sum in zip(cells_by_sums, hidden_by_sums, strict=False):
                 torch.mul(cells_by_sum, hidden_by_cells, out=hidden_by_sum)
             hidden_by_sums[-1].mul_(active.mean)
             self._saved = _Saved(mean, hidden_by_sums, hidden_by_cells)
         if self._is_single():
             own = _Gaussian(result.mean.clone(), result.variance.clone())
-            self._carried = _Carried(own, _Gaussian(cells.mean.t(), cells.variance.t()))
+            self._recurrent = _Recurrent(own, _Gaussian(cells.mean.t(), cells.variance.t()))
         shape = (states.batch, self._steps * self._outputs)
         return States(result.mean.view(shape), result.variance.view(shape))
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Write the deltas of all gates; as in the engine, ignore the activation below."""
+        """Write the deltas of all gates; ignore the activation below, as the engine does."""
         saved = self._saved
         assert saved is not None
         outputs, inputs, slopes = self._outputs, saved.inputs, saved.hidden_by_sums
@@ -219,7 +219,7 @@ class LSTM(Layer):
         columns = slice(inputs.shape[1])
         weights, biases = self._weights, self._biases
         mean_rows, variance_rows = by_mean.flatten(0, 1), by_variance.flatten(0, 1)
-        if gates < 4:  # nothing came from before: no innovation of what would have been there
+        if gates < 4:  # Without recurrent states the weights of f and h' have no innovation.
             weights.delta_mu.zero_()
             weights.delta_var.zero_()
         torch.mm(mean_rows, inputs, out=weights.delta_mu[rows, columns])
@@ -232,19 +232,19 @@ class LSTM(Layer):
             torch.sum(variance_rows, 1, keepdim=True, out=biases.delta_var[rows])
             biases.scale_deltas()
         if self._is_single():
-            self._correct_carried(mean_delta, variance_delta, saved.hidden_by_cells)
+            self._update_recurrent(mean_delta, variance_delta, saved.hidden_by_cells)
         if not to_input:
             return deltas
-        ours = weights.mu[rows, : self._inputs]
+        of_inputs = weights.mu[rows, : self._inputs]
         return Deltas(
-            (mean_rows.t() @ ours).view(-1, self.input_size),
-            self._variance_below(slopes, by_variance, variance_delta, ours),
+            (mean_rows.t() @ of_inputs).view(-1, self.input_size),
+            self._variance_below(slopes, by_variance, variance_delta, of_inputs),
         )
 
     def _cells(self, gates: _Gates, between: Tensor | None) -> tuple[_Gaussian, list[Tensor]]:
         """Return the cells c = f * c' + i * g, and their derivatives by the sums of f, i and g.
 
-        ``between`` are the covariances of sums, as `_covariances` returns them.
+        ``between`` are the covariances of `_covariances`.
         """
         input_, cell = gates.input, gates.cell
         covariance = None
@@ -253,8 +253,8 @@ class LSTM(Layer):
         cells = _product(input_, cell, covariance)
         by_sums = [input_.slope * cell.mean, cell.slope * input_.mean]
         if gates.forget is not None:
-            assert self._carried is not None
-            before = self._carried.cell
+            assert self._recurrent is not None
+            before = self._recurrent.cell
             before = _Gaussian(before.mean.t(), before.variance.t())
             kept = _product(gates.forget, before, None)
             cells.mean.add_(kept.mean)
@@ -263,8 +263,8 @@ class LSTM(Layer):
         return cells, by_sums
 
     def _gates(self, mean: Tensor, variance: Tensor | None) -> _Gates:
-        """Return the gates of inputs x and, if it is carried, h'."""
-        count = 3 if self._carried is None else 4
+        """Return the gates, computed from the inputs x and, if there are recurrent states, h'."""
+        count = 3 if self._recurrent is None else 4
         rows, columns = slice((4 - count) * self._outputs, None), slice(mean.shape[1])
         mu, var = self._weights.mu[rows, columns], self._weights.var[rows, columns]
         if self._biases is None:
@@ -287,11 +287,11 @@ class LSTM(Layer):
         return _Gates(forget[0] if forget else None, input_, cell_, output, slopes)
 
     def _covariances(self, variance: Tensor) -> Tensor:
-        """Return the covariances of sums, [pairs, outputs, rows].
+        """Return covariances between the gates' sums, [pairs, outputs, rows].
 
-        That of input and cell comes first, then those of the output gate with each of the others.
+        The first is of the input and cell gates, the others are of the output gate with each other.
         """
-        first = 1 if self._carried is None else 0
+        first = 1 if self._recurrent is None else 0
         mu = self._weights.mu.view(4, self._outputs, -1)[first:, :, : variance.shape[1]]
         with_output = mu[:-1] * mu[-1]
         with_output[:, :, self._inputs :] = 0
@@ -301,12 +301,12 @@ class LSTM(Layer):
     def _is_single(self) -> bool:
         return self._batch == 1 and self._steps == 1
 
-    def _correct_carried(self, mean: Tensor, variance: Tensor, slope: Tensor) -> None:
-        """Turn the carried prior into the posterior, by the innovation of the output."""
-        assert self._carried is not None
-        hidden, cell = self._carried.hidden, self._carried.cell
+    def _update_recurrent(self, mean: Tensor, variance: Tensor, slope: Tensor) -> None:
+        """Update the recurrent states from prior to posterior, by the innovation of the output."""
+        assert self._recurrent is not None
+        hidden, cell = self._recurrent.hidden, self._recurrent.cell
         mean, variance = mean.t(), variance.t()
-        self._carried = _Carried(
+        self._recurrent = _Recurrent(
             _moved(hidden, hidden.variance, mean, variance),
             _moved(cell, cell.variance * slope.t(), mean, variance),
         )
@@ -314,9 +314,9 @@ class LSTM(Layer):
     def _variance_below(
         self, slopes: Tensor, squares: Tensor, variance_delta: Tensor, weights: Tensor
     ) -> Tensor:
-        """Sum over outputs the squares of sums over gates of slope * weight, times the innovation.
+        """Return the sums over outputs of (sum over gates of slope * weight)^2 * innovation.
 
-        Multiplied out, it is one product over all pairs of gates.
+        Multiplied out, they are one matrix product over all pairs of gates.
         """
         weights = weights.view(len(slopes), self._outputs, -1)
         pairs = list(combinations(range(len(slopes)), 2))

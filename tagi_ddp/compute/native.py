@@ -1,4 +1,4 @@
-"""A pytagi network's forward and backward by the backend's own kernels, for small networks."""
+"""Networks of the backend's own kernels, which are fast for small networks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _ACTIVATIONS = (
 
 
 def build(model: Any, replica: Replica) -> Network:
-    """Return the network that computes ``model`` on the replica's parameters.
+    """Return the backend's network for ``model`` on the replica's parameters.
 
-    Raises ValueError or LayoutError where it cannot.
+    Raises ValueError if there is no kernel for a layer, LayoutError if the memory cannot be used.
     """
     return assemble(model._cpp_backend.layers, replica)
 
 
 def assemble(handles: Sequence[Any], replica: Replica) -> Network:
-    """Do the same for layers in a row, by their engine's objects."""
+    """Return a network of consecutive engine layers, ``handles``; raise as `build` does."""
     parameters = replica.memory
     if parameters is None or not replica.in_place:
         raise LayoutError("the engine's memory cannot be used in place")
@@ -37,13 +37,13 @@ def assemble(handles: Sequence[Any], replica: Replica) -> Network:
     if unknown:
         raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")
     network = Network(parameters)
-    places = {id(layer.handle): index for index, layer in enumerate(replica.layers)}
+    indices = {id(layer.handle): index for index, layer in enumerate(replica.layers)}
     for handle in handles:
         kind = type(handle).__name__
         if kind in _ACTIVATIONS:
             network.add_activation(kind)
         else:
-            _ADD[kind](network, places[id(handle)], handle)
+            _ADD[kind](network, indices[id(handle)], handle)
     return network
 
 

@@ -1,4 +1,4 @@
-"""A pytagi network's forward and backward on torch's kernels, over the network's parameters."""
+"""A pytagi network computed by torch's kernels, over the network's parameters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
     "MixtureReLU": MixtureReLU,
     "MixtureSigmoid": MixtureSigmoid,
     "MixtureTanh": MixtureTanh,
-    "MixtureSoftplus": Softplus,  # the engine's name for what it computes so
+    "MixtureSoftplus": Softplus,  # The engine linearizes it, in spite of the name.
     "EvenExp": EvenExp,
     "Softmax": Softmax,
     "Remax": Remax,
@@ -66,7 +66,7 @@ def why_not(model: Any) -> str | None:
         return f"torch does not compute {', '.join(unknown)} here"
     try:
         for leaf in leaves:
-            if _kind(leaf) != "Embedding":  # it would copy its deltas
+            if _kind(leaf) != "Embedding":  # An Embedding would copy its deltas.
                 _build(leaf)
     except (LayoutError, ValueError) as error:
         return str(error)
@@ -74,7 +74,7 @@ def why_not(model: Any) -> str | None:
 
 
 def _build(handle: Any) -> Layer:
-    """Return the layer that computes what an engine's layer does."""
+    """Return the layer of this package for an engine's layer."""
     kind = _kind(handle)
     if kind == "LayerBlock":
         return LayerBlock(handle, [_build(layer) for layer in handle.layers])
@@ -85,7 +85,7 @@ def _build(handle: Any) -> Layer:
 
 
 class Network:
-    """All layers of a replica, bound to its means and variances, and to a bucket for the deltas."""
+    """All layers of a replica, bound to its means and variances and to a bucket for the deltas."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class Network:
     ) -> None:
         """Build the layers; ``deltas`` is [means | variances], float32.
 
-        Matrix products and convolutions are computed in ``dtype``. ``kernels``: whether the
-        backend's may compute Linear layers; their deltas go where the replica's are placed.
+        Matrix products and convolutions are computed in ``dtype``. If ``kernels``, the backend's
+        kernels may compute Linear layers; they write deltas to the replica's bucket.
         """
         self._replica = replica
         self._deltas = deltas
         layers = [_build(layer) for layer in model._cpp_backend.layers]
-        #: the LSTM layers by their index; as the engine, without those inside of blocks
+        #: the LSTM layers by their index; as in the engine, without those inside blocks
         self.lstms = {i: layer for i, layer in enumerate(layers) if isinstance(layer, LSTM)}
         self._layers = with_runs(layers, replica) if kernels else layers
         self._chain = Chain(None, self._layers)
@@ -122,28 +122,28 @@ class Network:
         return [part for part in self._stateful if isinstance(part, Embedding)]
 
     def keep(self) -> None:
-        """Copy what forward and backward change beside outputs, deltas and running statistics."""
+        """Copy the state that forward and backward change, without running statistics."""
         for part in self._stateful:
             part.keep()
 
     def restore(self) -> None:
-        """Put back what `keep` has copied last."""
+        """Restore the last copy of `keep`."""
         for part in self._stateful:
             part.restore()
 
     def restore_if(self, refused: Tensor) -> bool:
-        """Put it back if ``refused`` is true; False where only `restore` can."""
+        """Restore it if ``refused`` is true; return False if only `restore` can do this."""
         return all(part.restore_if(refused) for part in self._stateful)
 
     @property
-    def carries_states(self) -> bool:
-        """Whether a step uses what an earlier one has left, beside parameters and deltas."""
+    def is_recurrent(self) -> bool:
+        """True if a step uses states of an earlier step, other than parameters and deltas."""
         return any(isinstance(part, LSTM) for part in self._stateful)
 
     def bind(self) -> None:
-        """Find the parameters again; call when `Replica.version` has changed."""
+        """Bind the parameters again; call it when `Replica.version` has changed."""
         parts = {id(part.handle): part for part in self._chain.parts()}
-        self._begins: dict[Layer, int] = {}  # of their parameters in the flat sequence
+        self._begins: dict[Layer, int] = {}  # the first index of a layer in the flat sequence
         blocks = iter(self._replica.parameters.blocks)
         for layer, arrays in zip(self._replica.layers, self._replica.arrays(), strict=True):
             begin, count = next(blocks)
@@ -177,7 +177,7 @@ class Network:
     ) -> States:
         """Return the outputs, [batch, outputs], of inputs [batch, inputs].
 
-        ``jacobian`` is that of the activation that made them, if one did.
+        ``jacobian`` is of the activation that computed the inputs, if there is one.
         """
         return self._chain.forward(States(mean, variance, jacobian), training)
 
@@ -187,9 +187,9 @@ class Network:
         to_input: bool = False,
         done: Callable[[int], None] | None = None,
     ) -> Deltas:
-        """Write all parameters' deltas; return the innovation of the inputs if asked for.
+        """Write all parameters' deltas; return the innovation of the inputs if ``to_input``.
 
-        Calls ``done(begin)`` whenever all deltas from ``begin`` on in the flat sequence are there.
+        Calls ``done(begin)`` when all deltas from ``begin`` on in the flat sequence are written.
         """
         layers = [each for layer in self._layers for each in layer.computed()]
         begin = self._replica.parameters.size

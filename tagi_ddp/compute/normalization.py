@@ -1,8 +1,8 @@
-"""Normalization: z = w (a - m) / sqrt(v + epsilon) + b, with m and v taken as known.
+"""Normalization: z = w (a - m) / sqrt(v + epsilon) + b, where m and v have no uncertainty.
 
-The variance v of a sample counts the inputs' own variances: (sum (a - m)^2 + sum var a) / (n - 1).
-Weights and biases belong to features: the channels of images, [batch, features, n], or the
-elements of vectors, n = 1. As the engine computes it.
+As in the engine, the variance v of a sample includes the inputs' own variances:
+(sum (a - m)^2 + sum var a) / (n - 1). Each feature has a weight and a bias; features are the
+channels of images, [batch, features, n], or the elements of vectors, n = 1.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tagi_ddp.engine.normalization import batch_norm_options, layer_norm_epsilon
 
 @dataclass(slots=True)
 class _Saved:
-    """What backward needs of a batch."""
+    """Values of a batch that backward needs."""
 
     spread: Tensor  # (a - m) sqrt(var w / (v + epsilon))
-    slope: Tensor  # w / sqrt(v + epsilon), as it broadcasts
+    slope: Tensor  # w / sqrt(v + epsilon), in a shape that broadcasts
     jacobian: Jacobian | None
 
 
 class Normalization(Layer):
-    """What the kinds have in common: all but the sample."""
+    """The common base of the kinds of normalization, which differ in the sample only."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
-        self._inputs: int | None = None  # elements of a sample; None: any images, or vectors
+        self._inputs: int | None = None  # elements of a sample; None: any number
         self._saved: _Saved | None = None
 
     def bind(self, weights: Gaussians, biases: Gaussians | None) -> None:
@@ -46,7 +46,7 @@ class Normalization(Layer):
     def _center(
         self, mean: Tensor, variance: Tensor | None, training: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return a - m in new memory, and 1 / sqrt(v + epsilon) as it broadcasts."""
+        """Return a - m in new memory, and 1 / sqrt(v + epsilon) in a shape that broadcasts."""
 
     def forward(self, states: States, training: bool) -> States:
         """Propagate: with x the normalized input, mean w x + b, variance
@@ -76,7 +76,7 @@ class Normalization(Layer):
         return States(mean_out.view_as(states.mean), variance_out.view_as(states.mean))
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Sum over batch and positions, as in a linear layer with the input x for each output."""
+        """Sum over batch and positions, as a linear layer with one input x for each output does."""
         assert self._saved is not None
         saved, self._saved = self._saved, None
         weights, biases = self._weights, self._biases
@@ -84,7 +84,7 @@ class Normalization(Layer):
         below = Deltas(deltas.mean.reshape(shape), deltas.variance.reshape(shape))
         by_mean, mean_sum = _sums(below.mean, spread)
         by_variance, variance_sum = _sums(below.variance, spread.mul_(spread))
-        # The spread holds sqrt(var w) already, its square var w.
+        # The spread has the factor sqrt(var w) already, its square has var w.
         torch.mul(by_mean, weights.var.sqrt(), out=weights.delta_mu)
         torch.mul(by_variance, weights.var, out=weights.delta_var)
         if biases is not None:
@@ -98,7 +98,7 @@ class Normalization(Layer):
 
 
 class BatchNorm2d(Normalization):
-    """Samples are a feature's values in the batch; in evaluation, m and v are running averages."""
+    """A sample is a feature's values in the batch; in evaluation m and v are running averages."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -111,8 +111,8 @@ class BatchNorm2d(Normalization):
     def _center(
         self, mean: Tensor, variance: Tensor | None, training: bool
     ) -> tuple[Tensor, Tensor]:
-        # The first batch's statistics replace what was there; one in evaluation counts as first,
-        # too, so that what was there is averaged with later ones.
+        # The first batch's statistics replace the initial ones. If the first batch is one in
+        # evaluation, the initial ones are averaged with later batches'.
         momentum = 0.0 if self._first[0] else self._momentum
         self._first[0] = 0
         if training:
@@ -125,7 +125,7 @@ class BatchNorm2d(Normalization):
 
 
 class LayerNorm(Normalization):
-    """Samples are all the values of an input."""
+    """A sample is all the values of an input."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -142,7 +142,7 @@ class LayerNorm(Normalization):
 
 
 def _sample(mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a - m in new memory, m, and v, of the samples of dimension 1."""
+    """Return a - m in new memory, m and v; each index of dimension 1 is a sample."""
     count = mean.shape[0] * mean.shape[2]
     sample_mean = mean.sum((0, 2)).div_(count)
     centered = mean - sample_mean[:, None]
@@ -155,7 +155,7 @@ def _sample(mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor, Tens
 def _sums(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums of x y and of x over all dimensions but 1, in one pass.
 
-    They are a gradient of torch's batch normalization, of inputs y with mean 0 and variance 1.
+    They are gradients of torch's batch normalization, with inputs y of mean 0 and variance 1.
     """
     zeros, ones = torch.zeros_like(x[0, :, 0]), torch.ones_like(x[0, :, 0])
     _, products, sums = torch.ops.aten.native_batch_norm_backward(

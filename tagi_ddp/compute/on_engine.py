@@ -1,4 +1,4 @@
-"""Forward and backward by the engine's own kernels."""
+"""The compute of the engine's own kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EngineCompute:
         if not self._width:
             raise ValueError(
                 f"the engine cannot compute a network that begins with a {type(first).__name__}, "
-                'which tells no size of its inputs: use compute="torch"'
+                'whose input size is unknown: use compute="torch"'
             )
         self.replica = replica
         self._model = model
@@ -37,23 +37,23 @@ class EngineCompute:
         self._sample = math.prod(sample_shape(model))
         self._accumulating = [layer for layer in replica.layers if layer.accumulates]
         self._series = Series(self._layers)
-        self._length = 0  # of the series that the engine's buffers are for
+        self._length = 0  # the length of series for which the engine has buffers
         within = [layer.kind for layer in walk(model)]
         smoothing = sum(within.count(kind) for kind in SMOOTHING)
         if smoothing and (type(first).__name__ != "SLSTM" or smoothing != self._series.layers):
             raise ValueError(
-                "the engine cannot compute SLSTM and SLinear layers unless an SLSTM comes first "
-                'and none is inside of a block: use compute="native"'
+                "the engine cannot compute SLSTM and SLinear layers unless the first is an SLSTM "
+                'and none is inside a block: use compute="native"'
             )
         self._kept = Memory(0, {}, [])
         self._updater: Any = None  # pytagi's OutputUpdater
-        self._trained = False  # whether the last forward pass was one for training
+        self._trained = False  # True if the last forward pass was in training mode
         self.input_size = 0
-        self._to_input = False  # whether the last backward pass computed the inputs' innovation
+        self._to_input = False  # True if the last backward pass computed the inputs' innovation
         self._smoothed = False
-        self._given: Any = None  # what a script has put in place of the outputs' innovation
-        self._forgotten = False  # whether there are no states, which the engine shows as zeros
-        self._room = 0  # input elements for which the engine has buffers
+        self._override: Any = None  # a script's object that replaces the outputs' innovation
+        self._stateless = False  # True if there are no states, which the engine shows as zeros
+        self._room = 0  # the input elements for which the engine has buffers
 
     @property
     def samples(self) -> int:
@@ -83,7 +83,7 @@ class EngineCompute:
         return outputs
 
     def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
-        """Call the engine's forward of hidden states."""
+        """Call the engine's forward for hidden states."""
         first = self._model._cpp_backend.layers[0]
         require_whole_samples(inputs.mean.size, self._sample)
         if self._series:
@@ -99,17 +99,17 @@ class EngineCompute:
         return self.get_outputs()
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
-        """Call the model's backward, which tells nothing before its end."""
+        """Call the model's backward, then ``done(0)``."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
-        self._take_given()
+        self._copy_override()
         self._model.backward()
         self._to_input = bool(self._model.input_state_update)
         if done is not None:
             done(0)
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
-        """Call that method of pytagi's OutputUpdater."""
+        """Call ``method`` of pytagi's OutputUpdater."""
         if self._updater is None:
             from pytagi.nn import OutputUpdater
 
@@ -125,28 +125,28 @@ class EngineCompute:
         """The last outputs."""
         return self._model.output_z_buffer
 
-    def set_outputs(self, given: Shown) -> None:
-        self.output_z_buffer.copy_from(given.states, given.mean.size)
+    def set_outputs(self, outputs: Shown) -> None:
+        self.output_z_buffer.copy_from(outputs.states, outputs.mean.size)
 
     @property
     def input_delta_z_buffer(self) -> Any:
-        """Their innovation."""
-        return self._model.input_delta_z_buffer if self._given is None else self._given
+        """The innovation of the last outputs."""
+        return self._model.input_delta_z_buffer if self._override is None else self._override
 
     @input_delta_z_buffer.setter
     def input_delta_z_buffer(self, value: Any) -> None:
-        # Not the engine's from now on: it would take its size for that of the widest layer.
-        self._given = value
+        # The engine does not get it: it would take its size for the size of the widest layer.
+        self._override = value
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
-        """Return the last outputs; RuntimeError before the first forward, where the engine dies."""
+        """Return the last outputs; raise RuntimeError before the first, when the engine crashes."""
         if not self.samples:
             raise RuntimeError("there are no outputs before a forward()")
         outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs()
         return outputs
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
-        # The engine's own method takes the size of an older batch after a forward of states.
+        # After a forward of states the engine's own method uses the size of an older batch.
         if not self._to_input:
             raise RuntimeError("set input_state_update to True before backward()")
         size, buffer = self.samples * self.input_size, self.output_delta_z_buffer
@@ -157,17 +157,17 @@ class EngineCompute:
 
     @property
     def output_delta_z_buffer(self) -> Any:
-        """The innovation of the last inputs, if it was computed."""
+        """The innovation of the last inputs, if backward has computed it."""
         return self._model._cpp_backend.output_delta_z_buffer
 
-    def _take_given(self) -> None:
-        """Copy the innovation that a script has put in place of the engine's."""
-        if self._given is None:
+    def _copy_override(self) -> None:
+        """Copy the script's innovation, if there is one, to the engine."""
+        if self._override is None:
             return
         size = self.samples * self.output_size
         mean, variance = (
             np.array(part[:size], np.float32)
-            for part in (self._given.delta_mu, self._given.delta_var)
+            for part in (self._override.delta_mu, self._override.delta_var)
         )
         if not mean.size == variance.size == size:
             raise ValueError(
@@ -176,10 +176,10 @@ class EngineCompute:
         self.set_delta_z(mean, variance)
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
-        # The engine replaces its buffer, which is for the widest layer, by what it is given.
+        # The engine replaces its buffer by the arguments; it must be as large as the widest layer.
         room = np.zeros((2, self._model.input_delta_z_buffer.size), np.float32)
         room[:, : delta_mu.size] = delta_mu, delta_var
-        self._given = None
+        self._override = None
         self._model.set_delta_z(*room)
 
     def set_threads(self, count: int) -> None:
@@ -197,9 +197,9 @@ class EngineCompute:
     def remember(self, memory: Memory) -> None:
         if not memory.samples:
             self.reset_lstm_states()
-            self._forgotten = True
+            self._stateless = True
         elif memory.samples != lstm_samples(self._layers, self.get_lstm_states()):
-            # The layers hold states of a batch's size from its forward on.
+            # The layers allocate states for the size of a batch in its forward.
             training = bool(self._layers[0].training)
             self._model.eval()
             self.forward(np.zeros(memory.samples * self._sample, np.float32), None)
@@ -223,7 +223,7 @@ class EngineCompute:
         return False
 
     def reset_lstm_states(self) -> None:
-        # The engine's own method reads sizes that nobody has set before the first forward.
+        # Before the first forward the engine's own method would read uninitialised sizes.
         states = self.get_lstm_states()
         if lstm_samples(self._layers, states):
             self._model.set_lstm_states(_zeros(states))
@@ -231,21 +231,21 @@ class EngineCompute:
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
         states: LSTMStates = self._model.get_lstm_states(time_step)
-        if self._forgotten and time_step == -1:
-            none = np.zeros(0, np.float32)
-            states = dict.fromkeys(states, (none, none, none, none))
+        if self._stateless and time_step == -1:
+            empty = np.zeros(0, np.float32)
+            states = dict.fromkeys(states, (empty, empty, empty, empty))
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
-        known = self.get_lstm_states()
-        if lstm_samples(self._layers, known):
-            zeros = _zeros(known)  # the engine would read beyond empty ones
+        current = self.get_lstm_states()
+        if lstm_samples(self._layers, current):
+            zeros = _zeros(current)  # The engine would read beyond the end of empty ones.
             self._model.set_lstm_states(
                 {i: parts if len(parts[0]) else zeros[i] for i, parts in states.items()}
             )
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
-        # The engine looks neither for layers that it needs nor for a series.
+        # The engine checks neither the layers that it needs nor that there is a series.
         self._series.require_smoothing()
         self._model._cpp_backend.smoother()
         self._smoothed = True
@@ -260,12 +260,12 @@ class EngineCompute:
     def _begin_forward(self, size: int) -> None:
         """Make room for a forward pass of ``size`` input elements.
 
-        The engine makes its buffers once, for the batch and the ``num_samples`` of that time. For
-        greater batches it writes beyond the ends of some.
+        The engine allocates its buffers once, for the batch and ``num_samples`` of that time. With
+        a larger batch it would write beyond the end of some.
         """
         engine = self._model._cpp_backend
-        self._to_input = self._forgotten = False
-        self._given = None
+        self._to_input = self._stateless = False
+        self._override = None
         fits = size <= self._room
         if self._series:
             length, self._length = self._length, int(engine.num_samples)
@@ -277,7 +277,7 @@ class EngineCompute:
             engine.z_buffer_size //= engine.z_buffer_block_size
             engine.z_buffer_block_size = 0
         if not engine.z_buffer_block_size:
-            self._room = 0  # the buffers will be for the batch that comes next
+            self._room = 0  # The engine allocates buffers for the next batch.
 
 
 def _zeros(states: LSTMStates) -> LSTMStates:

@@ -1,4 +1,4 @@
-"""Forward and backward by the backend's own kernels, between numpy's arrays and the engine's."""
+"""The compute of the backend's own kernels, on numpy arrays and the engine's buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NativeCompute:
     takes_tensors = False
 
     def __init__(self, model: Any, replica: Replica, bucket: FloatArray) -> None:
-        """Compute ``model``, whose state is ``replica``; write deltas, [means | variances]."""
+        """Compute ``model``, whose state is ``replica``; ``bucket`` is [means | variances]."""
         self.replica = replica
         self._engine = model._cpp_backend
         self._first = engine_layer(address_of(replica.layers[0].handle))
@@ -37,15 +37,15 @@ class NativeCompute:
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0
-        #: whether a batch is computed as by two ranks, with their bits
+        #: True if a batch is computed as two ranks would, with the same bits
         self.by_shares = False
-        #: of inputs of these shapes, which are computed here as things are: samples and outputs
+        #: samples and outputs, by the shape of inputs that are computed here without a new choice
         self.sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self._smooths = any(type(layer).__name__ in SMOOTHING for layer in self._engine.layers)
         self._buffers: OutputBuffers | None = None
-        self._shown = False  # whether the engine's buffers show the last outputs
-        self._computed = False  # whether their innovation is in the network
-        self._trained = False  # whether the last forward pass was one for training
+        self._shown = False  # True if the engine's buffers hold the last outputs
+        self._computed = False  # True if their innovation is in the network
+        self._trained = False  # True if the last forward pass was in training mode
         self._smoothed: tuple[FloatArray, FloatArray] | None = None
 
     def forward(
@@ -54,7 +54,7 @@ class NativeCompute:
         variance: FloatArray | None,
         jacobian: FloatArray | None = None,
     ) -> tuple[FloatArray, FloatArray]:
-        """Compute the outputs; ``jacobian``: of the activation that made the inputs."""
+        """Compute the outputs; ``jacobian`` is of the activation that computed the inputs."""
         training = self._first.training
         if self._smooths:
             self.network.set_samples(self._engine.num_samples)
@@ -75,8 +75,8 @@ class NativeCompute:
         require_whole_samples(inputs.mean.size, self.input_size)
         return self.forward(inputs.mean, inputs.variance, inputs.jacobian)
 
-    def know(self, shape: tuple[int, ...]) -> None:
-        """Register the shape of the last batch, for `learn`."""
+    def register_shape(self, shape: tuple[int, ...]) -> None:
+        """Register the shape of the last batch for `learn`."""
         self.sizes[shape] = self.samples, self.samples * self.output_size
 
     def learn(
@@ -89,11 +89,11 @@ class NativeCompute:
     ) -> tuple[tuple[FloatArray, FloatArray], str] | None:
         """Take a whole step of one process, by shares; return the outputs before it.
 
-        Means and variances, and the name of the layer with a delta that is NaN or infinite, if
-        there is one: then nothing was applied. Returns None if no batch of this shape was computed
-        before, or not in training mode; raises TypeError for what are not arrays of float32, and
-        int32 for ``selected``, and ValueError for sizes, rows or variances that do not fit. The
-        innovation of the inputs is not computed.
+        Returns (means, variances), and the name of the layer with a delta that is NaN or infinite,
+        or ""; if there is one, no delta was applied. Returns None if no batch of this shape is
+        registered, or not in training mode. Raises TypeError unless arrays are float32, and int32
+        for ``selected``, and ValueError for wrong sizes, rows or variances. The innovation of the
+        inputs is not computed.
         """
         sizes = self.sizes.get(mean.shape)
         if sizes is None or not self._first.training:
@@ -112,7 +112,7 @@ class NativeCompute:
         return (out_mean, out_variance), culprit
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
-        """Write the deltas; tells of all at once."""
+        """Write the deltas; call ``done(0)`` at the end."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
         if not self._computed:
@@ -122,7 +122,7 @@ class NativeCompute:
             done(0)
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
-        """Compute the innovation, and leave it in the network."""
+        """Compute the innovation and keep it in the network."""
         self.network.update(
             observations["mu_obs"], observations.get("var_obs"), observations.get("selected_idx")
         )
@@ -153,14 +153,14 @@ class NativeCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return self._show().states if self.samples else None
 
-    def set_outputs(self, given: Shown) -> None:
-        self._show().write_states(given.mean, given.variance, given.jacobian)
+    def set_outputs(self, outputs: Shown) -> None:
+        self._show().write_states(outputs.mean, outputs.variance, outputs.jacobian)
 
     @property
     def input_delta_z_buffer(self) -> Any:
         """The outputs' innovation in an object of the engine; None before the first forward.
 
-        A script may write there, so that backward takes what is there then.
+        A script may write to it; backward reads it later.
         """
         if not self.samples:
             return None
@@ -182,7 +182,7 @@ class NativeCompute:
         self._computed = False
 
     def set_threads(self, count: int) -> None:
-        """Do nothing: all is done in the caller's thread."""
+        """Do nothing: the kernels run in the caller's thread."""
 
     def memory(self) -> Memory:
         states = self.get_lstm_states()

@@ -1,4 +1,4 @@
-"""Forward and backward by torch's kernels, between numpy arrays and the engine's own buffers."""
+"""The compute of torch's kernels, on numpy arrays and the engine's own buffers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update_using_indices": selected_innovation,
     "update_heteros": heteroscedastic_innovation,
 }
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # the values of malloc.h
 _NOTHING = contextlib.nullcontext()
 _switches = new_lock()
 T = TypeVar("T", FloatArray, torch.Tensor)
@@ -43,7 +43,7 @@ Results = tuple[States | None, Deltas | None, Deltas | None]
 
 
 class TorchCompute:
-    """A `Network` over the engine's memory; output updaters go on working on the buffers."""
+    """A `Network` over the engine's memory; output updaters still use the engine's buffers."""
 
     name: Literal["torch"] = "torch"
     takes_tensors = True
@@ -79,11 +79,11 @@ class TorchCompute:
         self._tf32 = precision == "tf32"
         self._buffers: OutputBuffers | None = None
         self.states: States | None = None  # the last outputs
-        self.innovation: Deltas | None = None  # of them, if given on the device
+        self.innovation: Deltas | None = None  # the outputs' innovation, if it is on the device
         self._input_innovation: Deltas | None = None
         self._bound = self.replica.version
-        self._shown = False  # whether the engine's buffers show the last outputs
-        self._trained = False  # whether the last forward pass was one for training
+        self._shown = False  # True if the engine's buffers hold the last outputs
+        self._trained = False  # True if the last forward pass was in training mode
 
     @property
     def training(self) -> bool:
@@ -91,12 +91,12 @@ class TorchCompute:
 
     @property
     def to_input(self) -> bool:
-        """Whether backward computes the innovation of the inputs, too."""
+        """True if backward also computes the innovation of the inputs."""
         return bool(self._engine.input_state_update)
 
     @property
     def results(self) -> Results:
-        """What the last step has computed: outputs, and the innovations of outputs and inputs."""
+        """The results of the last step: outputs, and the innovations of outputs and inputs."""
         return self.states, self.innovation, self._input_innovation
 
     @results.setter
@@ -119,17 +119,17 @@ class TorchCompute:
 
     @torch.inference_mode()
     def forward(self, mean: T, variance: T | None) -> tuple[T, T]:
-        """Compute the outputs, numpy's of numpy's inputs, and tensors of tensors.
+        """Compute the outputs: arrays for arrays, tensors for tensors.
 
-        In training the inputs are copied: the caller may use its memory again before backward.
+        In training mode the inputs are copied, so the caller may reuse its memory before backward.
         """
         require_whole_samples(len(mean), self.network.input_size)
         return self._forward(mean, variance, None)
 
     def _forward(self, mean: T, variance: T | None, jacobian: Jacobian | None) -> tuple[T, T]:
         training = self.training
-        inputs = self._place(mean, training)
-        spread = None if variance is None else self._place(variance, training)
+        inputs = self._on_device(mean, training)
+        spread = None if variance is None else self._on_device(variance, training)
         states = self.compute_states(inputs, spread, jacobian)
         if isinstance(mean, torch.Tensor):
             outputs = states.mean, states.variance_tensor()
@@ -139,9 +139,9 @@ class TorchCompute:
     def compute_states(
         self, mean: torch.Tensor, variance: torch.Tensor | None, jacobian: Jacobian | None = None
     ) -> States:
-        """Compute the outputs of inputs on the device, [batch, inputs], and return them.
+        """Compute and return the outputs of inputs on the device, [batch, inputs].
 
-        In training neither they nor the inputs may change before backward.
+        In training mode neither outputs nor inputs may change before backward.
         """
         self._find_parameters()
         training = self.training
@@ -157,10 +157,10 @@ class TorchCompute:
     def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
         """Compute the outputs of another network's outputs."""
         require_whole_samples(inputs.mean.size, self.network.input_size)
-        jacobian = Dense(self._place(inputs.jacobian, True))
+        jacobian = Dense(self._on_device(inputs.jacobian, True))
         return self._forward(inputs.mean, inputs.variance, jacobian)
 
-    def _place(self, array: T, copy: bool) -> torch.Tensor:
+    def _on_device(self, array: T, copy: bool) -> torch.Tensor:
         if isinstance(array, np.ndarray) and self.device.type == "cpu":
             floats = np.array(array, np.float32) if copy else np.asarray(array, np.float32)
             return torch.from_numpy(floats).view(-1, self.network.input_size)
@@ -190,17 +190,17 @@ class TorchCompute:
         return self._buffers
 
     def _show_innovation(self) -> OutputBuffers:
-        """Move an innovation given on the device to the engine's buffers; return them."""
-        buffers, given = self._show(), self.innovation
-        if given is not None:
-            for view, part in zip(buffers.innovation(), (given.mean, given.variance), strict=True):
+        """Move an innovation on the device to the engine's buffers; return the buffers."""
+        buffers, delta = self._show(), self.innovation
+        if delta is not None:
+            for view, part in zip(buffers.innovation(), (delta.mean, delta.variance), strict=True):
                 view[:] = _flat(part)
             self.innovation = None
         return buffers
 
     @torch.inference_mode()
     def backward(self, done: Callable[[int], None] | None = None) -> None:
-        """Compute the deltas of all parameters; ``done(begin)`` after each layer that has some."""
+        """Compute all deltas; call ``done(begin)`` after each layer with parameters."""
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
         assert self.states is not None
@@ -245,8 +245,8 @@ class TorchCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return None if self.states is None else self._show().states
 
-    def set_outputs(self, given: Shown) -> None:
-        self._show().write_states(given.mean, given.variance, given.jacobian)
+    def set_outputs(self, outputs: Shown) -> None:
+        self._show().write_states(outputs.mean, outputs.variance, outputs.jacobian)
 
     @property
     def input_delta_z_buffer(self) -> Any:
@@ -264,7 +264,7 @@ class TorchCompute:
             view[:] = values
 
     def set_threads(self, count: int) -> None:
-        """Set torch's threads, which all of this process share, and the engine's."""
+        """Set torch's threads, which are those of the whole process, and the engine's."""
         self._engine.set_threads(count)
         torch.set_num_threads(torch_threads(count))
 
@@ -294,7 +294,7 @@ class TorchCompute:
             layer.reset_states()
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
-        states: LSTMStates = {}  # at any time step, as nothing is smoothed here
+        states: LSTMStates = {}  # They are the same at any time step: torch smooths nothing.
         for index, layer in self.network.lstms.items():
             mu_h, var_h, mu_c, var_c = map(_flat, layer.get_states())
             states[index] = (mu_h, var_h, mu_c, var_c)
@@ -313,10 +313,10 @@ class TorchCompute:
 
 @contextlib.contextmanager
 def _precision(tf32: bool) -> Iterator[None]:
-    """Let GPUs use TF32 if it was asked for, and only then; torch's default does, in part."""
-    cudnn: Any = torch.backends.cudnn  # whose parts have no types
+    """Use TF32 on GPUs only if ``tf32``; torch's default uses it in part."""
+    cudnn: Any = torch.backends.cudnn  # Its parts have no types.
     switches = (torch.backends.cuda.matmul, cudnn.conv)
-    with _switches:  # of the whole process
+    with _switches:  # The switches are the process's.
         before = [switch.fp32_precision for switch in switches]
         for switch in switches:
             switch.fp32_precision = "tf32" if tf32 else "ieee"
@@ -329,11 +329,11 @@ def _precision(tf32: bool) -> Iterator[None]:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors for the next ones, in the whole process.
+    """Make glibc reuse the memory of freed tensors, in the whole process.
 
     By default it returns large pieces to the kernel, and about a third of a convolutional network's
-    step goes into getting them back. MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in
-    the environment overrule this.
+    step is spent on getting them back. MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in the
+    environment override this.
     """
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -343,7 +343,7 @@ def keep_freed_memory() -> None:
 
 
 def _tensor(value: ArrayLike, like: torch.Tensor) -> torch.Tensor:
-    # torch warns of arrays that cannot be written to.
+    # Copy arrays that are read-only, of which torch would warn.
     tensor = (
         value
         if isinstance(value, torch.Tensor)

@@ -1,6 +1,6 @@
 """Pooling: the mean, or the largest mean, of a window that slides over each channel.
 
-As the engine computes it: padding counts as zeros in a mean, and never in a maximum.
+As in the engine, padding counts as zeros in a mean, and never in a maximum.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Pool2d(Layer):
 class AvgPool2d(_Pool2d):
     """Mean of means, and variance sum var / n^2, of the window's n elements.
 
-    A convolution of each channel with weights 1 / n, as torch's kernel for that is up to ten times
-    faster than the one for pooling.
+    It is computed as a convolution of each channel with weights 1 / n: torch's kernel for
+    convolutions is up to ten times faster than the one for pooling.
     """
 
     def forward(self, states: States, training: bool) -> States:
@@ -68,19 +68,19 @@ class AvgPool2d(_Pool2d):
 
 
 class MaxPool2d(_Pool2d):
-    """Mean and variance of the element with the largest mean: of the first, if several have it."""
+    """Mean and variance of the first element with the largest mean."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
         window = self._window
         self._padding, self._sides = window.before, [0, 0]
-        # torch pads all sides alike, and by no more than half of the kernel.
+        # torch pads all sides equally, and by at most half of the kernel.
         if window.extra or 2 * window.before > window.kernel:
             self._padding, self._sides = 0, [window.before, window.after]
         self._indices: Tensor | None = None
 
     def forward(self, states: States, training: bool) -> States:
-        """Choose; torch's kernel does so some four times faster with the channels last."""
+        """Choose; torch's kernel is some four times faster with the channels last."""
         mean, variance = states.viewed(*self._input)
         window = self._window
         mean, indices = torch.ops.aten.max_pool2d_with_indices(
@@ -89,7 +89,7 @@ class MaxPool2d(_Pool2d):
             [window.stride] * 2,
             [self._padding] * 2,
         )
-        # A single channel or pixel may keep the strides of channels last: later layers follow them.
+        # A single channel or pixel may keep the strides of channels last, which later layers use.
         mean, indices = mean.flatten(1).view(mean.shape), indices.flatten(2)
         if variance is not None:
             variance = self._padded(variance, 0.0).flatten(2).gather(2, indices).view_as(mean)
@@ -98,7 +98,7 @@ class MaxPool2d(_Pool2d):
         return States(mean, variance)
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
-        """Give the innovation to the chosen elements: the sum, where windows overlap."""
+        """Add the innovation to the chosen elements; it is a sum if windows overlap."""
         if not to_input:
             return deltas
         below = Deltas(self._returned(deltas.mean), self._returned(deltas.variance))

@@ -1,4 +1,4 @@
-"""Undoing what a step that is not made has changed beside deltas."""
+"""Rollback of the state that an abandoned step has changed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _STATEFUL = ("BatchNorm2d", "Embedding", "LSTM", "SLSTM", "SLinear")
 
 
 class Rollback:
-    """The running statistics, recurrent states and lasting deltas of before a step.
+    """The running statistics, recurrent states and lasting deltas from before a step.
 
-    Forward and backward change them. `keep` copies them when a step begins; `restore` puts the copy
-    back where the step is refused or repeated; `drop` follows a step that was made.
+    Forward and backward change them. `keep` copies them when a step begins; `restore` restores the
+    copy if the step is refused or repeated; `drop` drops it after a step that is applied.
     """
 
     def __init__(self, model: Any, compute: Compute | ComputeByBatch, replica: Replica) -> None:
-        #: whether the network has any such state
+        #: True if the network has such state
         self.needed = any(layer.kind in _STATEFUL for layer in walk(model))
         self._compute = compute
         self._replica = replica
@@ -33,20 +33,20 @@ class Rollback:
         self._kept = True
 
     def drop(self) -> None:
-        """Forget the copy."""
+        """Drop the copy."""
         self._kept = False
 
     def restore(self) -> None:
-        """Put the copy back, if there is one, and forget it."""
+        """Restore the copy, if there is one, and drop it."""
         if self._kept:
             self._compute.restore()
             self._replica.restore_statistics()
         self._kept = False
 
     def restore_if(self, refused: Any) -> None:
-        """Do so if ``refused``, a tensor on the replica's device, is true; drop the copy else.
+        """Restore the copy if ``refused``, a tensor on the replica's device, is true; then drop it.
 
-        The host waits for it only where the step has changed the shape of what is kept.
+        The host waits for ``refused`` only if the state cannot be restored on the device.
         """
         if self._kept:
             done = self._compute.restore_if(refused)

@@ -1,7 +1,7 @@
 """Activations over all outputs of a sample: probabilities of classes.
 
-Their jacobians are diagonal, as the engine computes them: innovations of one output do not reach
-the others'.
+As in the engine, their jacobians are diagonal: the innovation of an output does not change the
+others'.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tagi_ddp.compute.states import Dense, States
 class Softmax(Activation):
     """exp(z) / sum exp(z), linearized.
 
-    The sum is what the engine takes: over runs of as many consecutive elements as the batch has
-    samples, not over a sample's outputs. The two are the same if there are as many of each.
+    The sum is the engine's: over as many consecutive elements as the batch has samples, not over a
+    sample's outputs. The two are the same if there are as many outputs as samples.
     """
 
     def forward(self, states: States, training: bool) -> States:
@@ -76,12 +76,12 @@ def _rows(states: States) -> tuple[Tensor, Tensor]:
 
 
 def _log_1(tensor: Tensor) -> Tensor:
-    # Not log1p: the engine rounds the sum.
+    # log1p would differ: the engine rounds the sum.
     return tensor.add_(1).log_()
 
 
 def _log_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the logarithm of a log-normal variable, from its own."""
+    """Return mean and variance of log(x), from those of a log-normal variable x."""
     log_variance = _log_1(variance / (mean * mean))
     return torch.sub(mean.log(), log_variance, alpha=0.5), log_variance
 

@@ -1,4 +1,4 @@
-"""What layers hand to each other: Gaussians forward, innovations backward."""
+"""The values that layers exchange: Gaussians forward, innovations backward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Jacobian(Protocol):
-    """The derivative of an activation's mean by its input's, element by element."""
+    """The derivative of an activation's output mean by its input mean, for each element."""
 
     def scale(self, deltas: Deltas) -> Deltas:
-        """Carry an innovation through the activation; may change it in place."""
+        """Propagate an innovation back through the activation; may change it in place."""
         ...
 
     def tensor(self) -> Tensor:
@@ -28,7 +28,7 @@ class States:
 
     mean: Tensor
     variance: Tensor | None  # None: exact
-    jacobian: Jacobian | None = None  # of the activation that made them; None: of no activation
+    jacobian: Jacobian | None = None  # of the activation that computed them; None: no activation
 
     @property
     def batch(self) -> int:
@@ -40,11 +40,11 @@ class States:
         return torch.zeros_like(self.mean) if self.variance is None else self.variance
 
     def jacobian_tensor(self) -> Tensor:
-        """Return the activation's derivative, ones if there was none."""
+        """Return the activation's derivative, ones if there is no activation."""
         return torch.ones_like(self.mean) if self.jacobian is None else self.jacobian.tensor()
 
     def viewed(self, *shape: int) -> tuple[Tensor, Tensor | None]:
-        """Return mean and variance as [batch, *shape]; ValueError if they have another size."""
+        """Return mean and variance as [batch, *shape]; raise ValueError for another size."""
         mean, variance = self.mean, self.variance
         if mean.shape[1:] == shape:
             return mean, variance
@@ -56,7 +56,7 @@ class States:
 
 
 def require_inputs(count: int, mean: Tensor) -> None:
-    """Raise ValueError unless samples have as many elements as the layer that takes them."""
+    """Raise ValueError unless a sample of ``mean`` has ``count`` elements."""
     got = mean.shape[1:].numel()
     if got != count:
         raise ValueError(f"a layer takes {count} inputs, but the one before has {got} outputs")
@@ -64,9 +64,9 @@ def require_inputs(count: int, mean: Tensor) -> None:
 
 @dataclass(slots=True)
 class Deltas:
-    """The innovation of Gaussians: how far mean and variance move, by the variance's square.
+    """The innovation of Gaussians.
 
-    With prior N(mu, var), posterior mean mu + var * mean and variance var + var^2 * variance.
+    The posterior of the prior N(mu, var) is N(mu + var * mean, var + var^2 * variance).
     """
 
     mean: Tensor
@@ -75,7 +75,7 @@ class Deltas:
 
 @dataclass(slots=True)
 class Dense:
-    """Any derivative, as a tensor."""
+    """A derivative that is stored as a tensor."""
 
     value: Tensor
 
@@ -93,12 +93,12 @@ class Dense:
 
 @dataclass(slots=True)
 class Rectified:
-    """The derivative of a rectifier, 1 where its output is positive and else 0; not stored."""
+    """The derivative of a rectifier: 1 if the output is positive, else 0. It is not stored."""
 
     output: Tensor
 
     def scale(self, deltas: Deltas) -> Deltas:
-        """Set the innovation to zero where the output is not positive."""
+        """Set the innovation of outputs that are not positive to zero."""
         output = self.output.view_as(deltas.mean)
         threshold = torch.ops.aten.threshold_backward
         threshold.grad_input(deltas.mean, output, 0.0, grad_input=deltas.mean)
@@ -111,5 +111,5 @@ class Rectified:
 
 
 def scale(jacobian: Jacobian | None, deltas: Deltas) -> Deltas:
-    """Carry an innovation through the activation before a layer; may change it in place."""
+    """Propagate an innovation back through the activation; None leaves it as it is."""
     return deltas if jacobian is None else jacobian.scale(deltas)

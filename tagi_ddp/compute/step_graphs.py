@@ -1,8 +1,8 @@
-"""Training steps as CUDA graphs: a step's kernels are queued at once, not one by one by Python.
+"""Training steps as CUDA graphs, which queue all kernels of a step in one call.
 
-A replay repeats the addresses and numbers of the step that was captured, so what changes from step
-to step must be in tensors that stay. https://docs.pytorch.org/docs/stable/notes/cuda.html tells
-what else a capture demands.
+A replay repeats the addresses and numbers of the captured step, so values that change from step to
+step must be in tensors that stay. Other requirements of a capture are described in
+https://docs.pytorch.org/docs/stable/notes/cuda.html.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.device_agreement import DeviceAgreement
 from tagi_ddp.trace.timeline import timeline
 
-_CAPTURES = "cuda"  # the kind of devices that capture what they are told
-_WARM_UP = 3  # steps of a size before its capture: they load kernels and choose among them
-_MOST = 8  # sizes that are captured; each keeps the memory of a step
+_CAPTURES = "cuda"  # the type of devices that can capture
+_WARM_UP = 3  # steps of a size before its capture, which load kernels and choose among them
+_MOST = 8  # the largest number of sizes with a graph; each keeps the memory of a step
 T = TypeVar("T")
 
 
 class StepGraphs:
     """Forward, update of the outputs and backward as one CUDA graph for each size of batch.
 
-    ``alone``: with the update of the parameters, in which no other rank has a part.
+    If ``alone``, no other rank takes part, and the graph includes the update of the parameters.
     """
 
     def __init__(
         self, compute: TorchCompute, replica: DeviceReplica, rollback: Rollback, alone: bool
     ) -> None:
-        """Nothing is captured yet."""
+        """Begin without any graph."""
         self.alone = alone
         self._rollback = rollback
         self._compute = compute
@@ -47,25 +47,25 @@ class StepGraphs:
         self._steps: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, _Graph] = {}
         self._failed = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @torch.inference_mode()
-    def learn(self, method: UpdateMethod, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-        """Replay a step with ``given``, mu_x, var_x and observations, in the order of ``method``.
+    def learn(self, method: UpdateMethod, args: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Replay a step with ``args``: mu_x, var_x, and observations in the order of ``method``.
 
-        Returns the outputs before it, means and variances; None if this step is to be taken as
-        without graphs: an empty share's, the first of a size, those that begin running statistics,
-        and, with one warning for each reason, those that cannot be captured.
+        Returns means and variances of the outputs before the step, or None if the caller must take
+        the step without a graph. That is so for an empty share, the first steps of a size, the step
+        that begins running statistics, and, with one warning a reason, if a capture is impossible.
         """
         compute = self._compute
         if self._failed or not compute.training or self._replica.statistics.await_first_batch:
             return None
         tensors: dict[str, Tensor] = {}
-        for name, value in given.items():
+        for name, value in args.items():
             if isinstance(value, Tensor) and value.device == self._device:
                 tensors[name] = value
             elif value is not None:
-                self._tell(f"{name} is no tensor on {self._device}")
+                self._warn_once(f"{name} is no tensor on {self._device}")
                 return None
         if not tensors["mu_x"].numel():
             return None
@@ -77,17 +77,17 @@ class StepGraphs:
             if self._steps[size] <= _WARM_UP:
                 return None
             if len(self._graphs) == _MOST:
-                self._tell(f"{_MOST} sizes of batches have one, and no more are captured")
+                self._warn_once(f"{_MOST} sizes of batches have one, and no more are captured")
                 return None
             try:
                 graph = self._capture(method, tensors)
             except RuntimeError as error:
                 self._failed = True
-                self._tell(f"the capture failed: {str(error).partition(chr(10))[0]}")
+                self._warn_once(f"the capture failed: {str(error).partition(chr(10))[0]}")
                 return None
             self._graphs[size] = graph
         for name, value in tensors.items():
-            graph.given[name].copy_(value)
+            graph.inputs[name].copy_(value)
         if not self.alone:
             self._keep()
         graph.replay()
@@ -99,14 +99,14 @@ class StepGraphs:
 
     def _capture(self, method: UpdateMethod, tensors: Mapping[str, Tensor]) -> _Graph:
         compute = self._compute
-        given = {name: value.clone() for name, value in tensors.items()}
-        flat = {name: value.reshape(-1) for name, value in given.items()}
+        inputs = {name: value.clone() for name, value in tensors.items()}
+        flat = {name: value.reshape(-1) for name, value in inputs.items()}
         mean, variance = flat.pop("mu_x").view(-1, compute.input_size), flat.pop("var_x", None)
 
         def step() -> tuple[tuple[Tensor, Tensor], DeviceAgreement | None]:
             if self.alone:
                 self._keep()
-            # No input is copied: a graph with copies takes twice as long to launch.
+            # The inputs are not copied: a graph with copies takes twice as long to launch.
             spread = None if variance is None else variance.view_as(mean).float()
             states = compute.compute_states(mean.float(), spread)
             outputs = states.mean.flatten(), states.variance_tensor().flatten()
@@ -119,23 +119,23 @@ class StepGraphs:
             return outputs, agreement
 
         replay, (outputs, agreement) = _capture(step, self._device)
-        return _Graph(given, replay, outputs, agreement, compute.results)
+        return _Graph(inputs, replay, outputs, agreement, compute.results)
 
     def _keep(self) -> None:
         if self._rollback.needed:
             self._rollback.keep()
 
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
             warnings.warn(_text(reason), RuntimeWarning, stacklevel=7)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured step: where it reads what is given, and where it writes what comes of that."""
+    """A captured step: the tensors that it reads, and those that it writes."""
 
-    given: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     replay: Callable[[], None]
     outputs: tuple[Tensor, Tensor]
     agreement: DeviceAgreement | None
@@ -143,7 +143,7 @@ class _Graph:
 
 
 def make_step_graphs(compute: Any, rollback: Rollback, alone: bool) -> StepGraphs | None:
-    """Return graphs of the steps that ``compute`` takes; None, with a warning, if none can be."""
+    """Return graphs of the steps of ``compute``; None, with a warning, if graphs are impossible."""
     reason = _why_not(compute)
     if reason is not None:
         warnings.warn(_text(reason), RuntimeWarning, stacklevel=4)
@@ -156,10 +156,10 @@ def _why_not(compute: Any) -> str | None:
         return f'compute is "{compute.name}", and CUDA graphs are torch\'s'
     if compute.device.type != _CAPTURES:
         return f"the network is on {compute.device}, not on a GPU"
-    if compute.network.carries_states:
-        return "LSTM layers carry states from step to step"
+    if compute.network.is_recurrent:
+        return "LSTM layers keep states between steps"
     if timeline is not None:
-        return "a timeline shows the parts of a step, of which a graph makes one"
+        return "a timeline shows the parts of a step, which a graph would join"
     return None
 
 
@@ -168,9 +168,9 @@ def _text(reason: str) -> str:
 
 
 def _capture(run: Callable[[], T], device: torch.device) -> tuple[Callable[[], None], T]:
-    """Return what repeats ``run`` on ``device``, where nothing runs yet, and what it returned."""
+    """Return a function that repeats ``run`` on an idle ``device``, and the result of ``run``."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads, as loaders of data, may go on using the GPU.
+    # Other threads, such as data loaders, may use the GPU meanwhile.
     with (
         torch.cuda.device(device),
         torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),

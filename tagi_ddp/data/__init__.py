@@ -1,4 +1,4 @@
-"""Shares of data, what ranks find together, and what people see of it."""
+"""Shares of data for ranks, metrics over all ranks, and output of rank 0."""
 
 from __future__ import annotations
 

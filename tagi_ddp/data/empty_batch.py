@@ -12,15 +12,15 @@ Parts = list[tuple[str, Any]]
 
 
 def empty_batch(collate: Callable[[list[Any]], Any], sample: Any) -> Any:
-    """Return what ``collate`` would make of no samples, found from batches of ``sample``.
+    """Return the batch that ``collate`` would make of no samples.
 
-    Batches of one and of two samples differ where they depend on their number: arrays and tensors
-    get the length 0 in each dimension that has doubled, sequences that have doubled become empty.
-    Mappings, dataclasses and other sequences keep their types and hold empty parts.
+    It compares the batches of one and of two samples. Arrays and tensors get the length 0 in each
+    dimension that has doubled; sequences that have doubled become empty. Mappings, dataclasses and
+    other sequences keep their types and hold empty parts.
 
     Raises:
-        TypeError: naming a part that the number of samples does not decide, like a count or an
-            object of another type, which could hold data of ``sample``.
+        TypeError: naming a part whose value for no samples is not known, like a count, or an object
+            of another type, which could hold data of ``sample``.
     """
     return _empty("batch", collate([sample]), collate([sample, sample]))
 
@@ -28,7 +28,7 @@ def empty_batch(collate: Callable[[list[Any]], Any], sample: Any) -> Any:
 def parts_of(batch: Any) -> Parts | None:
     """Return the parts of a mapping, a dataclass or a sequence, each after its path.
 
-    None for all else: arrays, tensors, numbers, text.
+    None for other types: arrays, tensors, numbers, text.
     """
     if isinstance(batch, type | str | bytes | bytearray | memoryview):
         return None
@@ -61,9 +61,9 @@ def with_parts(batch: Any, parts: list[Any]) -> Any:
             raise TypeError(f"its attribute {min(more)} is no field")
         made = copy.copy(batch)
         for name, part in zip(names, parts, strict=True):
-            object.__setattr__(made, name, part)  # a frozen one has no other way
+            object.__setattr__(made, name, part)  # It may be frozen.
         return made
-    if hasattr(kind, "_make"):  # a named tuple
+    if hasattr(kind, "_make"):  # It is a named tuple.
         return kind._make(parts)
     return kind(parts)
 
@@ -90,7 +90,7 @@ def _alike(parts: Parts, others: Parts) -> bool:
 
 
 def _without_samples(one: Any, two: Any) -> Any:
-    """Return a sequence, an array or a tensor of no samples, given those of one and of two."""
+    """Return a sequence, an array or a tensor of no samples, from those of one and of two."""
     if one is None:
         return None
     if parts_of(one) is None and hasattr(one, "shape"):

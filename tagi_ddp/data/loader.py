@@ -1,4 +1,4 @@
-"""torch's DataLoader, of which each rank draws its share."""
+"""Loaders of torch whose batches are shared among the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tagi_ddp.data.sampler import DistributedSampler, share_of
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-# What a DataLoader takes beside the batches, under the names of its attributes.
+# The arguments of a DataLoader that do not concern batches; its attributes have the same names.
 _OPTIONS = (
     "num_workers",
     "pin_memory",
@@ -36,9 +36,9 @@ def prepare(
 ) -> PreparedLoader:
     """Return a loader of this rank's share of each of ``loader``'s batches.
 
-    ``batch_size`` becomes that of all ranks together; all else stays: workers, pinned memory, how
-    samples are put together, whether the last batch is dropped, whether samples are shuffled.
-    The ranks' shares of a batch are those of one process, whatever their number.
+    ``batch_size`` becomes that of all ranks together. Workers, pinned memory, ``collate_fn``,
+    ``drop_last`` and whether samples are shuffled stay. The ranks' shares make the same batches at
+    any number of ranks.
 
     Iteration draws nothing from the generators of this process. Before each batch, a worker seeds
     the global generators of Python, numpy and torch, and a fork's copy of ``loader.generator``,
@@ -51,9 +51,9 @@ def prepare(
         seed: of the order, and of all that workers draw; the same on all ranks.
 
     Raises:
-        TypeError, ValueError: naming what cannot be shared out. TypeError also if a rank's share of
-            a batch is empty and a part of a batch of no samples is unknown: with workers at the
-            first batch. `PreparedLoader` tells which are known.
+        TypeError, ValueError: naming what cannot be shared. TypeError also if a rank's share of a
+            batch is empty and a batch of no samples cannot be made, see `PreparedLoader`; with
+            workers at the first batch.
     """
     from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -75,7 +75,7 @@ def prepare(
         raise ValueError(
             f"loader's {type(drawn).__name__} draws {len(drawn)} samples of a data set of "
             f"{len(length)}: shares are of whole data sets; give the loader a "
-            "torch.utils.data.Subset of what it is to draw, and no num_samples"
+            "torch.utils.data.Subset of the samples to draw, and no num_samples"
         )
     shuffle = isinstance(drawn, RandomSampler)
     sampler = DistributedSampler(length, num_replicas, rank, shuffle, seed)
@@ -93,11 +93,11 @@ def prepare(
 class PreparedLoader:
     """The share of a rank; made by `prepare`. Iteration gives one epoch, ``sampler.epoch``.
 
-    A rank whose share of a small last batch is empty gets a batch of no samples, with which it has
-    to step like the others. Arrays and tensors have no rows there, and sequences of samples no
-    elements, in mappings, dataclasses, lists, tuples and named tuples. Of numbers, texts, tensors
-    without dimensions and other objects no such value is known: `prepare` refuses them if a share
-    is empty.
+    A rank whose share of a small last batch is empty gets a batch of no samples, and must step with
+    it like the others. Its arrays and tensors have no rows, and its sequences of samples no
+    elements, in mappings, dataclasses, lists, tuples and named tuples. Numbers, texts, tensors
+    without dimensions and other objects have no such value: `prepare` refuses them if a share is
+    empty.
     """
 
     def __init__(self, loader: DataLoader[Any], shares: _Shares) -> None:
@@ -106,7 +106,7 @@ class PreparedLoader:
 
     @property
     def sampler(self) -> DistributedSampler:
-        """What draws the order, for `tagi_ddp.checkpoint.Checkpoints` to know."""
+        """The sampler that draws the order, for `tagi_ddp.checkpoint.Checkpoints`."""
         return self._shares.sampler
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class PreparedLoader:
         """Yield (step, batch) for all batches of ``epochs`` epochs.
 
         Steps are numbered from 0 over all epochs. A run that has made ``first`` steps goes on with
-        that one, without a look at the samples before: `Checkpoints.resume` tells the number.
+        step ``first``, without loading earlier samples: `Checkpoints.resume` returns the number.
         """
         last = integer("epochs", epochs, 0) * len(self)
         return self._steps(integer("first", first, 0), last)
@@ -136,9 +136,9 @@ class PreparedLoader:
         import torch
 
         self._shares.steps = range(first, last)
-        # A DataLoader draws a seed whenever it is iterated: not from a generator of the user.
+        # A DataLoader draws a seed when it is iterated, which must not change the user's generator.
         self._loader.generator = torch.Generator(torch.get_default_device())
-        self._loader.generator.manual_seed(_number(self._shares.words(first)))
+        self._loader.generator.manual_seed(_long_seed(self._shares.seeds(first)))
         yield from zip(range(first, last), self._loader, strict=True)
 
 
@@ -152,17 +152,17 @@ class _Shares:
         self._workers = workers
         self._size = batch_size
         self._length = sampler.settings["length"]
-        whole, rest = divmod(self._length, batch_size)
-        self.per_epoch = whole + (rest > 0 and not drop_last)
+        whole, remainder = divmod(self._length, batch_size)
+        self.per_epoch = whole + (remainder > 0 and not drop_last)
         self.steps = range(self.per_epoch)
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def empty(self) -> str:
-        """Return which batch has fewer samples than there are ranks; "" if none has."""
-        ranks, size, rest = self.sampler.num_replicas, self._size, self._length % self._size
-        last = rest if self.per_epoch > self._length // size else min(size, self._length)
+        """Return a description of a batch that has fewer samples than ranks; "" if none has."""
+        ranks, size, remainder = self.sampler.num_replicas, self._size, self._length % self._size
+        last = remainder if self.per_epoch > self._length // size else min(size, self._length)
         if not self.per_epoch or min(last, size) >= ranks:
             return ""
         return f"a batch of {last} of {self._length} samples for {ranks} ranks"
@@ -178,51 +178,51 @@ class _Shares:
             batch = order[number * self._size : (number + 1) * self._size]
             share = batch[share_of(len(batch), self.sampler.rank, self.sampler.num_replicas)]
             indices = share.tolist()
-            yield _Batch(indices, self.words(step)) if self._workers else indices
+            yield _Batch(indices, self.seeds(step)) if self._workers else indices
 
-    def words(self, step: int) -> list[int]:
+    def seeds(self, step: int) -> list[int]:
         """Return ten random numbers of 32 bits, which no other step or rank has."""
         of_step = np.random.SeedSequence(self.sampler.seed, spawn_key=(step, self.sampler.rank))
-        return [int(word) for word in of_step.generate_state(10)]
+        return [int(seed) for seed in of_step.generate_state(10)]
 
 
 class _Batch(list[int]):
     """The indices of a batch, and the numbers that seed the worker that draws it.
 
-    A worker loads the pickle of a batch directly before it draws the samples, and so knows the step
-    without a wrapper around the data set.
+    A worker loads the pickle of a batch directly before it draws the samples. The seeds are loaded
+    with it, so the data set needs no wrapper that counts steps.
     """
 
-    def __init__(self, indices: list[int], words: list[int]) -> None:
+    def __init__(self, indices: list[int], seeds: list[int]) -> None:
         super().__init__(indices)
-        self._words = words
+        self._seeds = seeds
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_worker, (list(self), self._words)
+        return _in_worker, (list(self), self._seeds)
 
 
-_generators: list[Any] = []  # of a worker, beside the global ones
+_generators: list[Any] = []  # The generators of a worker, beside the global ones.
 
 
-def _in_worker(indices: list[int], words: list[int]) -> list[int]:
+def _in_worker(indices: list[int], seeds: list[int]) -> list[int]:
     """Seed the generators of this worker; return the indices."""
     import torch
 
-    random.seed(_number(words))
-    torch.manual_seed(_number(words[2:]))
+    random.seed(_long_seed(seeds))
+    torch.manual_seed(_long_seed(seeds[2:]))
     for generator in _generators:
-        generator.manual_seed(_number(words[4:]))
-    np.random.seed(words[6:])
+        generator.manual_seed(_long_seed(seeds[4:]))
+    np.random.seed(seeds[6:])
     return indices
 
 
-def _number(words: Sequence[int]) -> int:
+def _long_seed(seeds: Sequence[int]) -> int:
     """Return a seed of 63 bits, the most that a DataLoader's generator takes."""
-    return (words[0] << 32 | words[1]) >> 1
+    return (seeds[0] << 32 | seeds[1]) >> 1
 
 
 class _Start:
-    """Starts a worker as another function does, and keeps the loader's generator for `_Batch`.
+    """A ``worker_init_fn`` that calls the loader's, and keeps its generator for `_Batch`.
 
     A worker that is not forked has no copy of the generator: torch cannot send one.
     """
@@ -242,10 +242,10 @@ class _Start:
 
 
 class _Collate:
-    """Puts samples together as another function does; of none it makes a batch of no samples.
+    """A ``collate_fn`` that calls the loader's, and makes a batch of no samples if there are none.
 
-    ``empty`` names a batch of which a rank gets none. All ranks then check at the first batch, on
-    each worker, that a batch of no samples can be made.
+    ``empty`` describes a batch of which a rank gets no samples. All ranks then check at the first
+    batch, on each worker, that a batch of no samples can be made.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, empty: str) -> None:
@@ -259,7 +259,7 @@ class _Collate:
         return batch
 
     def check(self) -> None:
-        """Raise TypeError, once, if there is an empty share and no batch for it."""
+        """Raise TypeError, once, if a share is empty and no batch can be made for it."""
         if self._unchecked:
             self._none()
             self._unchecked = ""

@@ -1,4 +1,4 @@
-"""What people see of many ranks: one progress bar, one line."""
+"""Output of rank 0 for all ranks: one progress bar, one line."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SECONDS = 5.0  # between two lines where no bar is drawn
+_SECONDS = 5.0  # The time between two lines if no bar is drawn.
 _LINE = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: Any) -> tqdm[T]:
     """Iterate with tqdm's progress bar on rank 0 and with a silent one on the others.
 
-    On a terminal, and in a notebook, it is a bar; elsewhere, as in a file, a line every 5 seconds:
-    the environment variable TAGI_DDP_TERMINAL, 1 or 0, decides otherwise. ``rank`` is that of
-    torch's default group or the launcher's by default; ``tqdm_kwargs`` go to tqdm. The result has
-    tqdm's methods (``set_postfix``, ``write``, ...) on all ranks.
+    On a terminal, and in a notebook, it is a bar; elsewhere, as in a file, a line every 5 seconds.
+    The environment variable TAGI_DDP_TERMINAL, 1 or 0, forces a bar or lines. ``rank`` is by
+    default that of torch's default group, or the launcher's; ``tqdm_kwargs`` go to tqdm. The result
+    has tqdm's methods (``set_postfix``, ``write``, ...) on all ranks.
     """
     from tqdm import tqdm
 
@@ -34,7 +34,7 @@ def progress(iterable: Iterable[T], *, rank: int | None = None, **tqdm_kwargs: A
     if shown and "file" not in tqdm_kwargs and not shows_bars(sys.stderr):
         seconds = tqdm_kwargs.setdefault("mininterval", _SECONDS)
         if desc := tqdm_kwargs.get("desc"):
-            tqdm_kwargs["desc"] = f"{desc.removesuffix(': ')}: "  # as `set_description` writes it
+            tqdm_kwargs["desc"] = f"{desc.removesuffix(': ')}: "  # `set_description` writes both.
         lines = {"file": _Lines(sys.stderr, seconds), "position": 0, "bar_format": _LINE}
         tqdm_kwargs = {**lines, **tqdm_kwargs}
     return tqdm(iterable, disable=not shown, **tqdm_kwargs)
@@ -54,18 +54,16 @@ def log(*values: object, sep: str = " ", rank: int | None = None) -> None:
 
 
 class _Lines:
-    """A file in which some states of a bar are lines: the first, the last, and between them one
-    every so many seconds.
-    """
+    """A file of lines: the first and the last state of a bar, and one every ``seconds``."""
 
     def __init__(self, file: TextIO, seconds: float) -> None:
         self._file = file
         self._seconds = seconds
-        self._next = 0.0  # when another line may come
-        self._state = ""  # that has not been written
+        self._next = 0.0  # The earliest time of the next line.
+        self._state = ""  # The last state, unless it has been written.
 
     def write(self, text: str) -> int:
-        """Take a state, which begins with a carriage return, or the end of the last one."""
+        """Record a state, which begins with a carriage return, or the end of the last one."""
         self._state = text.strip() or self._state
         if text.endswith("\n") or time.monotonic() >= self._next:
             if self._state:

@@ -1,4 +1,4 @@
-"""What the ranks have found, put together: exact means, and rows in the data set's order."""
+"""Results of all ranks together: exact means, and rows in the data set's order."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def reduce_metrics(
 ) -> float | npt.NDArray[np.float64]:
     """Return the exact mean over all ranks' samples: the sum of totals over the sum of counts.
 
-    A mean of the ranks' means would be wrong where they saw different numbers of samples.
+    A mean of the ranks' means would be wrong if they have different numbers of samples.
 
     Args:
-        comm: the ranks, all of which call this; or a group as `as_communicator` takes it, to whose
+        comm: of the ranks, which all call this; or a group that `as_communicator` takes, whose
             ranks each call connects anew.
         total: this rank's sum over its samples, one real number or an array or tensor of several
-            metrics (the same shape on all ranks); zeros on a rank that saw none. Added up in
+            metrics (the same shape on all ranks); zeros on a rank without samples. Added up in
             float64.
-        count: how many samples this rank saw.
+        count: the number of samples of this rank.
 
     Returns:
         the means as a float, or a float64 array of ``total``'s shape; the same bits on all ranks.
 
     Raises:
-        ValueError: on all ranks: no rank saw a sample, shapes differ, or a rank has refused an
-            argument. That rank's own may be a TypeError.
+        ValueError: on all ranks: no rank has a sample, shapes differ, or an argument is wrong on a
+            rank, whose own error may be a TypeError.
     """
     totals: npt.NDArray[np.float64]
     samples: int
@@ -51,7 +51,7 @@ def reduce_metrics(
     with adopted(comm) as group:
         remedy = "Give a total of the same shape and a count on all ranks."
         require_equal(group, described, "arguments of reduce_metrics", remedy)
-        sums = _placed(group, np.append(totals, samples))
+        sums = _on_device(group, np.append(totals, samples))
         group.all_reduce(sums)
         sums = _on_host(sums)
     if sums[-1] == 0:
@@ -69,33 +69,33 @@ def gather(
     for this rank's shares into the data set's order.
 
     Args:
-        comm: the ranks, all of which call this; or a group as `as_communicator` takes it, to whose
+        comm: of the ranks, which all call this; or a group that `as_communicator` takes, whose
             ranks each call connects anew.
-        rows: this rank's, numbers or bools of one dtype and of one shape [its rows, ...] but for
-            the first dimension, which may differ between ranks, and be 0. Tensors of dtypes that
-            numpy has, on any device, are taken without their gradients.
-        indices: the place of each row in the result, one int for each row; None: the rows are in
-            the ranks' order. Where ranks have the same place, as samplers pad, the last one counts.
+        rows: this rank's, [its rows, ...], numbers or bools. Ranks have one dtype and one shape of
+            a row; the number of rows may differ, and be 0. Tensors of dtypes that numpy has, on
+            any device, are taken without their gradients.
+        indices: the index of each row in the result, one int for each row; None: the rows are in
+            rank order. If ranks have the same index, as samplers pad, the last one counts.
 
     Returns:
         [all rows, ...], or [1 + the greatest index, ...], of the dtype of ``rows``.
 
     Raises:
         ValueError: on all ranks: dtypes or shapes differ, there are more or fewer indices than
-            rows, no rank has a row for a place, or a rank has refused an argument. That rank's own
+            rows, no rank has a row for an index, or an argument is wrong on a rank, whose own error
             may be a TypeError.
     """
     own: npt.NDArray[Any]
-    places: npt.NDArray[np.int64] | None
+    targets: npt.NDArray[np.int64] | None
 
     def described() -> list[Entry]:
-        nonlocal own, places
+        nonlocal own, targets
         own = _numbers(rows)
-        places = None if indices is None else _places(indices, len(own))
+        targets = None if indices is None else _indices(indices, len(own))
         return [
             ("the dtype of rows", str(own.dtype)),
             ("the shape of a row", str(own.shape[1:])),
-            ("indices", "none" if places is None else "one for each row"),
+            ("indices", "none" if targets is None else "one for each row"),
         ]
 
     with adopted(comm) as group:
@@ -103,22 +103,22 @@ def gather(
         require_equal(group, described, "arguments of gather", remedy)
         counts = all_gather_object(group, len(own))
         whole = _joined(group, own, counts)
-        if places is None:
+        if targets is None:
             return whole
-        order = _joined(group, places, counts)
+        order = _joined(group, targets, counts)
     size = int(order.max(initial=-1)) + 1
-    there = np.zeros(size, bool)
-    there[order] = True
-    if not there.all():
-        raise ValueError(f"indices leave out {int(np.argmin(there))}: no rank has a row for it")
+    present = np.zeros(size, bool)
+    present[order] = True
+    if not present.all():
+        raise ValueError(f"indices leave out {int(np.argmin(present))}: no rank has a row for it")
     result = np.empty((size, *whole.shape[1:]), whole.dtype)
     result[order] = whole
     return result
 
 
-def _real_numbers(name: str, given: Any) -> npt.NDArray[np.float64]:
+def _real_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
     """Return an argument as float64."""
-    array = _array(name, given, widen=True)
+    array = _array(name, values, widen=True)
     is_real = array.dtype.kind in "biuf" or (
         array.dtype.kind == "O" and all(isinstance(each, Real | Decimal) for each in array.flat)
     )
@@ -136,31 +136,31 @@ def _numbers(rows: npt.ArrayLike) -> npt.NDArray[Any]:
     return own.astype(own.dtype.newbyteorder("="), order="C", copy=False)
 
 
-def _places(indices: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
-    given = _array("indices", indices)
-    if given.dtype.kind not in "iu" and given.size:
-        raise ValueError(f"indices must be integers, got {given.dtype}")
-    places = given.astype(np.int64).ravel()
-    if len(places) != rows:
-        raise ValueError(f"indices has {len(places)} numbers for {rows} rows")
-    if (places < 0).any():
-        raise ValueError(f"indices must not be negative, got {places.min()}")
-    return places
+def _indices(indices: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
+    array = _array("indices", indices)
+    if array.dtype.kind not in "iu" and array.size:
+        raise ValueError(f"indices must be integers, got {array.dtype}")
+    numbers = array.astype(np.int64).ravel()
+    if len(numbers) != rows:
+        raise ValueError(f"indices has {len(numbers)} numbers for {rows} rows")
+    if (numbers < 0).any():
+        raise ValueError(f"indices must not be negative, got {numbers.min()}")
+    return numbers
 
 
-def _array(name: str, given: Any, widen: bool = False) -> npt.NDArray[Any]:
-    """Return an argument as an array, tensors of floats as float64 if they are to ``widen``."""
-    values = _on_the_host(name, given, widen)
+def _array(name: str, values: Any, widen: bool = False) -> npt.NDArray[Any]:
+    """Return an argument as an array; with ``widen`` tensors of floats as float64."""
+    values = _for_numpy(name, values, widen)
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be an array of numbers: {error}") from error
 
 
-def _on_the_host(name: str, value: Any, widen: bool) -> Any:
-    """Return what numpy reads as it is: it would drop masks, and refuse tensors without a name."""
+def _for_numpy(name: str, value: Any, widen: bool) -> Any:
+    """Return a value for numpy, which would drop masks, and refuse tensors without a name."""
     if isinstance(value, list | tuple):
-        return [_on_the_host(name, each, widen) for each in value]
+        return [_for_numpy(name, each, widen) for each in value]
     if isinstance(value, np.ma.MaskedArray):
         if np.ma.is_masked(value):
             raise ValueError(
@@ -188,17 +188,17 @@ def _on_the_host(name: str, value: Any, widen: bool) -> Any:
 
 
 def _joined(comm: Communicator, own: npt.NDArray[Any], counts: list[int]) -> npt.NDArray[Any]:
-    """Return the rows of all ranks, one after another; as bytes, they may be of any dtype."""
+    """Return the rows of all ranks, one after another; sent as bytes, for any dtype."""
     width = own.dtype.itemsize * int(np.prod(own.shape[1:], dtype=np.int64))
-    sent = _placed(comm, own.reshape(-1).view(np.uint8))
-    whole = _placed(comm, np.empty(sum(counts) * width, np.uint8))
+    sent = _on_device(comm, own.reshape(-1).view(np.uint8))
+    whole = _on_device(comm, np.empty(sum(counts) * width, np.uint8))
     comm.all_gather(sent, whole, [count * width for count in counts])
     joined: npt.NDArray[Any] = _on_host(whole).view(own.dtype)
     return joined.reshape(sum(counts), *own.shape[1:])
 
 
-def _placed(comm: Communicator, array: npt.NDArray[Any]) -> Buffer:
-    """Return the array, or a copy on the device where the communicator's buffers live."""
+def _on_device(comm: Communicator, array: npt.NDArray[Any]) -> Buffer:
+    """Return the array, or a copy on the device of the communicator's buffers."""
     if comm.device == "cpu":
         return array
     import torch

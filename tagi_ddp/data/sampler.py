@@ -1,4 +1,4 @@
-"""What each rank sees of a dataset."""
+"""The samples that each rank takes of a dataset."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tagi_ddp.environment import rank_and_size
 class DistributedSampler:
     """The indices of a dataset's samples that one rank takes, in every epoch anew.
 
-    All ranks draw one order from ``seed`` and the epoch. There are two ways to share it:
+    All ranks draw one order from ``seed`` and the epoch. They share it by either method:
 
-    - `batches`: each global batch is cut into one slice per rank. The ranks' k-th slices, put
-      together in rank order, are exactly the k-th batch of a single process. Each sample is seen
-      once, and all ranks get equally many slices: for training in the same data order on any number
-      of ranks, and for evaluation.
+    - `batches`: each global batch is cut into one slice per rank. The ranks' k-th slices,
+      concatenated in rank order, are exactly the k-th batch of a single process. Each sample is
+      taken once, and all ranks get equally many slices: for training in the same data order on any
+      number of ranks, and for evaluation.
     - iteration: rank r takes elements r, r + num_replicas, r + 2 num_replicas, ... of the order, as
-      torch's sampler does. Where the ranks do not divide the dataset, ``uneven`` decides.
+      torch's sampler does. ``uneven`` decides if ranks do not divide the number of samples.
 
     Args:
         dataset: anything with a length, or the length.
         num_replicas: number of ranks; by default that of torch's default group, if it is
             initialised, else the launcher's world size.
-        rank: this rank; by default the same's.
+        rank: this rank; by default that in the same group.
         shuffle: draw a new order each epoch (see `set_epoch`); else 0, 1, 2, ...
-        seed: start of the order, the same on all ranks.
-        uneven: how iteration shares what does not divide. "pad": the order's first samples are
-            repeated at its end until all ranks take equally many, so no rank waits for others that
-            have no more samples. "drop": the order's last samples are left out instead. "keep":
-            each sample once, some ranks take one more: for evaluation.
+        seed: the seed of the order, the same on all ranks.
+        uneven: how iteration shares an uneven number of samples. "pad": the order's first samples
+            are repeated at its end until all ranks take equally many, so no rank waits for others
+            that have no more samples. "drop": the order's last samples are left out instead.
+            "keep": each sample once, some ranks take one more: for evaluation.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -67,8 +67,8 @@ class DistributedSampler:
         self.seed = integer("seed", seed, 0)
         self.uneven = uneven
         self.epoch = 0
-        self._drawn: set[int] = set()  # sizes of global batches
-        self._before: set[int] = set()  # the same, of the run that was resumed
+        self._drawn: set[int] = set()  # The sizes of this run's global batches.
+        self._before: set[int] = set()  # Those of the run that was resumed.
 
     @property
     def settings(self) -> dict[str, int]:
@@ -77,11 +77,11 @@ class DistributedSampler:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The sizes of the global batches so far, of this run and of the one that it goes on."""
+        """The sizes of the global batches so far, of this run and of the one that it resumes."""
         return sorted(self._drawn | self._before)
 
     def go_on(self, batch_sizes: Sequence[int]) -> None:
-        """Go on from batches of these sizes; none: of any.
+        """Resume a run whose global batches had these sizes; none: any size.
 
         Raises ValueError if batches have been drawn already, and none had one of these sizes. If no
         batch has been drawn yet, the first one of another size raises it, because a number of steps
@@ -92,7 +92,7 @@ class DistributedSampler:
             self._refuse(max(self._drawn))
 
     def begin(self, global_batch_size: int) -> int:
-        """Return the checked size of the global batches that are drawn next."""
+        """Check, record and return the size of the global batches that are drawn next."""
         size = integer("global_batch_size", global_batch_size, 1)
         if self._before and not self._drawn and size not in self._before:
             self._refuse(size)
@@ -133,8 +133,8 @@ class DistributedSampler:
     ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Yield (step, share) for each global batch of ``epochs`` epochs, as `batches` cuts them.
 
-        Steps are numbered from 0 over all epochs; a run that has made ``first`` steps goes on with
-        that one, which costs what drawing one order costs. `epoch` is set on the way.
+        Steps are numbered from 0 over all epochs. A run that has made ``first`` steps goes on with
+        step ``first``, which costs as much as drawing one order. This sets `epoch`.
         """
         size = self.begin(global_batch_size)
         per_epoch = -(-self._length // size)
@@ -153,19 +153,19 @@ class DistributedSampler:
         """Iterate over this rank's indices of the epoch."""
         order = self.order()
         if self.uneven != "keep":
-            # Longer than the order, it wraps around; shorter, it is cut.
+            # This repeats the beginning of an order that is too short, and cuts a longer one.
             order = np.resize(order, len(self) * self.num_replicas)
         return iter(order[self.rank :: self.num_replicas].tolist())
 
     def __len__(self) -> int:
-        """Return how many indices iteration gives on this rank."""
-        share, rest = divmod(self._length, self.num_replicas)
-        more = {"keep": self.rank < rest, "pad": rest > 0, "drop": False}
+        """Return the number of indices that iteration yields on this rank."""
+        share, remainder = divmod(self._length, self.num_replicas)
+        more = {"keep": self.rank < remainder, "pad": remainder > 0, "drop": False}
         return share + more[self.uneven]
 
 
 def share_of(count: int, rank: int, ranks: int) -> slice:
-    """Return which of ``count`` samples of a batch a rank takes: shares differ by at most one."""
-    share, rest = divmod(count, ranks)
-    start = rank * share + min(rank, rest)
-    return slice(start, start + share + (rank < rest))
+    """Return a rank's slice of a batch of ``count`` samples; slices differ by at most one."""
+    share, remainder = divmod(count, ranks)
+    start = rank * share + min(rank, remainder)
+    return slice(start, start + share + (rank < remainder))

@@ -1,1 +1,1 @@
-"""The engine, pytagi: loading it anywhere, and reaching the memory of its layers."""
+"""The engine, pytagi: its loader, and access to the memory of its layers."""

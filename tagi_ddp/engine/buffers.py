@@ -16,14 +16,14 @@ FloatArray = NDArray[np.float32]
 
 
 class OutputBuffers:
-    """A pair of the engine's own objects, for what computes the outputs without the engine.
+    """A pair of the engine's own objects, for outputs that the engine does not compute itself.
 
     ``states`` holds means, variances and jacobians of ``batch`` outputs of ``width``; an output
     updater writes the outputs' innovation to ``deltas``.
     """
 
     def __init__(self, batch: int, width: int) -> None:
-        """Make the objects; raise LayoutError if their memory is not as expected."""
+        """Create the objects; raise LayoutError if their memory is not as expected."""
         hidden, delta = _located()
         self.batch, self.width = batch, width
         self.states = hidden(batch * width, batch)
@@ -33,7 +33,7 @@ class OutputBuffers:
 
     @property
     def deltas(self) -> Any:
-        """The engine's object of their innovation."""
+        """The engine's object for the outputs' innovation."""
         return self._deltas
 
     @deltas.setter
@@ -61,7 +61,7 @@ class OutputBuffers:
 
 @dataclass(frozen=True)
 class Shown:
-    """What hidden states hold: [batch * width] each, views that last as long as ``states``."""
+    """The contents of hidden states: views, [batch * width] each, valid as long as ``states``."""
 
     states: Any
     batch: int
@@ -71,7 +71,7 @@ class Shown:
 
 
 def read_states(states: Any) -> Shown:
-    """Return what an engine's object of hidden states, like ``output_z_buffer``, holds."""
+    """Return the contents of an engine's hidden states, such as ``output_z_buffer``."""
     batch = int(states.block_size)
     size = batch * int(states.actual_size)
     views = hidden_states(address_of(states, "BaseHiddenStates"))
@@ -85,7 +85,7 @@ def read_states(states: Any) -> Shown:
 
 
 def delta_states_of(mean: FloatArray, variance: FloatArray, batch: int) -> Any:
-    """Return an engine's object of these innovations, [batch * width] each."""
+    """Return an engine's object with these innovations, [batch * width] each."""
     buffers = OutputBuffers(batch, mean.size // batch)
     for view, values in zip(buffers.innovation(), (mean, variance), strict=True):
         view[:] = values
@@ -94,7 +94,7 @@ def delta_states_of(mean: FloatArray, variance: FloatArray, batch: int) -> Any:
 
 @functools.cache
 def _located() -> tuple[type, type]:
-    """Return the engine's classes with an ``address``, as asking the engine takes microseconds."""
+    """Return the engine's classes with an ``address``, as a look-up takes microseconds."""
     import cutagi
 
     class LocatedHiddenStates(cutagi.BaseHiddenStates):  # type: ignore[misc]
@@ -115,7 +115,7 @@ def empty_states() -> Any:
 
 @functools.cache
 def verify_buffers() -> None:
-    """Check on buffers of our own that their memory is as expected; raise LayoutError."""
+    """Verify on test buffers that their memory is as expected; raise LayoutError if not."""
     buffers = OutputBuffers(2, 3)
     parts = [np.arange(6, dtype=np.float32) + 10 * k for k in range(3)]
     before = hidden_states(buffers.states_address)

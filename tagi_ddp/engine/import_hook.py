@@ -1,24 +1,24 @@
-"""Prepares ``import pytagi`` in every interpreter of an environment that has tagi_ddp.
+"""A hook that makes ``import pytagi`` work in every interpreter with tagi_ddp installed.
 
-Installed a second time, with the loader, as the package ``_tagi_ddp_engine``, which a .pth file
-imports at each start of Python: so it must do without tagi_ddp, cost next to nothing, and never
-fail.
+This module and the loader are installed a second time as the package ``_tagi_ddp_engine``, which a
+.pth file imports at each start of Python. So it must not need tagi_ddp, must cost next to nothing,
+and must never fail.
 """
 
 import sys
 
 
 class TagiDdpEngineFinder:
-    """Loads the libraries that the engine's extension needs when it is first looked up."""
+    """A finder that loads the libraries of the engine's extension at its first import."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        """Find the extension as Python's own finder does, with the libraries in place."""
+        """Load the libraries, then find the extension as Python's own finder does."""
         if name != "cutagi":
             return None
         try:
             from .loader import answer_without_driver, preload, seed_embeddings
-        except ImportError:  # half uninstalled: not ours to report
+        except ImportError:  # The package is half uninstalled, which is no error here.
             return None
         preload()
         from importlib.machinery import PathFinder
@@ -37,7 +37,7 @@ class TagiDdpEngineFinder:
 
 
 def install() -> None:
-    """Put the finder first on ``sys.meta_path``, once, whichever copy of this module asks."""
+    """Put the finder first on ``sys.meta_path``, once for all copies of this module."""
     name = TagiDdpEngineFinder.__name__
     if all(getattr(finder, "__name__", None) != name for finder in sys.meta_path):
         sys.meta_path.insert(0, TagiDdpEngineFinder)

@@ -13,7 +13,7 @@ _INITIALISED_LATE = ("Conv2d", "ConvTranspose2d", "LSTM", "SLSTM")
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: where it stands, and the engine's object, which keeps its memory alive."""
+    """A layer: its name, which has its path, and the engine's object, which owns its memory."""
 
     name: str
     kind: str
@@ -21,14 +21,14 @@ class Layer:
 
     @property
     def accumulates(self) -> bool:
-        """Whether backward adds to the deltas instead of replacing them, as the engine's does."""
+        """True if the engine's backward adds to the deltas instead of replacing them."""
         return self.kind == "Embedding"
 
 
 def walk(model: Any) -> Iterator[Layer]:
-    """Yield the layers of a Sequential in order, those inside of blocks in place of the blocks.
+    """Yield the layers of a Sequential in order; the layers inside a block replace the block.
 
-    A name is the path and the engine's own description, like "3.main_block.1 (Conv2d(4,4,8,8,3))".
+    A name is the path and the engine's description, like "3.main_block.1 (Conv2d(4,4,8,8,3))".
     """
     for index, handle in enumerate(model._cpp_backend.layers):
         yield from _walk(str(index), handle)
@@ -49,15 +49,15 @@ def _walk(path: str, handle: Any) -> Iterator[Layer]:
 
 def lstm_steps(handle: Any) -> int:
     """Return the number of steps in each sample of an LSTM or SLSTM layer."""
-    # The engine tells it in this product only.
+    # The engine exposes it in this product only.
     width = max(int(handle.input_size), int(handle.output_size))
     return int(handle.get_max_num_states()) // width
 
 
 def lstm_samples(handles: Sequence[Any], states: Mapping[int, Sequence[Any]]) -> int:
-    """Return the size of the batch that LSTM ``states`` belong to; 0 without any.
+    """Return the size of the batch that LSTM ``states`` belong to; 0 without states.
 
-    ``handles`` are the engine's layers, by whose index the states are.
+    ``handles`` are the engine's layers; their indices are the keys of ``states``.
     """
     for index, parts in states.items():
         return len(parts[0]) // (lstm_steps(handles[index]) * int(handles[index].output_size))
@@ -73,7 +73,7 @@ def widths(model: Any) -> Iterator[tuple[Layer, int]]:
             width = lstm_steps(handle) * int(handle.output_size)
         elif layer.kind == "Embedding":
             width = int(handle.input_size * handle.embedding_dim)
-        else:  # those without a size of their own keep that of the layer before
+        else:  # A layer without a size of its own keeps that of the layer before.
             width = int(handle.output_size) or width
         yield layer, width
 
@@ -81,8 +81,8 @@ def widths(model: Any) -> Iterator[tuple[Layer, int]]:
 def swaps_in_samples(model: Any) -> bool:
     """Return whether an EvenExp layer of the model has an odd number of outputs.
 
-    The engine counts elements through the whole batch, so that it treats the outputs of every other
-    sample the other way round.
+    The engine counts elements through the whole batch, so it swaps the roles of the outputs in
+    every other sample.
     """
     return any(layer.kind == "EvenExp" and outputs % 2 for layer, outputs in widths(model))
 
@@ -98,14 +98,14 @@ def require_even(samples: int) -> None:
 
 
 def input_size_of(first: Any) -> int:
-    """Return the elements of a sample, or of a step of a series, that a first layer tells; or 0."""
+    """Return the inputs of a first layer, for a sample or a step of a series; 0: unknown."""
     return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
 
 
 def sample_shape(model: Any) -> tuple[int, ...]:
-    """Return the shape of a sample of a model's inputs, as its first layer has it.
+    """Return the shape of a sample of a model's inputs, according to its first layer.
 
-    (channels, height, width) of an image, (steps, inputs) of a series, else (inputs,).
+    It is (channels, height, width) for images, (steps, inputs) for series, else (inputs,).
     """
     first = next(walk(model))
     handle = first.handle
@@ -117,17 +117,17 @@ def sample_shape(model: Any) -> tuple[int, ...]:
 
 
 def initialise(model: Any) -> None:
-    """Give every layer its parameters and deltas now, which the engine does as late as in forward.
+    """Initialise the parameters and deltas of all layers, which the engine delays to forward.
 
-    Parameters that are there already keep their values: the engine's own initialisation would draw
-    new ones for some layers. Raises ValueError where the first layer tells no size of its inputs,
-    by which the engine would divide.
+    Parameters that exist keep their values: the engine's own initialisation would draw new ones for
+    some layers. Raises ValueError if the first layer does not define the size of its inputs, by
+    which the engine would divide.
     """
     layers = list(walk(model))
     if layers and not input_size_of(layers[0].handle):
         raise ValueError(
-            f"layer {layers[0].name} does not tell the size of the network's inputs: begin with "
-            "one that does, like Linear, or give Conv2d in_width and in_height, Embedding "
+            f"layer {layers[0].name} does not define the size of the network's inputs: begin with "
+            "one that does, like Linear, or set Conv2d's in_width and in_height, Embedding's "
             "input_size"
         )
     late = [layer for layer in layers if layer.kind in _INITIALISED_LATE]

@@ -1,10 +1,10 @@
-"""Loads the engine, pytagi, on machines with or without the libraries that it is linked to.
+"""The loader of the engine, pytagi, for machines with or without the libraries that it links to.
 
-The engine's extension is linked to Open MPI 4 and to NCCL. The dynamic loader takes a library of
-the same name that the process already holds, so each is loaded beforehand: the real one that others
-(mpi4py, torch) may load later, if there is one, else a stand-in that merely fails when called.
-``TAGI_DDP_LIBMPI``, ``TAGI_DDP_LIBMPI_CXX`` and ``TAGI_DDP_LIBNCCL`` overrule the search, each with
-the path of a library or with "stub"; what the process already holds stays.
+The engine's extension is linked to Open MPI 4 and to NCCL. The dynamic loader uses a library of the
+same name that is loaded already. So each library is loaded beforehand: the real one that others
+(mpi4py, torch) may load later, if there is one, else a stand-in that only fails when called.
+``TAGI_DDP_LIBMPI``, ``TAGI_DDP_LIBMPI_CXX`` and ``TAGI_DDP_LIBNCCL`` override the search; each is
+the path of a library or "stub". A library that the process has loaded already is kept.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _STUB_FOLDER = os.path.join("tagi_ddp", "engine", "shims")
 
 
 def preload() -> None:
-    """Load the libraries that the engine needs; what the process holds already stays.
+    """Load the libraries that the engine needs, but keep those that are loaded already.
 
-    Raises ImportError when a library that an environment variable names cannot be loaded, or when a
+    Raises ImportError if a library that an environment variable names cannot be loaded, or if a
     stand-in is needed and tagi_ddp was not built.
     """
     libmpi = _load(LIBMPI, _mpi_candidates())
@@ -45,18 +45,18 @@ def preload() -> None:
 
 
 def loaded_libraries() -> dict[str, str]:
-    """Tell which of the libraries the process holds: path by name, "stub" for a stand-in."""
+    """Return the libraries that the process has loaded: path by name, "stub" for a stand-in."""
     paths = {name: _path_in_process(name) for name in (LIBMPI, LIBMPI_CXX, LIBNCCL)}
     return {name: STUB if _is_stub(path) else path for name, path in paths.items() if path}
 
 
 def holds_other_mpi() -> bool:
-    """Tell whether the process holds an MPI that is not Open MPI, which the engine cannot use."""
+    """Return whether an MPI other than Open MPI is loaded, which the engine cannot use."""
     return any(_path_in_process(name) for name in _OTHER_MPIS)
 
 
 def load_engine() -> ModuleType:
-    """Import pytagi and return it; raise ImportError that says what is missing and what to do."""
+    """Import and return pytagi; the ImportError says what is missing and what to do."""
     preload()
     try:
         return importlib.import_module("pytagi")
@@ -72,17 +72,17 @@ def load_engine() -> ModuleType:
         ) from error
     except ImportError as error:
         raise ImportError(
-            f"the engine cannot be loaded: {error}. It was given {loaded_libraries()}; "
-            "TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub make it do without the real ones.",
+            f"the engine cannot be loaded: {error}. Libraries loaded for it: {loaded_libraries()}; "
+            "TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub replace them by stand-ins.",
             name=error.name,
             path=error.path,
         ) from error
 
 
 def answer_without_driver(extension: ModuleType) -> None:
-    """Let the engine's extension say that there is no CUDA device where it would raise.
+    """Make the engine's extension report no CUDA devices, instead of raising, without a driver.
 
-    It asks the CUDA runtime, which fails where the driver is missing or too old.
+    It asks the CUDA runtime, which fails if the driver is missing or too old.
     """
     for name, answer in (("is_cuda_available", False), ("get_cuda_device_count", 0)):
         if (ask := getattr(extension, name, None)) is not None:
@@ -100,14 +100,14 @@ def _asking_driver(ask: Callable[[], int], answer: int) -> Callable[[], int]:
 
 
 def _needing_driver(to_device: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-    """Let a network stay where it is if there is no device; the engine's would be half moved."""
+    """Raise RuntimeError before a move to a missing device; the engine would move a part."""
 
     @functools.wraps(to_device)
     def checked(network: Any, device: str) -> None:
         if str(device).startswith("cuda") and not _driver_sees_devices():
             raise RuntimeError(
                 f"there is no CUDA device to move the network to, {device!r}: it stays on "
-                f"{network.device}. pytagi.cuda.is_available() tells before"
+                f"{network.device}. Check pytagi.cuda.is_available() first"
             )
         to_device(network, device)
 
@@ -115,18 +115,18 @@ def _needing_driver(to_device: Callable[[Any, str], None]) -> Callable[[Any, str
 
 
 def seed_embeddings(extension: ModuleType) -> None:
-    """Make Embedding draw its means by the seed of ``manual_seed``, as all other layers do.
+    """Make Embedding draw its means from the seed of ``manual_seed``, as all other layers do.
 
-    The engine draws them from std::random_device, and still does before the first seed.
+    The engine draws them from std::random_device, which is still so before the first seed.
     """
     layer, seed_engine = extension.Embedding, extension.manual_seed
-    generator: Any = None  # numpy's, of the last seed
+    generator: Any = None  # numpy's generator for the last seed
 
     @functools.wraps(seed_engine)
     def manual_seed(seed: int) -> None:
         nonlocal generator
         seed_engine(seed)
-        import numpy as np  # here, as each start of Python imports this module
+        import numpy as np  # It is slow, and each start of Python imports this module.
 
         generator = np.random.default_rng(seed % 2**32)
 
@@ -141,7 +141,7 @@ def seed_embeddings(extension: ModuleType) -> None:
 
         return drawn
 
-    manual_seed.__qualname__ = "manual_seed"  # by which it is pickled
+    manual_seed.__qualname__ = "manual_seed"  # Pickle uses this name.
     extension.manual_seed = manual_seed  # type: ignore[attr-defined]
     layer.__init__ = redrawing(layer.__init__)
     layer.init_weight_bias = redrawing(layer.init_weight_bias)
@@ -158,9 +158,9 @@ def _driver_sees_devices() -> bool:
 
 
 def _load(soname: str, candidates: Iterable[str]) -> str:
-    """Bring ``soname`` into the process and return its path.
+    """Load ``soname`` into the process and return its path.
 
-    ctypes loads RTLD_LOCAL: only who is linked to a library sees its symbols, a stand-in's too.
+    ctypes uses RTLD_LOCAL: only objects linked to the library, or stand-in, see its symbols.
     """
     path = _path_in_process(soname)
     if path is not None:
@@ -208,7 +208,7 @@ class _LinkMap(ctypes.Structure):
 
 
 def _path_in_process(soname: str) -> str | None:
-    """Return the path of the library called ``soname`` if the process holds one."""
+    """Return the path of the library called ``soname`` if the process has loaded one."""
     try:
         library = ctypes.CDLL(soname, os.RTLD_NOLOAD)
     except OSError:
@@ -220,9 +220,9 @@ def _path_in_process(soname: str) -> str | None:
 
 
 def _stub(soname: str) -> str | None:
-    """Return the path of the stand-in.
+    """Return the path of the stand-in, or None.
 
-    It lies in site-packages even where the package itself is imported from its source folder.
+    It is in site-packages even if the package itself is imported from its source folder.
     """
     for entry in sys.path:
         path = os.path.abspath(os.path.join(entry, _STUB_FOLDER, soname))
@@ -236,15 +236,15 @@ def _is_stub(path: str) -> bool:
 
 
 def _mpi_candidates() -> Iterator[str]:
-    """Yield the libraries among which mpi4py takes the first that loads.
+    """Yield the libraries of which mpi4py uses the first that loads.
 
-    If that is not Open MPI, nobody else will load Open MPI: no later candidate is of use.
+    If that is not Open MPI, Open MPI will not be loaded at all: later candidates are useless.
     """
     spec = importlib.util.find_spec("mpi4py")
     for folder in (spec and spec.submodule_search_locations) or ():
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
             extension = os.path.join(folder, "MPI" + suffix)
-            if os.path.isfile(extension):  # built from source: linked to the one MPI it can use
+            if os.path.isfile(extension):  # It is linked to the only MPI it can use.
                 yield extension
                 return
     chosen = os.environ.get("MPI4PY_LIBMPI")
@@ -259,7 +259,7 @@ def _mpi_candidates() -> Iterator[str]:
 
 
 def nccl_candidates() -> Iterator[str]:
-    """Yield the libraries that torch may load later, in torch's order, then any other."""
+    """Yield the libraries that torch may load later, in torch's order, then all others."""
     for folder in ("nvidia/nccl/lib", "nvidia/cu13/lib", "torch/lib"):
         for entry in sys.path:
             yield os.path.join(entry, folder, LIBNCCL)
@@ -268,13 +268,13 @@ def nccl_candidates() -> Iterator[str]:
 
 
 def _siblings(soname: str, path: str) -> Iterator[str]:
-    """Yield where ``soname`` of the same installation as the library at ``path`` may be."""
-    for place in (path, os.path.realpath(path)):
-        yield os.path.join(os.path.dirname(place), soname)
+    """Yield possible paths of ``soname`` in the installation of the library at ``path``."""
+    for library in (path, os.path.realpath(path)):
+        yield os.path.join(os.path.dirname(library), soname)
 
 
 def _lib_folders() -> list[str]:
-    """Return the library folders of Python's prefixes, then "", the dynamic loader's own search."""
+    """Return the library folders of Python's prefixes, then "" for the dynamic loader's search."""
     prefixes = []
     if sys.exec_prefix != sys.base_exec_prefix:
         prefixes.append(sys.exec_prefix)

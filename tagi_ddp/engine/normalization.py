@@ -1,4 +1,4 @@
-"""What the engine's normalization layers do not tell publicly."""
+"""Options of the engine's normalization layers that it does not expose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYER_NORM_EPSILON = 344 + 3 * 24
 
 
 def batch_norm_options(handle: Any) -> tuple[float, float]:
-    """Return epsilon and momentum of a BatchNorm2d whose replica has been attached in place."""
+    """Return epsilon and momentum of a BatchNorm2d whose replica is in the engine's memory."""
     _, _, epsilon, momentum, _ = batch_norm_statistics(address_of(handle))
     return float(epsilon), float(momentum)
 

@@ -1,6 +1,6 @@
-"""pytagi's OutputUpdater, which looks at no sizes: a wrong one trains on foreign memory.
+"""Checks for pytagi's OutputUpdater, which with a wrong size would train on foreign memory.
 
-Missing observations, NaN, stop at the engine's `update`; its other methods take them for numbers.
+The engine's `update` ignores missing observations, NaN; its other methods would use them.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from tagi_ddp._backend import update_states
 from tagi_ddp.checks import flat_floats, require_variances, whole_numbers
 
 
-@functools.cache  # once a process
+@functools.cache  # The engine is changed once in a process.
 def check_sizes_of_updates() -> None:
-    """Let every OutputUpdater of pytagi refuse what does not fit the outputs, naming the argument.
+    """Make every OutputUpdater of pytagi raise if an argument does not fit the outputs.
 
-    Scripts call it beside the model, so nothing else stands between their arrays and the engine.
+    The errors name the argument. Scripts call an OutputUpdater directly, so no other code checks.
     """
     from pytagi.nn import OutputUpdater
 
-    engines_own = {
+    originals = {
         name: getattr(OutputUpdater, name)
         for name in ("__init__", "update", "update_using_indices", "update_heteros")
     }
 
     def initialise(self: Any, model_device: str) -> None:
-        engines_own["__init__"](self, model_device)
+        originals["__init__"](self, model_device)
         self._model_device = model_device
 
     def update(self: Any, output_states: Any, mu_obs: Any, var_obs: Any, delta_states: Any) -> None:
-        # The most frequent, and then in microseconds: buffers of our own tell where they are.
+        # The most frequent case takes microseconds: our buffers have their addresses.
         states = getattr(output_states, "address", None)
         deltas = getattr(delta_states, "address", None)
-        plain = type(mu_obs) is type(var_obs) is np.ndarray  # not masked
+        plain = type(mu_obs) is type(var_obs) is np.ndarray  # no masked arrays
         if states is not None and deltas is not None and plain:
             try:
                 if update_states(states, mu_obs, var_obs, deltas):
                     return
-            except TypeError:  # not arrays that the backend takes as they are
+            except TypeError:  # The backend cannot use the arrays as they are.
                 pass
         mu, var = flat_floats("mu_obs", mu_obs, False), flat_floats("var_obs", var_obs, False)
         if _empty_share(output_states, mu, var):
@@ -50,7 +50,7 @@ def check_sizes_of_updates() -> None:
         _require("mu_obs", mu, outputs, "one for each output")
         _require("var_obs", var, outputs, "one for each output")
         require_variances("var_obs", var, mu)
-        engines_own["update"](self, output_states, mu, var, delta_states)
+        originals["update"](self, output_states, mu, var, delta_states)
 
     def update_using_indices(
         self: Any,
@@ -78,12 +78,12 @@ def check_sizes_of_updates() -> None:
                 f"selected_idx has numbers from {chosen.min()} to {chosen.max()}, but outputs "
                 f"are numbered from 1 to {width}"
             )
-        # An updater goes on with the sizes of its last call if that had as many observations.
+        # An updater reuses the sizes of its last call if that had as many observations.
         device = getattr(self, "_model_device", self.device)
         self._cpp_backend = type(self._cpp_backend)(device)
         missing = np.isnan(mu)
         mu, var = np.where(missing, 0, mu), np.where(missing, np.inf, var)
-        method = engines_own["update_using_indices"]
+        method = originals["update_using_indices"]
         method(self, output_states, mu, var, chosen, delta_states)
 
     def update_heteros(self: Any, output_states: Any, mu_obs: ArrayLike, delta_states: Any) -> None:
@@ -92,10 +92,10 @@ def check_sizes_of_updates() -> None:
             return
         outputs, width = _outputs(output_states, delta_states)
         if width % 2:
-            raise ValueError(f"outputs must come in pairs, of value and noise, got {width}")
+            raise ValueError(f"outputs must be pairs of value and noise, got {width} outputs")
         _require("mu_obs", mu, outputs // 2, "one for each two outputs")
         missing = ~np.isfinite(mu)
-        method = engines_own["update_heteros"]
+        method = originals["update_heteros"]
         method(self, output_states, np.where(missing, 0, mu), delta_states)
         if missing.any():
             pairs = np.flatnonzero(np.repeat(missing, 2))
@@ -115,7 +115,7 @@ def _count(states: Any) -> int:
 
 
 def _empty_share(states: Any, *observations: NDArray[Any]) -> bool:
-    """Whether there are neither outputs nor observations, as on a rank without samples."""
+    """Return True if there are no outputs and no observations, as on a rank without samples."""
     return not _count(states) and not any(array.size for array in observations)
 
 

@@ -1,8 +1,8 @@
-"""The addresses of the engine's layers, and the proof that they are laid out as we think.
+"""The addresses of the engine's layers, and the verification of their memory layout.
 
-Engine objects tell their C++ address through pybind11's conduit (`_pybind11_conduit_v1_`). What
-lies there is an assumption about somebody else's binary (cpp_backend/engine/layer_layout.h), so it
-is checked against the public interface before anything is read or written through it.
+pybind11's conduit (`_pybind11_conduit_v1_`) gives the C++ address of an engine object. The layout
+of its memory is an assumption about another project's binary (cpp_backend/engine/layer_layout.h),
+so it is verified against the public interface before anything is read or written.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _SCALARS = (
     *("input_size", "output_size", "num_weights", "num_biases", "in_width", "in_height"),
     *("in_channels", "out_width", "out_height", "out_channels", "bias", "num_threads", "training"),
 )
-# pybind11's names for the ABI of gcc on Linux: that of the engine's wheel, and version 3's.
+# pybind11's names for the ABI of gcc on Linux: the engine's wheel, then those of version 3.
 _ABIS = (
     b"_gcc_libstdcpp_cxxabi1016",
     b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_1",
     b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_0",
 )
-_TYPE_INFO_NAME = b"St9type_info"  # typeid(std::type_info).name(); must outlive the capsule
+_TYPE_INFO_NAME = b"St9type_info"  # typeid(std::type_info).name(). It must outlive the capsule.
 
 
 class LayoutError(RuntimeError):
-    """The engine's memory is not laid out as this package knows it."""
+    """The engine's memory has another layout than the one this package is written for."""
 
 
 def address_of(handle: Any, kind: str = "BaseLayer") -> int:
-    """Return the address of the C++ object, a ``kind``, behind an engine object.
+    """Return the address of the C++ object of class ``kind`` behind an engine object.
 
-    Raises LayoutError when the engine does not tell it.
+    Raises LayoutError if the engine does not provide it.
     """
     conduit = getattr(handle, "_pybind11_conduit_v1_", None)
     if conduit is None:
@@ -58,9 +58,9 @@ def address_of(handle: Any, kind: str = "BaseLayer") -> int:
 
 
 def check_layer(layer: Any, address: int) -> None:
-    """Raise LayoutError unless what lies at ``address`` is what the engine says of ``layer``.
+    """Raise LayoutError unless the memory at ``address`` agrees with the public ``layer``.
 
-    Compares the scalar fields and, as copying them is slow, the contents of short vectors only.
+    Compares the scalar fields, and the contents of short vectors only, as copying them is slow.
     """
     memory = engine_layer(address)
     for name in _SCALARS:
@@ -76,7 +76,7 @@ def check_layer(layer: Any, address: int) -> None:
 
 @functools.cache
 def verify_layout() -> None:
-    """Check the layout on small layers of our own, in both directions; once per process.
+    """Verify the layout on small layers, for reads and writes, once per process.
 
     Raises LayoutError.
     """
@@ -112,7 +112,7 @@ def verify_layout() -> None:
 
 @functools.cache
 def _type_info(kind: str) -> Any:
-    """Return a capsule with the address of the ``std::type_info`` of an engine's class."""
+    """Return a capsule with the address of the ``std::type_info`` of an engine class."""
     import cutagi
 
     try:
@@ -129,7 +129,7 @@ def _type_info(kind: str) -> Any:
 def _platform_abis() -> tuple[bytes, ...]:
     """Return the pybind11 ABIs of the extensions in this process; the engine's is one of them.
 
-    Those of pybind11 3, by which users may have built the engine, are not to be seen.
+    Extensions of pybind11 3, with which users may have built the engine, do not register theirs.
     """
     pattern = re.compile(r"__pybind11_internals_v\d+(_.+?)__$")
     found = (pattern.match(name) for name in vars(builtins))
@@ -138,5 +138,5 @@ def _platform_abis() -> tuple[bytes, ...]:
 
 @functools.cache
 def _capsule_function(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of Python's C interface; own prototype, as ctypes shares the attribute."""
+    """Return a function of Python's C interface, with its own prototype: ctypes' is shared."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))

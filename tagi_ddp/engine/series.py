@@ -31,7 +31,7 @@ def smooths(handles: Sequence[Any]) -> bool:
 
 
 class Series:
-    """The series of a network's smoothing layers; one without such layers has none."""
+    """The series of a network's smoothing layers; False if it has no such layers."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         """Find the layers' memory; raise LayoutError if it is not as expected."""
@@ -41,7 +41,7 @@ class Series:
         self._lstms = [address_of(handle) for kind, handle in kinds if kind == "SLSTM"]
         self._linears = [address_of(handle) for kind, handle in kinds if kind == "SLinear"]
         self._smooths = smooths(handles)
-        self._kept: list[int] = []  # each layer's next step
+        self._kept: list[int] = []  # each layer's next step at the time of `keep`
         self._log: list[list[tuple[int, list[FloatArray]]]] = []
 
     @property
@@ -54,10 +54,10 @@ class Series:
         return self.layers > 0
 
     def require_room(self, samples: int) -> None:
-        """Raise ValueError if a series of ``samples`` steps is full: the engine looks at no end."""
+        """Raise ValueError if a series of ``samples`` steps is full; the engine does not check."""
         for step, length, _ in self._layers():
             if length != samples:
-                step[0] = 0  # the engine makes memory for another series
+                step[0] = 0  # The engine allocates memory for another series.
             if step[0] >= samples:
                 raise ValueError(
                     f"the series has more than num_samples = {samples} steps: set num_samples "
@@ -65,7 +65,7 @@ class Series:
                 )
 
     def require_smoothing(self) -> None:
-        """Raise RuntimeError unless there is a series, and the layers that smooth it."""
+        """Raise RuntimeError unless there are a series and the layers that smooth it."""
         if not self._smooths:
             raise RuntimeError(NOT_SMOOTHING)
         if any(length == 0 for _, length, _ in self._layers()):
@@ -77,12 +77,12 @@ class Series:
             step[0] = 0
 
     def keep(self) -> None:
-        """Remember the series' next step, and begin a log of what is overwritten."""
+        """Store the series' next step, and begin a log of overwritten values."""
         self._kept = [int(step[0]) for step, _, _ in self._layers()]
         self._log.clear()
 
     def log(self) -> None:
-        """Copy what the next forward and backward overwrite."""
+        """Copy the values that the next forward and backward overwrite to the log."""
         self._log.append(
             [
                 (int(step[0]), [_row(part, step[0], length).copy() for part in parts])
@@ -91,22 +91,22 @@ class Series:
         )
 
     def restore(self) -> None:
-        """Put back what was overwritten since the last `keep`."""
+        """Restore the values that were overwritten since the last `keep`."""
         layers = self._layers()
         for entry in reversed(self._log):
             for (_, length, parts), (at, rows) in zip(layers, entry, strict=True):
                 for part, row in zip(parts, rows, strict=True):
                     now = _row(part, at, length)
-                    if now.size == row.size:  # else the engine has made new memory meanwhile
+                    if now.size == row.size:  # Else the engine has allocated new memory.
                         now[...] = row
         self._log.clear()
         for (step, _, _), kept in zip(layers, self._kept, strict=True):
             step[0] = kept
 
     def _layers(self) -> list[tuple[NDArray[np.int32], int, list[FloatArray]]]:
-        """Return each layer's next step, its series' length, and what forward and backward write.
+        """Return each layer's next step, its series' length, and the vectors that passes write.
 
-        Views that last until the engine makes new memory.
+        They are views, valid until the engine allocates new memory.
         """
         none: list[FloatArray] = []
         linears = [(*smoothing_linear(address), none) for address in self._linears]
@@ -114,14 +114,14 @@ class Series:
 
 
 def _row(part: FloatArray, step: int, length: int) -> FloatArray:
-    """Return what ``part`` holds of a step: nothing beyond the series' end."""
+    """Return the elements of ``part`` for a step; none beyond the end of the series."""
     width = part.size // length if length else 0
     return part[step * width : (step + 1) * width]
 
 
 @functools.cache
 def _verify() -> None:
-    """Check the layout on a network of our own; raise LayoutError if it is another one."""
+    """Verify the layout on a test network; raise LayoutError if it differs."""
     load_engine()
     import cutagi
 

@@ -1,4 +1,4 @@
-"""Locks for calls from several threads, and what a fork of the process may go on with."""
+"""Locks for calls from several threads, and the state of locks and torch's threads in a fork."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_torch_was_forked = False  # whether this process is a fork of one that had imported torch
+_torch_was_forked = False  # True if this process is a fork of one that had imported torch
 
 
 class Locked(Protocol):
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def new_lock() -> AbstractContextManager[Any]:
-    """Return a reentrant lock of threads.
+    """Return a reentrant lock for threads.
 
-    A fork has only the thread that forked: there the locks that other threads held are free.
+    A fork has only the thread that forked, so locks that other threads hold are free in it.
     """
     lock = threading.RLock()
     _locks.add(lock)
@@ -38,7 +38,7 @@ def new_lock() -> AbstractContextManager[Any]:
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make calls of ``method`` on one object wait for those of other threads."""
+    """Make calls of ``method`` on one object wait for calls from other threads."""
 
     @functools.wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -48,22 +48,22 @@ def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
     return alone
 
 
-#: Held from a seed of the engine's generator, of which a process has one, to its last draw.
+#: The lock of the process's engine generator, to be held from a seed to the last draw.
 engine_generator = new_lock()
 
 
 def torch_threads(count: int) -> int:
-    """Return how many threads torch may use of ``count``: one in a fork of a process with torch.
+    """Return ``count``, or 1 in a fork of a process with torch, where torch may use one thread.
 
-    A fork does not have the threads of torch's pool, but torch would wait for them for ever.
+    A fork does not have the threads of torch's pool, but torch would wait for them forever.
     """
     return 1 if _torch_was_forked else count
 
 
-def _go_on_in_fork() -> None:
+def _repair_fork() -> None:
     global _torch_was_forked
     for lock in list(_locks):
-        if not lock._is_owned():  # by the thread that forked, which releases it itself
+        if not lock._is_owned():  # The thread that forked releases its own locks.
             lock._at_fork_reinit()
     set_torch_threads = getattr(sys.modules.get("torch"), "set_num_threads", None)
     if set_torch_threads is not None:
@@ -71,4 +71,4 @@ def _go_on_in_fork() -> None:
         set_torch_threads(1)
 
 
-os.register_at_fork(after_in_child=_go_on_in_fork)
+os.register_at_fork(after_in_child=_repair_fork)

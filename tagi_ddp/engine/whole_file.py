@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole_file(filename: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of ``filename`` when the block has ended well.
+    """Yield a file that replaces ``filename`` at the end of the block.
 
-    Else that stays as it was: after an error, a kill, or on a full disk, whose error is raised. A
-    link's target is replaced, not the link. What is no file, as a device, is written to.
+    ``filename`` is unchanged after an error, a kill, or on a full disk, whose error is raised. A
+    link's target is replaced, not the link. A device, which is no regular file, is written to.
     """
     path = Path(os.path.realpath(filename))
     mode = path.stat().st_mode if path.exists() else 0
@@ -34,7 +34,7 @@ def whole_file(filename: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 os.fchmod(file.fileno(), stat.S_IMODE(mode))
             os.fsync(file.fileno())
             if not beside.exists():
-                # With a folder's descriptor, which it does not need, Python follows the link.
+                # Python follows the link only if it gets a folder's descriptor, needed or not.
                 os.link(f"/proc/self/fd/{file.fileno()}", beside, src_dir_fd=folder)
         os.replace(beside, path)
         os.fsync(folder)
@@ -44,7 +44,7 @@ def whole_file(filename: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _open(folder: int, beside: Path) -> int:
-    """Return a file without a name, which a kill leaves nowhere; else one of the name beside."""
+    """Open a file without a name, of which a kill leaves nothing; if impossible, ``beside``."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     try:
         return os.open(".", flags | os.O_TMPFILE, 0o666, dir_fd=folder)

@@ -1,7 +1,7 @@
-"""The windows of the engine's convolution and pooling layers, which it does not tell publicly.
+"""The windows of the engine's convolution and pooling layers, which it does not expose.
 
 Kernel, stride and padding are read from the object's memory. As in `pointers`, the layout is an
-assumption about somebody else's binary, and is checked before it is relied upon.
+assumption about another project's binary, and is verified before it is used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.pointers import LayoutError, address_of, verify_layout
 
-# Where {size_t kernel; int stride, padding_type, padding;} lies: after the base (344 bytes), and
-# in Conv2d after two gains and the name of the initialisation too.
+# Offsets of {size_t kernel; int stride, padding_type, padding;}. The base has 344 bytes; in Conv2d
+# two gains and the name of the initialisation precede the fields too.
 _OFFSETS = {"Conv2d": 384, "ConvTranspose2d": 376, "AvgPool2d": 344, "MaxPool2d": 344}
 
 
@@ -30,17 +30,17 @@ class Window:
 
     @property
     def before(self) -> int:
-        """Rows above, and columns to the left of, the image; only type 1 pads there."""
+        """The rows above and columns to the left of the image; only type 1 pads there."""
         return self.padding if self.padding_type == 1 else 0
 
     @property
     def after(self) -> int:
-        """Rows below, and columns to the right of, the image."""
+        """The rows below and columns to the right of the image."""
         return self.padding
 
     @property
     def extra(self) -> int:
-        """By how much the right and the bottom get more than the other sides."""
+        """The additional padding on the right and at the bottom."""
         return self.after - self.before
 
 
@@ -56,13 +56,13 @@ class _Fields(ctypes.Structure):
 def window_of(handle: Any) -> Window:
     """Return the window of an engine's Conv2d, ConvTranspose2d, AvgPool2d or MaxPool2d.
 
-    Raises LayoutError when it is not where it should be, and ValueError for a padding that the
-    engine itself leaves undefined.
+    Raises LayoutError if it is not where it should be, and ValueError for a padding that is
+    undefined in the engine.
     """
     kind = type(handle).__name__
     _verify(kind)
     window = _read(handle)
-    if window.stride < 1:  # none was given: one window after the other
+    if window.stride < 1:  # Without a stride, windows adjoin.
         window = replace(window, stride=window.kernel)
     if window.padding_type not in (1, 2) and (window.padding or kind == "ConvTranspose2d"):
         raise ValueError(
@@ -87,7 +87,7 @@ def _read(handle: Any) -> Window:
 
 @functools.cache
 def _verify(kind: str) -> None:
-    """Check where the fields lie on layers of our own; once per process."""
+    """Verify the offsets of the fields on test layers, once per process."""
     verify_layout()
     load_engine()
     import cutagi

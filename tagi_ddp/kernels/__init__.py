@@ -1,7 +1,7 @@
-"""Kernels for GPUs in Triton, which comes with torch for CUDA.
+"""Kernels for GPUs in Triton, which torch for CUDA includes.
 
-Where networks are small, most of the time of torch's operators is their begin: a kernel does in one
-what takes torch up to a dozen. All err no more than float32 does.
+In small networks the start of torch's operators takes most of the time, and one kernel replaces up
+to a dozen of them. The rounding errors are those of float32.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 def find(tensor: Tensor) -> ModuleType | None:
-    """Return the module of kernels for float32 tensors where this one lives.
+    """Return the module of kernels for float32 tensors on the device of ``tensor``.
 
-    None where torch's operators do the same; with one warning if that is because Triton, or what it
-    needs to compile, is missing.
+    Returns None if torch's operators are to be used. Warns once if the reason is that Triton, or
+    what it needs to compile, is missing.
     """
     return _on_gpu(tensor.device) if tensor.is_cuda and tensor.dtype == torch.float32 else None
 
@@ -30,11 +30,11 @@ _AMPERE = (8, 0)
 def _on_gpu(device: torch.device) -> ModuleType | None:
     try:
         if torch.cuda.get_device_capability(device) < _AMPERE:
-            return None  # whose tensor cores know no TF32
+            return None  # Its tensor cores have no TF32.
         from tagi_ddp.kernels import triton_kernels
 
         triton_kernels.try_out(device)
-    except Exception as error:  # of Triton, a compiler or the driver: kinds that nobody lists
+    except Exception as error:  # The types of Triton, compilers and drivers are not documented.
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(
             "Steps of small networks on the GPU take longer, as Triton does not work here: "

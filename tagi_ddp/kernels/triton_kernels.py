@@ -1,6 +1,6 @@
-"""The kernels themselves: linear layers, where backward begins, and the update of parameters.
+"""Kernels of linear layers, of the outputs' innovation, and of the update of parameters.
 
-Tensors are float32 and contiguous. Triton launches on the current device, which is made theirs.
+Tensors are float32 and contiguous. Triton launches on the current device, so it is set to theirs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 """Means and variances, or their innovations."""
 
-_BLOCK = 1024  # elements of one program
-# What an H100 is fastest with: programs that are too few for tiles of 64 rows; the samples of a
-# share at least; the programs of which there are shares.
+_BLOCK = 1024  # the elements of a program
+# These are the fastest on an H100: fewer programs than _FEW use smaller tiles; a share has _SHARE
+# samples or more; shares make _PROGRAMS programs at most.
 _FEW, _SHARE, _PROGRAMS = 200, 128, 800
 
 
@@ -34,15 +34,15 @@ def _forward(
     for begin in range(0, inputs, DEPTH):
         k = begin + tl.arange(0, DEPTH)
         left, right = rows & (k[None, :] < inputs), columns & (k[:, None] < inputs)
-        there = row[:, None] * inputs + k[None, :]
+        offsets = row[:, None] * inputs + k[None, :]
         weight = column[None, :] * inputs + k[:, None]
-        a = tl.load(mean + there, left, 0.0)
+        a = tl.load(mean + offsets, left, 0.0)
         w = tl.load(w_mu + weight, right, 0.0)
         s = tl.load(w_var + weight, right, 0.0)
         sums = tl.dot(a, w, sums, input_precision=PRECISION)
         spread = tl.dot(a * a, s, spread, input_precision=PRECISION)
         if variance is not None:
-            v = tl.load(variance + there, left, 0.0)
+            v = tl.load(variance + offsets, left, 0.0)
             spread = tl.dot(v, w * w + s, spread, input_precision=PRECISION)
     if b_mu is not None:
         sums += tl.load(b_mu + column, column < outputs, 0.0)[None, :]
@@ -73,21 +73,21 @@ def _deltas(
     for begin in range(first, min(first + share, samples), DEPTH):
         k = begin + tl.arange(0, DEPTH)
         left, right = rows & (k[None, :] < samples), columns & (k[:, None] < samples)
-        there = k[None, :] * outputs + row[:, None]
-        m = tl.load(moved + there, left, 0.0)
-        v = tl.load(shrunk + there, left, 0.0)
+        offsets = k[None, :] * outputs + row[:, None]
+        m = tl.load(moved + offsets, left, 0.0)
+        v = tl.load(shrunk + offsets, left, 0.0)
         a = tl.load(mean + k[:, None] * inputs + column[None, :], right, 0.0)
         sums = tl.dot(m, a, sums, input_precision=PRECISION)
         spread = tl.dot(v, a * a, spread, input_precision=PRECISION)
         of_mean += m
         of_variance += v
     to = row[:, None] * inputs + column[None, :]
-    if SHARED:  # with other programs, for `_add_up`
-        mine = parts + tl.program_id(2) * 2 * outputs * (inputs + 1)
-        tl.store(mine + to, sums, rows & columns)
-        tl.store(mine + outputs * (inputs + 1) + to, spread, rows & columns)
+    if SHARED:  # `_add_up` adds up the parts of all programs.
+        target = parts + tl.program_id(2) * 2 * outputs * (inputs + 1)
+        tl.store(target + to, sums, rows & columns)
+        tl.store(target + outputs * (inputs + 1) + to, spread, rows & columns)
         if tl.program_id(1) == 0:
-            biases = mine + outputs * inputs + row
+            biases = target + outputs * inputs + row
             tl.store(biases, tl.sum(of_mean, 1), row < outputs)
             tl.store(biases + outputs * (inputs + 1), tl.sum(of_variance, 1), row < outputs)
     else:
@@ -111,19 +111,19 @@ def _add_up(
     sums = tl.zeros((BLOCK,), tl.float32)
     spread = tl.zeros((BLOCK,), tl.float32)
     for part in range(count):
-        mine = parts + part * 2 * size + index
-        sums += tl.load(mine, index < size, 0.0)
-        spread += tl.load(mine + size, index < size, 0.0)
-    there = index < weights
-    s = tl.load(w_var + index, there, 0.0)
-    tl.store(w_delta_mu + index, sums * s, there)
-    tl.store(w_delta_var + index, spread * s * s, there)
+        source = parts + part * 2 * size + index
+        sums += tl.load(source, index < size, 0.0)
+        spread += tl.load(source + size, index < size, 0.0)
+    inside = index < weights
+    s = tl.load(w_var + index, inside, 0.0)
+    tl.store(w_delta_mu + index, sums * s, inside)
+    tl.store(w_delta_var + index, spread * s * s, inside)
     if b_var is not None:
-        there = (index >= weights) & (index < size)
+        inside = (index >= weights) & (index < size)
         index -= weights
-        s = tl.load(b_var + index, there, 0.0)
-        tl.store(b_delta_mu + index, sums * s, there)
-        tl.store(b_delta_var + index, spread * s * s, there)
+        s = tl.load(b_var + index, inside, 0.0)
+        tl.store(b_delta_mu + index, sums * s, inside)
+        tl.store(b_delta_var + index, spread * s * s, inside)
 
 
 @triton.jit
@@ -141,9 +141,9 @@ def _below(
     for begin in range(0, outputs, DEPTH):
         k = begin + tl.arange(0, DEPTH)
         left, right = rows & (k[None, :] < outputs), columns & (k[:, None] < outputs)
-        there = row[:, None] * outputs + k[None, :]
-        m = tl.load(moved + there, left, 0.0)
-        v = tl.load(shrunk + there, left, 0.0)
+        offsets = row[:, None] * outputs + k[None, :]
+        m = tl.load(moved + offsets, left, 0.0)
+        v = tl.load(shrunk + offsets, left, 0.0)
         w = tl.load(w_mu + k[:, None] * inputs + column[None, :], right, 0.0)
         sums = tl.dot(m, w, sums, input_precision=PRECISION)
         spread = tl.dot(v, w * w, spread, input_precision=PRECISION)
@@ -162,25 +162,25 @@ def _move(
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = index < size
-    mu = tl.load(gaussians + index, there, 0.0)
-    var = tl.load(gaussians + size + index, there, 1.0)
-    moved = tl.load(deltas + index, there, 0.0)
-    shrunk = tl.load(deltas + size + index, there, 0.0)
+    inside = index < size
+    mu = tl.load(gaussians + index, inside, 0.0)
+    var = tl.load(gaussians + size + index, inside, 1.0)
+    moved = tl.load(deltas + index, inside, 0.0)
+    shrunk = tl.load(deltas + size + index, inside, 0.0)
     factor = tl.load(cap) if CAP else cap
     bar = tl.div_rn(tl.sqrt_rn(var), factor.to(tl.float32))
     moved = _clamp(moved, bar)
     shrunk = _clamp(shrunk, bar)
     if refused is not None:
-        stays = tl.load(refused) != 0
-        moved = tl.where(stays, 0.0, moved)
-        shrunk = tl.where(stays, 0.0, shrunk)
+        unchanged = tl.load(refused) != 0
+        moved = tl.where(unchanged, 0.0, moved)
+        shrunk = tl.where(unchanged, 0.0, shrunk)
     mu += moved
     var += shrunk
     below = var <= 0
-    tl.store(gaussians + index, mu, there)
-    tl.store(gaussians + size + index, tl.where(below, floor, var), there)
-    tl.store(negative + index, below, there)
+    tl.store(gaussians + index, mu, inside)
+    tl.store(gaussians + size + index, tl.where(below, floor, var), inside)
+    tl.store(negative + index, below, inside)
 
 
 @triton.jit
@@ -195,19 +195,19 @@ def _innovation(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = index < size
-    y = tl.load(observed + index, there, 0.0)
-    total = tl.load(noise + index, there, 1.0)
+    inside = index < size
+    y = tl.load(observed + index, inside, 0.0)
+    total = tl.load(noise + index, inside, 1.0)
     if variance is not None:
-        total += tl.load(variance + index, there, 0.0)
+        total += tl.load(variance + index, inside, 0.0)
     slope = tl.full((BLOCK,), 1.0, tl.float32)
     if jacobian is not None:
-        slope = tl.load(jacobian + index, there, 0.0)
+        slope = tl.load(jacobian + index, inside, 0.0)
     gain = tl.div_rn(slope, total)
     seen = (tl.abs(gain) < float("inf")) & (y == y)
-    error = y - tl.load(mean + index, there, 0.0)
-    tl.store(moved + index, tl.where(seen, error * gain, 0.0), there)
-    tl.store(shrunk + index, tl.where(seen, -gain * slope, 0.0), there)
+    error = y - tl.load(mean + index, inside, 0.0)
+    tl.store(moved + index, tl.where(seen, error * gain, 0.0), inside)
+    tl.store(shrunk + index, tl.where(seen, -gain * slope, 0.0), inside)
 
 
 def forward(
@@ -220,7 +220,7 @@ def forward(
 ) -> Pair:
     """Return means and variances, [samples, outputs], of a layer's outputs; see `Linear.forward`.
 
-    ``variance`` None: the inputs are exact. ``rectify``: those of max(0, output).
+    ``variance`` None: the inputs are exact. ``rectify``: return those of max(0, output).
     """
     samples, (outputs, inputs) = len(mean), weights[0].shape
     result = mean.new_empty(2, samples, outputs)
@@ -244,7 +244,7 @@ def write_deltas(
 ) -> None:
     """Write the deltas of a layer's parameters; see `Linear.backward`.
 
-    Of many samples and few parameters, several programs add up shares, always in the same order.
+    For many samples and few parameters, several programs sum shares, which are added in order.
     """
     samples, (outputs, inputs) = len(mean), weights_var.shape
     (down, across), tile = _tiles(outputs, inputs)
@@ -264,7 +264,7 @@ def write_deltas(
 
 
 def below(innovation: Pair, weights_mu: Tensor, rectified: Tensor | None, tf32: bool) -> Pair:
-    """Return the innovation of a layer's inputs, ``rectified`` if a rectifier made them."""
+    """Return the innovation of a layer's inputs; ``rectified`` is these inputs after a ReLU."""
     samples, (outputs, inputs) = len(innovation[0]), weights_mu.shape
     result = weights_mu.new_empty(2, samples, inputs)
     grid, tile = _tiles(samples, inputs)
@@ -314,7 +314,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return how many programs share a matrix, and what each computes of it."""
+    """Return the grid of programs for a matrix, and the options of a program's tile."""
     grid = triton.cdiv(rows, 64), triton.cdiv(columns, 32)
     if grid[0] * grid[1] < _FEW:
         tile = {"ROWS": 16, "COLUMNS": 32, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
@@ -323,5 +323,5 @@ def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def _precision(tf32: bool) -> str:
-    """Return how the tensor cores multiply: three passes of TF32 err no more than float32 does."""
+    """Return Triton's precision of products; three passes of TF32 are as exact as float32."""
     return "tf32" if tf32 else "tf32x3"

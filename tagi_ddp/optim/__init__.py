@@ -1,6 +1,6 @@
-"""Optimizers of torch on many ranks, and the schedule by which replicas of any kind synchronize.
+"""Optimizers of torch modules on all ranks, and the schedule by which replicas synchronize.
 
-Those for torch import it when they are first used.
+torch is imported when one of its optimizers is first used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # type checkers know the names above, and no others
+if not TYPE_CHECKING:  # Type checkers accept the names above, and no others.
 
     def __getattr__(name: str) -> Any:
         if name not in _ON_TORCH:

@@ -1,4 +1,4 @@
-"""Which tensors have changed, and the vote of all ranks on it."""
+"""Tensors that have changed since all ranks held the same, and votes of all ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tagi_ddp.optim.chunks import start_reduction
 
 
 class Changes:
-    """Notes which tensors have changed since all ranks held the same.
+    """A record of which tensors have changed since all ranks held the same.
 
     Only these are averaged: the mean of equal numbers may differ from them by rounding.
 
     Args:
-        tensors: returns them in their order, equal on all ranks now. When it returns others, or
-            more, these count as changed where they differ from what was in their position.
+        tensors: returns the tensors in a fixed order, equal on all ranks now. A tensor that it
+            returns later counts as changed if it differs from the recorded one at its position.
     """
 
     def __init__(self, tensors: Callable[[], list[Tensor]]) -> None:
-        """Note what they hold now."""
+        """Record the present values."""
         self.tensors = tensors
         self.last: list[Tensor] = []
         self.note(repeat(True))
 
     def flags(self) -> list[Tensor]:
-        """Return whether each has changed on this rank, as tensors, for no host to wait."""
+        """Return whether each tensor has changed on this rank, as tensors: no host waits."""
         pairs = zip(self.tensors(), chain(self.last, repeat(None)), strict=False)
         return [
             torch.ones((), dtype=torch.bool)
@@ -39,7 +39,7 @@ class Changes:
         ]
 
     def note(self, flags: Iterable[int | bool]) -> None:
-        """Take note that all ranks hold the same now in those whose flags are true."""
+        """Record the tensors whose flags are true: all ranks hold the same in them now."""
         pairs = zip(self.tensors(), flags, chain(self.last, repeat(None)), strict=False)
         self.last = [
             tensor.detach().clone() if flag or last is None else last
@@ -48,12 +48,12 @@ class Changes:
 
 
 class Vote:
-    """Small numbers of which all ranks get the greatest: of flags, whether any rank's is true."""
+    """A vote on small numbers and flags: all ranks get the greatest of each over the ranks."""
 
     def __init__(
         self, numbers: Sequence[int], flags: Iterable[Tensor], communicator: Communicator
     ) -> None:
-        """Begin to vote on ``numbers``, 0 to 255, and single ``flags``, without waiting."""
+        """Start to vote on ``numbers``, 0 to 255, and one-element ``flags``, without waiting."""
         device = torch.device(communicator.device)
         parts = [torch.tensor(numbers, dtype=torch.uint8, device=device)]
         parts += [flag.to(device, torch.uint8).view(1) for flag in flags]
@@ -61,7 +61,7 @@ class Vote:
         self._reduction = start_reduction([self._ballot], communicator, "max")
 
     def result(self) -> list[int]:
-        """Wait, and return the numbers and flags in their order."""
+        """Wait, and return the greatest numbers and flags, in their order."""
         self._reduction.wait()
         result: list[int] = self._ballot.tolist()
         return result

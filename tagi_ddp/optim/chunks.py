@@ -23,18 +23,18 @@ def mean_in_place(
     """Replace every element by its mean over the ranks; a collective call.
 
     Args:
-        tensors: dense, of floats or complex numbers, on any device; in number, shapes and dtypes
-            the same on all ranks.
-        communicator: of the ranks. What is not on its device is copied there and back.
-        limit: the largest number of elements of one reduction, and of memory for each dtype.
-            Results do not depend on it, bit for bit, where ranks are added up in their order, as
-            all communicators do but NCCL.
+        tensors: dense tensors of floats or complex numbers, on any device. Their number, shapes
+            and dtypes are the same on all ranks.
+        communicator: of the ranks. Tensors on other devices are copied to its device and back.
+        limit: the largest number of elements of one reduction, and of the buffer of each dtype.
+            Results do not depend on it, bit for bit, except over NCCL: the other communicators
+            add in rank order.
     """
     for chunk in _chunks(tensors, communicator, limit):
         buffer = chunk.load()
         if communicator.device == "cpu":
             communicator.all_reduce(buffer, "mean")
-        else:  # the device waits, the host need not
+        else:  # The device waits, the host does not.
             _finish(communicator.all_reduce(buffer, "mean", async_op=True))
         chunk.store()
 
@@ -44,7 +44,7 @@ def broadcast_in_place(
 ) -> None:
     """Replace every element by that of rank ``root``; a collective call.
 
-    As `mean_in_place`, but of any dtype.
+    The arguments are those of `mean_in_place`; tensors may have any dtype.
     """
     for chunk in _chunks(tensors, communicator, limit):
         buffer = chunk.load()
@@ -53,17 +53,17 @@ def broadcast_in_place(
 
 
 class Reduction:
-    """What `start_reduction` has begun."""
+    """A reduction in progress, from `start_reduction`."""
 
     def __init__(self, chunks: list[_Chunk], works: list[Work | None]) -> None:
-        """Follow ``works``, one of each chunk."""
+        """Keep ``works``, one for each chunk."""
         self._chunks = chunks
         self._works = works
 
     def wait(self) -> None:
-        """Let the tensors hold the results; raise the error of what failed.
+        """Wait, and write the results to the tensors; raise the error of an operation that failed.
 
-        On a device only the work behind it waits, not the host.
+        On a device its later work waits, and the host does not.
         """
         while self._works:
             _finish(self._works[0])
@@ -77,9 +77,9 @@ def start_reduction(
     op: ReduceOp = "mean",
     limit: int = LIMIT,
 ) -> Reduction:
-    """Begin to reduce every element over the ranks; the tensors change when it is waited for.
+    """Start to reduce every element over the ranks; `Reduction.wait` writes the results.
 
-    As `mean_in_place`, but the memory is that of all tensors. Leave them alone until then.
+    Leave the tensors alone until then. Unlike `mean_in_place`, this has buffers for all of them.
     """
     chunks = list(_chunks(tensors, communicator, limit))
     return Reduction(
@@ -89,16 +89,16 @@ def start_reduction(
 
 @dataclass
 class _Chunk:
-    """Slices of flat tensors, which travel as one buffer."""
+    """Slices of flat tensors that are sent as one buffer, which is on ``device``."""
 
-    device: torch.device  # of the buffer
+    device: torch.device
     pieces: list[Tensor] = field(default_factory=list)
-    # Of strided tensors that end here: what the pieces are slices of, and the tensors.
+    # Each strided tensor that ends in this chunk, after the flat copy that the pieces are views of.
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     buffer: Tensor | None = None
 
     def load(self) -> Tensor:
-        """Return the buffer with what the tensors hold now; a lone piece is its own buffer."""
+        """Return the buffer with the tensors' values; a single piece is its own buffer."""
         if len(self.pieces) == 1 and self.pieces[0].device == self.device:
             return self.pieces[0]
         self.buffer = self._flat().read()
@@ -148,12 +148,12 @@ def _chunks(tensors: Iterable[Tensor], communicator: Communicator, limit: int) -
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of the real numbers of a tensor: of complex ones, pairs of them."""
+    """Return a tensor as real numbers: a complex one as a view of pairs."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _finish(work: Work | None) -> None:
-    """Let what comes next have the result: on a device, work put there, else the caller."""
+    """Wait for the result: on a device its later work waits, else the caller."""
     if work is None:
         return
     if hasattr(work, "order"):

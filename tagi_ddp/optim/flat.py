@@ -18,7 +18,7 @@ class Flat:
     device: torch.device
 
     def empty(self) -> Tensor:
-        """Return a vector of any numbers."""
+        """Return a vector whose elements are not set."""
         size = sum(tensor.numel() for tensor in self.tensors)
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
@@ -29,7 +29,7 @@ class Flat:
             yield tensor, part.view(tensor.shape)
 
     def read(self) -> Tensor:
-        """Return a new vector of what the tensors hold."""
+        """Return a new vector of the tensors' values."""
         vector = self.empty()
         for tensor, part in self.parts(vector):
             part.copy_(tensor.detach())

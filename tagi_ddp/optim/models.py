@@ -1,4 +1,4 @@
-"""What must be the same of a model and its optimizers on all ranks."""
+"""Description of a model and its optimizers, which must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tagi_ddp.communicators.equality import Entry
 def describe_model(
     name: str, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Iterator[Entry]:
-    """Return what the model called ``name`` consists of, and the parameters of the optimizers.
+    """Return the parts of the model called ``name``, and the parameters of the optimizers.
 
     Raises TypeError if it is no module.
     """

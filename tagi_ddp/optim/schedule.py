@@ -1,8 +1,8 @@
-"""The schedule of DASO, without torch or communication: epochs, losses and batch numbers go in.
+"""The schedule of DASO: arithmetic on epochs, losses and batch numbers, without torch.
 
-Coquelin et al. 2022, "Accelerating neural network training with distributed asynchronous and
-selective optimization (DASO)", Journal of Big Data 9: ranks of a node synchronize often, nodes
-seldom and without waiting, but the more often the less the loss still falls.
+The ranks of a node synchronize often. Nodes synchronize seldom and without waiting; more often once
+the loss stops falling. Source: Coquelin et al. 2022, "Accelerating neural network training with
+distributed asynchronous and selective optimization (DASO)", Journal of Big Data 9.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tagi_ddp.checks import integer, real
 
 Phase = Literal["warmup", "cycling", "cooldown"]
 
-_PATIENCE = 2  # epochs without improvement that make a loss stable
+_PATIENCE = 2  # The number of epochs without improvement after which a loss is stable.
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Skips:
     """The numbers of batches between two synchronizations; 1 <= batches_to_wait <= global_skip.
 
     A global synchronization begins every ``global_skip`` batches and is merged ``batches_to_wait``
-    batches later; the ranks of a node synchronize in these batches of the wait, and else every
-    ``local_skip`` batches.
+    batches later. The ranks of a node synchronize after each batch of this wait, and otherwise
+    every ``local_skip`` batches.
     """
 
     global_skip: int
@@ -37,9 +37,9 @@ class Sync:
     """The synchronizations after a batch, in this order.
 
     local: the ranks of each node synchronize.
-    merge: what a global group sent so many batches ago is merged; 0: there is nothing to merge.
-    send: the number of this sending in the epoch, from 0, to be merged later; None: no group sends.
-        Global groups take turns: that number modulo their number.
+    merge: the age in batches of the sent copies that are merged now; 0: nothing is merged.
+    send: the number of this send in the epoch, from 0; None: no group sends. Global groups take
+        turns: the group is ``send`` modulo the number of groups. Its copies are merged later.
     blocking: all ranks of all nodes average, and wait for one another.
     """
 
@@ -51,11 +51,11 @@ class Sync:
 
 @dataclass
 class Stability:
-    """Whether a loss is stable.
+    """The progress of a loss, which is stable if it no longer improves.
 
-    level: by which part of the best loss another one must be better to improve on it.
-    best: of the losses.
-    epochs: cycling ones since a loss has improved; after two of them the loss is stable.
+    level: the fraction of the best loss by which another must be lower to improve on it.
+    best: the lowest loss.
+    epochs: the number of cycling epochs without improvement; after two of them the loss is stable.
     """
 
     level: float
@@ -63,30 +63,30 @@ class Stability:
     epochs: int = 0
 
     def improves(self, loss: float) -> bool:
-        """Take note of a loss, and tell whether it improves on the best one."""
+        """Record a loss, and return whether it improves on the best one."""
         improved = math.isinf(self.best) or self.best - loss > self.level * abs(self.best)
         self.best = min(self.best, loss)
         return improved
 
 
 class SyncSchedule:
-    """A schedule that says after each batch which ranks synchronize.
+    """A schedule that returns after each batch which ranks synchronize.
 
-    The first ``warmup_epochs`` and the last ``cooldown_epochs`` synchronize all ranks after every
-    batch. The epochs between them cycle: they begin with the longest skips, which are shortened
-    whenever the loss has been stable for two epochs, down to 1, and then begin again. The last
-    batch of each epoch synchronizes all ranks, so that nothing is in flight between epochs.
+    In the first ``warmup_epochs`` and the last ``cooldown_epochs`` all ranks synchronize after
+    every batch. The epochs between them cycle: they begin with the longest skips, which are divided
+    whenever the loss has been stable for two epochs. The longest skips follow those of 1. All ranks
+    synchronize after the last batch of each epoch: nothing is in flight between epochs.
 
     Args:
         total_epochs: the number of epochs, 1 or more.
         warmup_epochs: 0 or more.
-        cooldown_epochs: 0 or more; where both overlap it is all the same.
-        stability_level: a loss that improves on the best one by no more than this part of it is
-            stable; 0 or more.
+        cooldown_epochs: 0 or more; may overlap with the warm-up.
+        stability_level: a loss that improves on the best one by no more than this fraction of it
+            is stable; 0 or more.
         max_global_skips: the longest ``global_skip``, 1 or more.
-        skip_reduction_factor: what the skips are divided by, 2 or more.
-        local_skip_factor: how many local synchronizations there are for a global one at first, 1
-            or more.
+        skip_reduction_factor: the divisor of the skips, 2 or more.
+        local_skip_factor: the number of local synchronizations for each global one at first, 1 or
+            more.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes; all types are
@@ -149,7 +149,7 @@ class SyncSchedule:
         return "cooldown" if self.epoch >= self._total - self._cooldown else "cycling"
 
     def after(self, batch: int, batches: int) -> Sync:
-        """Return what happens after batch number ``batch`` of this epoch's ``batches``, from 0.
+        """Return the synchronizations after batch ``batch``, from 0, of this epoch's ``batches``.
 
         Raises TypeError or ValueError if there is no such batch.
         """
@@ -160,7 +160,7 @@ class SyncSchedule:
         if self.phase != "cycling":
             return Sync(blocking=True)
         skip, wait = self.skips.global_skip, self.skips.batches_to_wait
-        waited = (batch - 1) % skip + 1 if batch else 0  # since the last one before this batch
+        waited = (batch - 1) % skip + 1 if batch else 0  # Batches since the last send.
         if batch == batches - 1:
             return Sync(merge=waited if waited <= wait else 0, blocking=True)
         merge = waited if waited == wait else 0
@@ -170,7 +170,7 @@ class SyncSchedule:
         return Sync(local, merge, send)
 
     def end_epoch(self, loss: float) -> None:
-        """Begin the next epoch, with other skips if the loss, the same on all ranks, asks for it.
+        """Begin the next epoch, with other skips if the loss, the same on all ranks, is stable.
 
         Raises TypeError or ValueError if ``loss`` is no finite number.
         """
@@ -192,7 +192,7 @@ class SyncSchedule:
         self.skips = Skips(*(max(1, skip // self._reduction) for skip in astuple(self.skips)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on from here, as numbers by name."""
+        """Return the state for `load_state_dict`, as numbers by name."""
         return {
             "epoch": self.epoch,
             "best": self.stability.best,
@@ -201,9 +201,9 @@ class SyncSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called, on a schedule of the same arguments.
+        """Restore what `state_dict` returned for a schedule of the same arguments.
 
-        Raises ValueError that names what ``state`` lacks.
+        Raises ValueError that names the missing entries of ``state``.
         """
         if missing := self.state_dict().keys() - state.keys():
             raise ValueError(f"state lacks {sorted(missing)}; give what state_dict returned")

@@ -1,4 +1,4 @@
-"""Sparse gradients, of which each rank has some rows: their sums over the ranks."""
+"""Sums over the ranks of sparse gradients, of which each rank has some rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def sparse_sum(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Return the sum of all ranks' tensors; a collective call, which waits.
 
     Args:
-        tensor: of the layout torch.sparse_coo, of one shape, dtype and sparse_dim() on all ranks.
-        communicator: of the ranks. Tensors that are not on its device are copied there and back.
+        tensor: of layout torch.sparse_coo; shape, dtype and sparse_dim() are equal on all ranks.
+        communicator: of the ranks. A tensor on another device is copied to its device and back.
 
     Returns:
         the sum, coalesced, on the tensor's device; the same bits on all ranks.
@@ -49,7 +49,7 @@ def no_rows(like: Tensor, sparse_dim: int) -> Tensor:
 
 
 def refuse_sparse(name: str, model: nn.Module, remedy: str) -> None:
-    """Raise TypeError if an embedding of ``model`` is to have sparse gradients."""
+    """Raise TypeError if an embedding of ``model`` is set to have sparse gradients."""
     for path, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             weight = f"{path}.weight".lstrip(".")

@@ -1,4 +1,4 @@
-"""Modules that already train another one on all ranks, which must not be wrapped twice."""
+"""Modules that train another one on all ranks, and must not be wrapped again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Wrapper(nn.Module):
-    """Base of modules that keep another one equal on all ranks."""
+    """The base class of modules that keep another one equal on all ranks."""
 
 
 WRAPPERS: tuple[type[nn.Module], ...] = (Wrapper, nn.DataParallel, DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""The arguments of ``tagi-ddp plan``, and what it does with them."""
+"""The command ``tagi-ddp plan``: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         parser.add_argument(name, type=kind, metavar=metavar, help=text, **asked)
 
     add("--step-ms", positive, "MS", "a step of one rank that does not communicate", None)
-    add("--parameters", positive, "N", "parameters of the network; 8 bytes travel for each", None)
+    add("--parameters", positive, "N", "parameters of the network; each is sent as 8 bytes", None)
     add("--ranks-per-node", count, "N", "ranks of a node, which share its link", 4)
     add("--node-latency-us", _positive_or_zero, "US", "latency inside of a node", 1.0)
     add("--node-gbs", positive, "GB/S", "GB/s of each rank inside of a node", 10.0)
@@ -46,9 +46,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add("--sync-every", count, "K", "steps from one merge to the next", 8)
     add("--batches", count, "N", "steps of an epoch, for asynchronous merges", 100)
     add("--epochs", count, "N", "epochs, for asynchronous merges", 20)
-    add("--blocking-epochs", _count_or_zero, "N", "how many of them wait at every step", 8)
+    add("--blocking-epochs", _count_or_zero, "N", "how many of them block at every step", 8)
     add("--merge-ns", _positive_or_zero, "NS", "arithmetic of a merge for each of those bytes", 0.0)
-    text = "of each number of a merge; default: 32"
+    text = "bits of each number of a merge; default: 32"
     parser.add_argument("--bits", type=int, choices=(32, 16, 8), default=32, help=text)
     parser.add_argument(
         "--ranks", type=_numbers, metavar="N,N,...", help="default: 1,2,4,...,8192,10000"
@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--shares",
         type=positive,
         metavar="N",
-        help="what there is to learn: steps that one rank alone would make",
+        help="the work of training: steps that one rank alone would make",
     )
     budget.add_argument(
         "--memory-gb", type=positive, metavar="GB", default=math.inf, help="memory of a rank"

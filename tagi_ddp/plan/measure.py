@@ -1,4 +1,4 @@
-"""Links, measured by a communicator's own all_reduces."""
+"""The measurement of links by a communicator's own all_reduces."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.plan.model import Link
 
 _SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
-_REPEATS = 7  # of each size, after one that is not counted
-# A step between two sums goes through parameters, deltas and states, and leaves caches to them.
-_BETWEEN = 4  # times as much memory
+_REPEATS = 7  # The calls of each size that are timed, after one that is not.
+# Between two sums a step uses parameters, deltas and states, which fill the caches.
+_BETWEEN = 4  # The buffers that are used between two sums.
 
 
 def measure_link(communicator: Communicator | Any, sizes: Sequence[int] = _SIZES) -> Link:
-    """Time all_reduces of some sizes, and return the link that they make, to all ranks.
+    """Time all_reduces of some sizes, and return the link that they measure, on all ranks.
 
-    In turn with other work, as in training. A collective call. Each rank must have a link of its
-    own, as the ranks of one node have (`Cluster.node`), or one rank of every node while the others
-    rest (`Cluster.across`). Predictions interpolate the times; the link's latency and bandwidth,
-    which the least and the greatest size tell, scale them to other numbers of ranks.
+    A collective call, in which all_reduces alternate with other work, as in training. Each rank
+    must have a link of its own, as the ranks of one node have (`Cluster.node`), or one rank of
+    every node while the others are idle (`Cluster.across`). Predictions interpolate the times.
+    Latency and bandwidth, from the least and the greatest size, scale them to other numbers of
+    ranks.
 
     Args:
-        communicator: of 2 or more ranks; or another library's group of them, as `as_communicator`
-            takes it.
+        communicator: of 2 or more ranks; or a group of theirs that `as_communicator` takes.
         sizes: in bytes, two different ones or more: a small one, for the latency, and greater ones,
-            up to what will be sent; a cache can be faster than memory.
+            up to those that training sends, because a cache can be faster than memory.
 
     Raises:
-        ValueError: about an argument.
+        ValueError: naming the argument.
     """
     with adopted(communicator) as comm:
         return _measure(comm, sizes)
@@ -50,7 +50,7 @@ def _measure(communicator: Communicator, sizes: Sequence[int]) -> Link:
     if len(counts) < 2:
         raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
     medians = [*(_seconds(communicator, n) for n in counts), _vote_seconds(communicator)]
-    *seconds, vote = np.max(all_gather_object(communicator, medians), axis=0)  # of the slowest rank
+    *seconds, vote = np.max(all_gather_object(communicator, medians), axis=0)  # The slowest rank's.
     seconds = np.maximum.accumulate(seconds).tolist()
     sums = tuple((4 * count, time) for count, time in zip(counts, seconds, strict=True))
     steps, sent = math.ceil(math.log2(ranks)), 8 * (ranks - 1) / ranks * (counts[-1] - counts[0])
@@ -91,4 +91,4 @@ def _buffer(communicator: Communicator, count: int) -> Any:
         import torch
 
         return torch.zeros(count, dtype=torch.float32, device=communicator.device)
-    return communicator.empty(count)  # where all_reduce is the fastest
+    return communicator.empty(count)  # all_reduce is the fastest in this memory.

@@ -1,32 +1,32 @@
 """The time of a step on many ranks, from few measured numbers.
 
-Every exchange is counted as the all_reduces that take as long: those that `measure_link` has timed
-through a communicator, interpolated, or of a link of which only latency and bandwidth are known,
-2 log2(p) latencies and 2 (p - 1) / p * n bytes for n bytes on p ranks (Rabenseifner's algorithm;
-Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
+Every exchange is modelled by all_reduces. If `measure_link` has timed some through a communicator,
+their times are interpolated. If only latency and bandwidth of a link are known, n bytes on p ranks
+take 2 log2(p) latencies and the time of 2 (p - 1) / p * n bytes (Rabenseifner's algorithm; Thakur,
+Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
 International Journal of High Performance Computing Applications 19). The same formula scales
 measured times to other numbers of ranks.
 
-- A sum over nodes of several ranks takes a sum in the node and one between nodes, at once but for
-  the first chunk.
-- A vote, before replicas change, on whether all can, is an all_gather of almost no bytes, which
-  `measure_link` has timed, too, or takes log2(p) latencies.
+- A sum over nodes of several ranks is a sum in the node and one between nodes, which overlap except
+  for the first chunk.
+- A vote, on whether all ranks can change their replicas, is an all_gather of a few bytes: it takes
+  what `measure_link` has timed, or log2(p) latencies.
 - A broadcast takes half of a sum.
 - With fewer ``bits`` a sum takes one of fewer bytes, and a vote.
 
 The schemes, each with n bytes, both deltas of all parameters:
 
-- "sum": after every step all vote, then sum over all ranks.
-- "precision": that step is a merge, and there is one every ``sync_every`` steps. All vote, then
-  posteriors are summed in each node, then between nodes, by one rank of each node, which has the
-  link for itself, and broadcast in the node. The arithmetic of a merge comes with either level.
-- "asynchronous": merges as `SyncSchedule` says, walked through batch by batch. What a node sends
-  travels while the next batches compute; a merge waits for the rest of it. Merges in a node, and
-  all of those in warm-up and cool-down epochs and after an epoch's last batch, block. The loss is
-  taken to fall in every epoch, so that skips stay the longest.
+- "sum": after every step all ranks vote, then sum.
+- "precision": after every ``sync_every`` steps there is a merge. All ranks vote. Posteriors are
+  then summed in each node, then between nodes by one rank of each, which has the link for itself,
+  and broadcast in the node. Each level adds the arithmetic of a merge.
+- "asynchronous": merges by `SyncSchedule`, followed batch by batch. A transfer between nodes
+  overlaps with the next batches; a merge waits until it is complete. Merges in a node block. In
+  warm-up and cool-down epochs and after an epoch's last batch all merges block. The loss is assumed
+  to fall in every epoch, which keeps the skips at the longest.
 
-Not counted: computing that gets slower while data travels; sums that are reduced during backward,
-which hide a part of this; that merges are more frequent at first.
+Not modelled: computing is slower during transfers; sums during backward hide a part of the time;
+merges are more frequent at first.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Link:
     """The connection of a rank, or a node, to the others, in both directions at once.
 
     ``latency`` is in seconds, 0 or more; ``bandwidth`` in bytes a second, in each direction,
-    greater than 0 and possibly infinite. ``sums`` are pairs of bytes and seconds, of all_reduces
-    that ``ranks`` ranks have been seen to make, in the order of their bytes, and ``vote`` the
-    seconds of an all_gather of 8 bytes of each; none: not measured.
+    greater than 0 and possibly infinite. ``sums`` are pairs of bytes and seconds of all_reduces,
+    measured on ``ranks`` ranks, in the order of their bytes; ``vote`` is the seconds of an
+    all_gather of 8 bytes of each. Without these the link is not measured.
     Raises TypeError or ValueError that names the argument.
     """
 
@@ -84,7 +84,7 @@ class Link:
         return self._measured(size) * seconds / self._formula(self.ranks, size)
 
     def all_vote(self, ranks: int) -> float:
-        """Return the seconds in which ``ranks`` learn what all of them say."""
+        """Return the seconds of a vote of ``ranks``."""
         if self.vote is None:
             return _steps(ranks) * self.latency
         return self.vote * _steps(ranks) / _steps(self.ranks)
@@ -96,14 +96,14 @@ class Link:
     def _measured(self, size: float) -> float:
         """Interpolate between the measured sizes, both axes logarithmic.
 
-        Fewer bytes take as long as the least, more take longer in proportion.
+        Fewer bytes take as long as the least; more bytes take longer in proportion.
         """
         sizes, seconds = zip(*self.sums, strict=True)
         rising = list(accumulate(seconds, max))
         if size > sizes[-1]:
             return float(rising[-1] * size / sizes[-1])
-        place = np.interp(math.log(max(size, sizes[0])), np.log(sizes), np.log(rising))
-        return math.exp(place)
+        log_seconds = np.interp(math.log(max(size, sizes[0])), np.log(sizes), np.log(rising))
+        return math.exp(log_seconds)
 
 
 def _steps(ranks: int) -> int:
@@ -112,7 +112,7 @@ def _steps(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of ``ranks_per_node`` ranks each, the last one of those that are left.
+    """Nodes of ``ranks_per_node`` ranks each; the last one may have fewer.
 
     ``node`` is each rank's link to the others of its node; ``across`` each node's link to the other
     nodes, which its ranks share.
@@ -127,7 +127,7 @@ class Cluster:
         integer("ranks_per_node", self.ranks_per_node, 1)
 
     def nodes(self, ranks: int) -> int:
-        """Return how many nodes so many ranks fill."""
+        """Return the number of nodes that have ``ranks`` ranks."""
         return -(-ranks // self.ranks_per_node)
 
 
@@ -137,13 +137,13 @@ class Training:
 
     Args:
         step: seconds of a step of one rank that does not communicate; greater than 0.
-        parameters: their number; greater than 0, not necessarily an integer.
+        parameters: the number of parameters; greater than 0, not necessarily an integer.
         sync_every: the steps from one merge of the scheme "precision" to the next, 1 or more.
         batches, epochs: batches of an epoch, and epochs, 1 or more, of the scheme "asynchronous".
         merge: seconds of a merge's arithmetic for each byte, 0 or more.
         bytes_per_parameter: greater than 0; 8.0: the deltas of mean and variance in float32.
         warmup_epochs, cooldown_epochs, max_global_skips, local_skip_factor: of `SyncSchedule`.
-        bits: 32, or 16 or 8, of each number of a change, between nodes if there are several.
+        bits: the bits of each number of a change: 32, 16 or 8; between nodes if there are several.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -185,7 +185,7 @@ class Training:
             self.epochs,
             warmup_epochs=self.warmup_epochs,
             cooldown_epochs=self.cooldown_epochs,
-            stability_level=0.0,  # a loss that falls is not stable
+            stability_level=0.0,  # A loss that falls is not stable.
             max_global_skips=self.max_global_skips,
             local_skip_factor=self.local_skip_factor,
         )
@@ -207,8 +207,8 @@ def predict(training: Training, cluster: Cluster, ranks: int) -> dict[str, float
 def memory(training: Training, cluster: Cluster, ranks: int, scheme: str) -> float:
     """Return the bytes that a rank holds for the network and its exchange by one of `SCHEMES`.
 
-    Means, variances and their deltas are 8 bytes for each parameter; ``python -m benchmarks plan``
-    measured how many times as much there is. Activations come on top.
+    Means and variances are 8 bytes for each parameter; ``python -m benchmarks plan`` measured how
+    many times as much a rank holds. Activations come on top.
     """
     nodes, inside = cluster.nodes(ranks), min(ranks, cluster.ranks_per_node)
     times = 5.0
@@ -222,7 +222,7 @@ def memory(training: Training, cluster: Cluster, ranks: int, scheme: str) -> flo
 
 
 def all_reduce(cluster: Cluster, ranks: int, size: float) -> float:
-    """Return how long an all_reduce of ``size`` bytes over all of ``ranks`` takes."""
+    """Return the seconds of an all_reduce of ``size`` bytes over all ``ranks``."""
     inside, nodes = min(ranks, cluster.ranks_per_node), cluster.nodes(ranks)
 
     def levels(size: float) -> tuple[float, float]:
@@ -237,21 +237,21 @@ def _vote(cluster: Cluster, ranks: int) -> float:
 
 
 def _sum_of_changes(link: Link, ranks: int, size: float, bits: int) -> float:
-    """Return how long a sum of changes takes."""
+    """Return the seconds of a sum of changes."""
     if bits == 32:
         return link.all_reduce(ranks, size)
-    # A scale for 256 numbers of 8 bits, and, exact, a square for 512.
+    # Each 256 numbers of 8 bits have a scale, and each 512 a square, in full precision.
     few = size * bits / 32 + (size / 256 if bits == 8 else 0)
     return link.all_vote(ranks) + link.all_reduce(ranks, few) + link.all_reduce(ranks, size / 512)
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of what a two-level merge consists of, and of all of it at once."""
+    """The seconds of the parts of a two-level merge, and of a blocking one, which has all parts."""
 
-    local: float  # in the node
-    transfer: float  # between nodes; may be in flight while ranks compute
-    merging: float  # after the transfer
+    local: float  # The sum in the node.
+    transfer: float  # The sum between nodes, which may be in flight while ranks compute.
+    merging: float  # The work after the transfer.
     blocking: float
 
 
@@ -289,7 +289,7 @@ def _waits(step: float, costs: _Costs, syncs: Sequence[Sync]) -> float:
 
 @lru_cache(maxsize=8)
 def _epochs(training: Training) -> list[tuple[int, list[Sync]]]:
-    """Return what the epochs' batches do, and in how many epochs they do it."""
+    """Return the kinds of epochs: the number of each, and the synchronizations of its batches."""
     schedule = training.schedule()
     counts: Counter[tuple[bool, Skips]] = Counter()
     syncs: dict[tuple[bool, Skips], list[Sync]] = {}
@@ -299,7 +299,7 @@ def _epochs(training: Training) -> list[tuple[int, list[Sync]]]:
         if kind not in syncs:
             batches = range(training.batches)
             syncs[kind] = [schedule.after(batch, training.batches) for batch in batches]
-        schedule.end_epoch(-epoch)  # the loss
+        schedule.end_epoch(-epoch)  # This loss falls in every epoch.
     return [(count, syncs[kind]) for kind, count in counts.items()]
 
 

@@ -1,4 +1,4 @@
-"""Predictions for many numbers of ranks: as text, and as a plot."""
+"""Predictions for several numbers of ranks, as text and as a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73")  # Okabe and Ito's, which all people can tell apart
+_COLOURS = ("#0072B2", "#D55E00", "#009E73")  # Okabe and Ito's, for readers who are colour-blind.
 _MOST_TICKS = 9
 _DPI = 150
 
@@ -28,7 +28,7 @@ def default_ranks(most: int = 10_000) -> list[int]:
 def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
     """Return the predictions as text, a line for each number of ranks."""
     step = 1e3 * training.step
-    decimals = max(0, 2 - math.floor(math.log10(step)))  # three digits of the step
+    decimals = max(0, 2 - math.floor(math.log10(step)))  # A step has three digits.
     columns = [
         ["ranks", *(str(number) for number in ranks)],
         ["nodes", *(str(cluster.nodes(number)) for number in ranks)],
@@ -59,7 +59,7 @@ def table(training: Training, cluster: Cluster, ranks: Sequence[int]) -> str:
 
 
 def within(training: Training, cluster: Cluster, budget: Budget) -> str:
-    """Return as text what keeps within a budget."""
+    """Return as text the fewest ranks that keep within a budget, and their choice."""
     asked = f"{budget.shares:,.0f} shares within {budget.seconds / 3600:g} h"
     if math.isfinite(budget.memory):
         asked += f" and {budget.memory / 1e9:g} GB"
@@ -75,7 +75,7 @@ def within(training: Training, cluster: Cluster, budget: Budget) -> str:
 
 
 def plot(path: str | Path, training: Training, cluster: Cluster, ranks: Sequence[int]) -> None:
-    """Plot time per step and efficiency over the ranks, to a file of the kind that its name tells.
+    """Plot time per step and efficiency over the ranks, to a file; its suffix is the format.
 
     Raises ImportError if there is no matplotlib, OSError or ValueError about the path.
     """
@@ -101,7 +101,7 @@ def _draw(training: Training, cluster: Cluster, ranks: Sequence[int]) -> Figure:
         times.plot(ranks, [1e3 * time for time in seconds], **style)
         efficiencies.plot(ranks, [100 * training.step / time for time in seconds], **style)
     times.set(title="Time of a step", ylabel="ms per step", yscale="log")
-    efficiencies.set(title="What of it is computing", ylabel="efficiency in %", ylim=(0, 105))
+    efficiencies.set(title="Share of computing", ylabel="efficiency in %", ylim=(0, 105))
     for axes in (times, efficiencies):
         axes.set(xlabel="ranks", xscale="log")
         axes.grid(color="0.9")
@@ -116,7 +116,7 @@ def _draw(training: Training, cluster: Cluster, ranks: Sequence[int]) -> Figure:
 
 
 def _powers_of_two(ranks: Sequence[int]) -> list[int]:
-    """Return those between the least and the most ranks, at most nine; if none, the ranks."""
+    """Return the powers of two in the range of ``ranks``, at most nine; if none, ``ranks``."""
     low, high = (min(ranks) - 1).bit_length(), max(ranks).bit_length()
     step = math.ceil((high - low) / _MOST_TICKS)
     return [1 << power for power in range(low, high, max(1, step))] or list(ranks)
@@ -134,7 +134,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def _plain_ticks(axis: Axis, ticks: Sequence[float]) -> None:
-    """Let a logarithmic axis show these numbers as they are, and no others."""
+    """Label a logarithmic axis at these numbers, without exponents, and at no others."""
     from matplotlib.ticker import NullLocator
 
     axis.set_ticks(ticks, [f"{tick:.9f}".rstrip("0").rstrip(".") for tick in ticks])

@@ -1,10 +1,10 @@
-"""Which way of training takes the least time to the same quality.
+"""The search for the scheme that trains to the same quality in the least time.
 
-What is assumed of quality: that all candidates need equally many steps. With merge="agreement" the
-negative log-likelihood after 8 epochs of Fashion-MNIST, by an MLP, was at most 3 % above that of
-one process with the same global batch of 256 or 1,024, at up to 16 ranks, 32 steps between two
-merges and, with 4 ranks, 8 bits: so nothing beyond 32 steps is looked at. It does not hold for all
-networks and batches (docs/merging.md); only a sum is what one process does.
+It assumes that all candidates need equally many steps. With merge="agreement" the negative
+log-likelihood after 8 epochs of Fashion-MNIST, by an MLP, was at most 3 % above that of one process
+with the same global batch of 256 or 1,024, at up to 16 ranks, 32 steps between two merges and, with
+4 ranks, 8 bits. The search therefore tries no more than 32 steps. The assumption does not hold for
+all networks and batches (docs/merging.md); only a sum does what one process does.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 
 from tagi_ddp.plan.model import Cluster, Training, memory, predict
 
-STEPS = (1, 2, 4, 8, 16, 32)  # between two merges
+STEPS = (1, 2, 4, 8, 16, 32)  # The steps between two merges.
 BITS = (32, 16, 8)
-CLOSE = 1.05  # how many times the least time is as good, if it comes with more caution
+CLOSE = 1.05  # The factor on the least time up to which a more cautious choice is better.
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way of training, and the seconds that its step takes on average.
+    """A scheme with its settings, and the mean seconds of its steps.
 
-    ``sync_every``: steps between two merges; of the scheme "asynchronous", its longest skip between
-    nodes. ``bits``: of a number on the wire.
+    ``sync_every``: steps between two merges; for the scheme "asynchronous" the longest skip between
+    nodes. ``bits``: the bits of a number that is sent.
     """
 
     scheme: str
@@ -34,7 +34,7 @@ class Choice:
     seconds: float
 
     def memory(self, training: Training, cluster: Cluster, ranks: int) -> float:
-        """Return the bytes that a rank holds, but for activations."""
+        """Return the bytes that a rank holds, without activations."""
         return memory(replace(training, bits=self.bits), cluster, ranks, self.scheme)
 
     def __str__(self) -> str:
@@ -47,10 +47,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Budget:
-    """What training may take, and how much there is to learn.
+    """The work of training, and its limits.
 
-    shares: of batches, a step of one rank each: the samples of all epochs by a rank's share.
-    seconds: until they are learned. memory: bytes that a rank has for what `Choice.memory` counts.
+    shares: the number of shares of batches: the samples of all epochs, divided by those that a rank
+    learns in a step. seconds: the time for all. memory: the bytes of a rank, see `Choice.memory`.
     """
 
     shares: float
@@ -61,10 +61,10 @@ class Budget:
 def fewest_ranks(
     training: Training, cluster: Cluster, budget: Budget, most: int = 10_000
 ) -> tuple[int, Choice] | None:
-    """Return the least number of ranks that keep within a budget, and how; None if none do.
+    """Return the least number of ranks that keep within a budget, and the choice, or None.
 
-    R ranks make 1 / R of the steps of one. Looked at are parts of a node, then whole nodes: twice
-    as many each time until they do, and then between the last two, as more ranks are not slower.
+    R ranks make 1 / R of the steps of one. Candidates are parts of a node, then whole nodes. The
+    search doubles the number until one does, and bisects below it: more ranks are not slower.
     """
     node = cluster.ranks_per_node
     numbers = [*range(1, min(node, most + 1)), *range(node, most + 1, node)]
@@ -86,7 +86,7 @@ def fewest_ranks(
 
 
 def _within(training: Training, cluster: Cluster, budget: Budget, ranks: int) -> Choice | None:
-    """Return the most cautious way in which so many ranks keep within a budget."""
+    """Return the most cautious choice by which so many ranks keep within a budget."""
     limit = budget.seconds * ranks / budget.shares
     for choice in _candidates(training, cluster, ranks):
         if choice.seconds <= limit and choice.memory(training, cluster, ranks) <= budget.memory:
@@ -95,9 +95,9 @@ def _within(training: Training, cluster: Cluster, budget: Budget, ranks: int) ->
 
 
 def search(training: Training, cluster: Cluster, ranks: int) -> Choice:
-    """Return what takes the least time; of what takes no more than 5 % longer, the most cautious.
+    """Return the most cautious choice that takes at most 5 % more than the least time.
 
-    The most cautious first: sums, merges, asynchronous ones; few steps between two; many bits.
+    The most cautious first: sums, merges, asynchronous merges; few steps between two; more bits.
     """
     found = list(_candidates(training, cluster, ranks))
     least = min(choice.seconds for choice in found)

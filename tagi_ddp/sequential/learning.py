@@ -156,7 +156,7 @@ class LearnInterface(SequentialInterface):
         self.backward()
         self.step()
         if self.compute is natively and type(mu_x) is np.ndarray and mu_x.size:
-            natively.know(mu_x.shape)
+            natively.register_shape(mu_x.shape)
         return outputs
 
     @one_at_a_time

@@ -14,7 +14,7 @@ from tagi_ddp.communicators import Communicator, PeerLost, all_gather_object, in
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import or_abort
 from tagi_ddp.communicators.init import adopted
-from tagi_ddp.launcher.meeting import meeting
+from tagi_ddp.launcher.meeting import launcher_connection
 from tagi_ddp.sequential.journal import Journals, Outcomes, journals
 from tagi_ddp.sequential.results import from_text, to_text
 
@@ -105,7 +105,7 @@ def map_networks(
         remedy = "Give the same items, weights and seed on all ranks."
         require_equal(group, described, "arguments of map_networks", remedy)
         shares = _shares(loads, group.size)
-        launcher, lost = meeting(), None
+        launcher, lost = launcher_connection(), None
         if launcher is not None:
             launcher.outlive(True)
         with journals(group) as kept:

@@ -10,8 +10,8 @@ from tagi_ddp.checks import seconds
 from tagi_ddp.communicators import BackendUnavailable, Communicator, PeerLost, Timeout, init
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.environment import detect, setting
-from tagi_ddp.launcher.meeting import Meeting, meeting
-from tagi_ddp.launcher.roll_call import who_leads
+from tagi_ddp.launcher.meeting import LauncherConnection, launcher_connection
+from tagi_ddp.launcher.roll_call import find_source
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.update.elastic import Calls
 
@@ -39,7 +39,7 @@ class Membership(Calls, Protocol):
     def meet(
         self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
     ) -> Group | None:
-        """Return the next group; None: all are ``done``. See `Meeting.come`."""
+        """Return the next group; None: all are ``done``. See `LauncherConnection.join`."""
         ...
 
 
@@ -58,7 +58,7 @@ def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membersh
             "elastic is for backend 'auto', 'shm', 'gloo' or 'mpi', not 'nccl': its ranks are "
             "on the CPU"
         )
-    found = meeting()
+    found = launcher_connection()
     if found is None:
         raise BackendUnavailable(
             "elastic needs a launcher that outlives its ranks and lets them meet again: start "
@@ -75,7 +75,7 @@ def _patience(seconds: float, progress: int | None) -> float:
 class _Launched:
     """Under ``tagi-ddp run``, whose launcher calls the roll."""
 
-    def __init__(self, backend: str, found: Meeting, patience: float) -> None:
+    def __init__(self, backend: str, found: LauncherConnection, patience: float) -> None:
         launched = detect()
         one_host = launched.local_world_size == launched.world_size
         self.may_use_gloo = backend == "gloo" or (backend == "auto" and not one_host)
@@ -93,7 +93,7 @@ class _Launched:
         self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
     ) -> Group | None:
         limit, patience = _CONNECT, _patience(self._patience, progress)
-        while (seat := self._meeting.come(progress, blamed, patience, done, admits)) is not None:
+        while (seat := self._meeting.join(progress, blamed, patience, done, admits)) is not None:
             seat.enter(self._job)
             try:
                 communicator = init(self._backend, seat.rank, seat.size, timeout=limit)
@@ -133,7 +133,7 @@ class _Survivors:
             table = self._survivors.gather([-1 if progress is None else progress, done], patience)
             if table[:, 1].all():
                 return None
-            source, behind = who_leads([None if each < 0 else int(each) for each in table[:, 0]])
+            source, behind = find_source([None if each < 0 else int(each) for each in table[:, 0]])
             self._groups += 1
             try:
                 communicator = self._survivors.connect(limit)

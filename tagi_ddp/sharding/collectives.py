@@ -1,7 +1,7 @@
-"""Tensors split along any dimension, over communicators, whose buffers are flat.
+"""Collectives of tensors that are split along any dimension, by communicators' flat buffers.
 
-On the way a tensor's parts lie one after the other, each in the order of the memory format that
-all ranks have. Where a tensor's memory is like that already, it travels without a copy.
+A buffer holds a tensor's parts, one after the other, each in the memory format that all ranks have
+in common. A tensor whose memory has this layout is sent without a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tagi_ddp.sharding.utils import get_memory_format
 
 T = TypeVar("T")
 
-_ORDERS = {  # the dimensions from the outermost in memory to the innermost
+_ORDERS = {  # The dimensions, from the outermost in memory to the innermost.
     torch.channels_last: (0, 2, 3, 1),
     torch.channels_last_3d: (0, 2, 3, 4, 1),
 }
@@ -30,14 +30,14 @@ def apply(
     forward: Callable[[torch.Tensor], torch.Tensor],
     backward: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return ``forward(tensor)``, whose gradient is ``backward`` of the gradient that comes."""
+    """Return ``forward(tensor)``; ``backward`` turns its gradient into that of ``tensor``."""
     result: torch.Tensor = _Exchange.apply(tensor, forward, backward)
     return result
 
 
 def uncompiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the function as torch.compile, if it looks, must take it: as it is."""
-    if not torch.compiler.is_compiling():  # what follows takes a second to import what it needs
+    """Return the function, which torch.compile does not trace."""
+    if not torch.compiler.is_compiling():  # The imports of `disable` take a second.
         return function
     disabled: Callable[..., torch.Tensor] = torch.compiler.disable(function)
     return disabled
@@ -74,12 +74,12 @@ class _Exchange(torch.autograd.Function):
 
 
 class Transport:
-    """A communicator, and the memory formats of what travels over it and of what comes out."""
+    """A communicator, the memory format of data in transit, and that of this rank's results."""
 
     def __init__(
         self, comm: Communicator, transit: torch.memory_format, own: torch.memory_format
     ) -> None:
-        """Remember them; ``transit`` is the same on all ranks."""
+        """Keep the arguments; ``transit`` is the same on all ranks."""
         self._comm = comm
         self._transit = transit
         self.own = own
@@ -111,9 +111,9 @@ class Transport:
         return self._unpack(target, tensor, whole_of(tensor.shape))
 
     def all_to_all(self, tensor: torch.Tensor, split: Split, gathered: Split) -> torch.Tensor:
-        """Return the parts for this rank of every rank's tensor, put together.
+        """Return the parts that all ranks have for this rank, as one tensor.
 
-        ``split`` says how this rank's tensor is split, ``gathered`` how what it returns is.
+        ``split`` is the split of this rank's tensor, ``gathered`` that of the result.
         """
         source = self._pack(tensor, split)
         target = source.new_empty(sum(gathered.counts))
@@ -132,19 +132,19 @@ class Transport:
         args = (_as_sent(source), _as_sent(target), *counts)
         if self._comm.device == "cpu":
             operation(*args)
-        else:  # the stream waits, the host does not
+        else:  # The stream waits, the host does not.
             operation(*args, async_op=True).order()
 
     def staged(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor must go by way of the host."""
+        """Return whether a tensor is sent through the host's memory."""
         return tensor.is_cuda and self._comm.device == "cpu"
 
     def _order(self, dimensions: int) -> tuple[int, ...]:
-        """Return the dimensions in the order in which they travel."""
+        """Return the dimensions in the order that buffers have."""
         return _ORDERS.get(self._transit, tuple(range(dimensions)))
 
     def _pack(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
-        """Return the parts of ``tensor``, one after the other; without a copy if they lie so."""
+        """Return the parts of ``tensor``, one after the other; without a copy if possible."""
         order = self._order(tensor.dim())
         inner = tensor.resolve_conj().resolve_neg().permute(order)
         if _in_a_row(inner.shape, order, split):
@@ -153,14 +153,14 @@ class Transport:
             flat = inner.new_empty(inner.numel())
             at = order.index(split.dim)
             parts = torch.split(inner, list(split.sizes), at)
-            for there, part in zip(_parts(flat, inner.shape, at, split), parts, strict=True):
-                there.copy_(part)
+            for target, part in zip(_parts(flat, inner.shape, at, split), parts, strict=True):
+                target.copy_(part)
         return flat.cpu() if self.staged(tensor) else flat
 
     def _unpack(self, flat: torch.Tensor, like: torch.Tensor, split: Split) -> torch.Tensor:
-        """Return the tensor of which `_pack` would make ``flat``; without a copy if it can.
+        """Return the tensor of which `_pack` would make ``flat``; without a copy if possible.
 
-        It lies on the device of ``like``, in this rank's memory format.
+        It is on the device of ``like``, in this rank's memory format.
         """
         flat = flat.to(like.device)
         order = self._order(len(split.shape))
@@ -181,25 +181,25 @@ def handshake(
     check: Callable[[], T],
     number: Callable[[], int] = int,
 ) -> tuple[Transport, Vote[T]]:
-    """Return a transport for all ranks' tensors, and what the ranks have said; see `vote`."""
-    said = vote(communicator(group, torch.device("cpu")), name, tensor, check, number)
-    return Transport(communicator(group, tensor.device), said.transit, said.own), said
+    """Return a transport for all ranks' tensors, and the result of their `vote`."""
+    result = vote(communicator(group, torch.device("cpu")), name, tensor, check, number)
+    return Transport(communicator(group, tensor.device), result.transit, result.own), result
 
 
 def _as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """Return a view that communicators take: bytes of bools, pairs of floats of complex numbers."""
+    """Return a view that communicators take: bools as bytes, complex numbers as pairs of floats."""
     if flat.is_complex():
         return torch.view_as_real(flat).view(-1)
     return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def _in_a_row(shape: Sequence[int], order: Sequence[int], split: Split) -> bool:
-    """Tell whether the parts of a contiguous tensor lie one after the other."""
+    """Return whether the parts of a contiguous tensor are one after the other in memory."""
     return len(split.sizes) == 1 or math.prod(shape[: order.index(split.dim)]) <= 1
 
 
 def _parts(flat: torch.Tensor, shape: Sequence[int], at: int, split: Split) -> list[torch.Tensor]:
-    """Return views of the parts in ``flat``, as which a tensor of ``shape`` is split at ``at``."""
+    """Return views of the parts in ``flat`` of a tensor of ``shape`` that is split along ``at``."""
     return [
         part.view(*shape[:at], size, *shape[at + 1 :])
         for part, size in zip(torch.split(flat, split.counts), split.sizes, strict=True)

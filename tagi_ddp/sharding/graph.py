@@ -1,17 +1,17 @@
 """Split, gather and sum tensors over the ranks of a group, differentiably.
 
-In all of them ``mgroup`` is a communicator, a torch process group, or None; with None or a group of
-one they return a copy. ``shapes`` holds, for each rank, the full shape of its part; only entry
-``dim`` may differ between ranks, and may be 0. That entry, the size, stands for the whole shape
-too: ``[4, 3]`` for ``[[4, 2], [3, 2]]`` along dimension 0. What comes out is contiguous in the
-input's memory format, keeps its dtype and shares no memory with it.
+``mgroup`` is a communicator, a torch process group, or None; with None or a group of one the
+functions return a copy. ``shapes`` holds the full shape of each rank's part; only entry ``dim`` may
+differ between ranks, and may be 0. That entry, the size, may replace the shape: ``[4, 3]`` stands
+for ``[[4, 2], [3, 2]]`` along dimension 0. Results are contiguous in the input's memory format,
+have its dtype and share no memory with it.
 
-Floats, integers, complex numbers and bools travel; bools have no sum, and sparse tensors are
+Tensors are of floats, integers, complex numbers or bools; bools have no sum, and sparse tensors are
 refused.
 
-What is wrong with an argument raises a ValueError or IndexError: on every rank where ranks
-communicate, also if it is wrong on one only, and before a tensor moves. That costs a small
-all-gather in each forward that communicates, none in backward.
+A wrong argument raises a ValueError or IndexError. If ranks communicate, all of them raise, even if
+the argument is wrong on one rank only, before any tensor is sent. That costs a small all-gather in
+each forward that communicates, none in backward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def shard_tensor(
 def gather_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     """Return all ranks' parts, concatenated along ``dim``.
 
-    Backward keeps this rank's part of the gradient: right where all ranks then do the same.
+    Backward keeps this rank's part of the gradient: right if all ranks do the same with the result.
     """
     if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
@@ -57,8 +57,8 @@ def gather_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group)
 def sync_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     """Return all ranks' parts, concatenated along ``dim``.
 
-    Backward sums the ranks' gradients and keeps this rank's part: right where the ranks then do
-    different things.
+    Backward sums the ranks' gradients and keeps this rank's part: right if the ranks do different
+    things with the result.
     """
     if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
@@ -93,7 +93,7 @@ def _shard(
     own = get_memory_format(input_)
 
     def gather(gradient: torch.Tensor) -> torch.Tensor:
-        # The ranks have not spoken about memory formats, so it travels in the usual one.
+        # The ranks have not compared their memory formats, so buffers have the usual one.
         transport = Transport(communicator(mgroup, gradient.device), torch.contiguous_format, own)
         return transport.gather(gradient, split)
 

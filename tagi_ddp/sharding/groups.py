@@ -1,4 +1,4 @@
-"""The ranks that take part: a communicator, a torch process group, or this process alone."""
+"""Groups of ranks, as a communicator, a torch process group, or this process alone; their votes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tagi_ddp.communicators.errors import mismatch_text
 Group = Communicator | ProcessGroup | None
 T = TypeVar("T")
 
-_kinds: set[type] = set()  # known to be communicators
+_kinds: set[type] = set()  # Types that are known to be communicators.
 
 _FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 4: torch.channels_last_3d}
 
-# What a process group's tensors travel by, for each kind of device: made at its first use.
+# The communicators of a process group, for each kind of device; made at their first use.
 _wrapped: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Communicator]] = (
     weakref.WeakKeyDictionary()
 )
@@ -43,7 +43,7 @@ def rank_and_size(group: Group) -> tuple[int, int]:
         return 0, 1
     if isinstance(group, ProcessGroup):
         return group.rank(), group.size()
-    if isinstance(group, int):  # what torch gives to processes that a new group leaves out
+    if isinstance(group, int):  # torch returns an int to processes that are not in a new group.
         raise ValueError("this process is not in the group: only its ranks may call this")
     comm = _own(group)
     return comm.rank, comm.size
@@ -52,14 +52,14 @@ def rank_and_size(group: Group) -> tuple[int, int]:
 def communicator(group: Group, device: torch.device) -> Communicator:
     """Return the group's communicator for tensors on ``device``.
 
-    The first call for a process group and a kind of device connects its ranks, which all call it.
+    The first call for a process group and a kind of device connects its ranks: all must call it.
     """
     if not isinstance(group, ProcessGroup):
         return _own(group)
     known = _wrapped.get(group)
     if known is None:
         known = _wrapped[group] = {"cpu": as_communicator(group)}
-        # At the process's end it closes by itself, and tells the other ranks of an error.
+        # At the process's end it closes itself, and sends an error to the other ranks.
         weakref.finalize(group, _close, known).atexit = False
     if device.type != "cpu" and str(device) not in known:
         known[str(device)] = _on_device(known["cpu"], device)
@@ -85,12 +85,12 @@ def _on_device(host: Communicator, device: torch.device) -> Communicator:
         return nccl.create(
             host.rank,
             host.size,
-            (device.index, 0),  # the local rank would only choose a device
+            (device.index, 0),  # The local rank would only choose a device.
             host.timeout,
             lambda own: all_gather_object(host, own),
         )
-    except BackendUnavailable as error:  # on all ranks
-        warnings.warn(f"tensors go by way of the host: {error}", RuntimeWarning, stacklevel=2)
+    except BackendUnavailable as error:  # All ranks raise it.
+        warnings.warn(f"tensors are sent through the host: {error}", RuntimeWarning, stacklevel=2)
         return host
 
 
@@ -101,10 +101,10 @@ def _close(communicators: dict[str, Communicator]) -> None:
 
 @dataclass(frozen=True)
 class Vote(Generic[T]):
-    """What all ranks have said.
+    """The result of a vote of all ranks.
 
-    ``transit`` is the memory format in which tensors travel, ``own`` that of this rank's tensor;
-    they differ only where the ranks' do. ``numbers`` holds what every rank's ``number`` returned.
+    ``common`` is the result of ``check``, ``numbers`` those of the ranks' ``number``. ``transit``
+    is the memory format of data in transit, ``own`` this rank's; they differ only if the ranks' do.
     """
 
     common: T
@@ -120,25 +120,25 @@ def vote(
     check: Callable[[], T],
     number: Callable[[], int] = int,
 ) -> Vote[T]:
-    """Return what ``check`` returns, once it returned the same on all ranks.
+    """Compare the ranks' calls, and return their vote.
 
-    If it raised on a rank, or the ranks' calls differ, all ranks raise, before any of their
-    tensors moves, and the communicator goes on being usable. This costs one small all-gather.
+    If ``check`` raises on a rank, or the ranks' calls differ, all ranks raise, before any tensor is
+    sent, and the communicator stays usable. This costs one small all-gather.
     """
     problem: Exception | None = None
-    said, formats, favourite, own_number = "", 0, 0, 0
+    call, formats, favourite, own_number = "", 0, 0, 0
     try:
         check_dense(tensor)
         common, own_number = check(), number()
-        said = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
+        call = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
         formats, favourite = _formats(tensor)
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # No error may keep the others waiting for this rank.
         problem = error
-    digest = hashlib.blake2b(said.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
     code = int.from_bytes(digest, "big", signed=True)
     rows = _gather_rows(comm, [int(problem is not None), code, formats, favourite, own_number])
     if any(row[:2] != [0, code] for row in rows):
-        _refuse(comm, problem, said)
+        _refuse(comm, problem, call)
     shared = functools.reduce(operator.and_, (row[2] for row in rows))
     transit = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
     own = transit if formats & transit else favourite
@@ -146,7 +146,7 @@ def vote(
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Raise TypeError unless it is a tensor, and a dense one."""
+    """Raise TypeError unless ``tensor`` is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"input_ must be a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -156,9 +156,9 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 
 def _formats(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return all formats that the tensor is contiguous in, or will be made, and the likeliest.
+    """Return all formats that the tensor is contiguous in, or will be, and the likeliest, as bits.
 
-    With a single channel, for one, it is contiguous in two, and its other strides tell.
+    A tensor of a single channel, for example, is contiguous in two; its strides decide.
     """
     bits = sum(bit for bit, f in _FORMATS.items() if tensor.is_contiguous(memory_format=f)) or 1
     usual = bits & 1 and tensor.stride() == _usual_strides(tensor.shape)
@@ -171,7 +171,7 @@ def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
-    if comm.device != "cpu":  # its buffers live there, but the hosts can speak by themselves
+    if comm.device != "cpu":  # Its buffers are on the device; objects do not need them.
         return all_gather_object(comm, own)
     table = np.empty((comm.size, len(own)), np.int64)
     comm.all_gather(np.array(own, np.int64), table)
@@ -182,10 +182,10 @@ def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
 _KINDS: dict[str, type[Exception]] = {"IndexError": IndexError, "TypeError": TypeError}
 
 
-def _refuse(comm: Communicator, problem: Exception | None, said: str) -> None:
-    """Raise what is wrong; all ranks call this."""
+def _refuse(comm: Communicator, problem: Exception | None, call: str) -> None:
+    """Raise this rank's error, or another's, or that of different calls; all ranks call this."""
     own = None if problem is None else (type(problem).__name__, str(problem))
-    answers: list[Any] = all_gather_object(comm, (own, said))
+    answers: list[Any] = all_gather_object(comm, (own, call))
     if problem is not None:
         raise problem
     problems = [(rank, *found) for rank, (found, _) in enumerate(answers) if found]
@@ -194,6 +194,6 @@ def _refuse(comm: Communicator, problem: Exception | None, said: str) -> None:
         raise _KINDS.get(kind, ValueError)(f"rank {rank}: {text}")
     raise ValueError(
         mismatch_text(
-            {rank: other for rank, (_, other) in enumerate(answers) if other != said}, said
+            {rank: other for rank, (_, other) in enumerate(answers) if other != call}, call
         )
     )

@@ -1,15 +1,15 @@
 """Edges around nodes, and all edges sorted by the chunk, or the rank, of the node they end in.
 
-E edges are given by their ``edge_index``, in one of three forms:
+``edge_index`` holds E edges, in one of three forms:
 
-- a tensor, [2, E] of int32 or int64: row 0 says where edges begin, row 1 where they end;
+- a tensor, [2, E] of int32 or int64: row 0 has the edges' sources, row 1 their destinations;
 - a sparse COO tensor whose ``indices()`` are that tensor: the matrix [sources, destinations]. It
   may be uncoalesced: edges are in the order in which it stores them;
 - a sparse CSR tensor of that matrix: edges are in its order, that of their sources.
 
-``edge_attr`` has one row an edge, [E, ...], in the same order; None stands for edges without any.
-What is returned has the form that came in and memory of its own, and values of sparse tensors stay
-with their edges. Gradients flow into ``edge_attr``. Nothing here communicates.
+``edge_attr`` has one row an edge, [E, ...], in the same order; None: edges have no attributes.
+Results have the form of the input and memory of their own, and values of sparse tensors stay with
+their edges. Gradients flow into ``edge_attr``. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def get_k_hop_edges(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the edges over which ``nodes`` are reached in at most ``num_hops`` hops.
 
-    The first hop takes the edges that end in one of ``nodes``, each next one those that end where
-    an edge of the hop before begins. Edges stay in order, nodes keep their numbers.
+    The first hop takes the edges that end in one of ``nodes``. Each next hop takes those that end
+    in a source of the previous hop's edges. Edges stay in order, nodes keep their numbers.
 
     Args:
         nodes: numbers of nodes, in any order, also repeated or none; or a mask of all nodes.
@@ -59,7 +59,7 @@ def get_k_hop_edges(
     chosen = torch.zeros_like(destinations, dtype=torch.bool)
     for _ in range(num_hops):
         found = reached.index_select(0, destinations)
-        if torch.equal(found, chosen):  # no hop after this one finds more
+        if torch.equal(found, chosen):  # Further hops find no more.
             break
         chosen = found
         reached[sources[chosen]] = True
@@ -73,7 +73,7 @@ def sort_edges_1hop_chunks(
     edge_index: Tensor,
     num_chunks: int,
 ) -> tuple[list[Tensor] | list[None], list[Tensor]]:
-    """Return, for each chunk of nodes, the edges that end in them, in their order.
+    """Return, for each chunk of nodes, the edges that end in it, in their order.
 
     Nodes are split as ``torch.arange(n).tensor_split(num_chunks)`` does. Time hardly depends on the
     number of chunks.
@@ -83,7 +83,7 @@ def sort_edges_1hop_chunks(
             edges count.
         edge_attr: [E, ...] or None.
         edge_index: E edges, see the module.
-        num_chunks: how many; chunks beyond the number of nodes are empty.
+        num_chunks: the number of chunks; those beyond the number of nodes are empty.
 
     Returns:
         ``num_chunks`` chunks of ``edge_attr``, views of one tensor (None for each without
@@ -106,9 +106,9 @@ def sort_edges_1hop_sharding(
     edge_index: Tensor,
     mgroup: Group = None,
 ) -> tuple[Tensor, Tensor | None, list[list[int]], list[list[int]]]:
-    """Return the edges sorted so that each rank's are together: `sort_edges_1hop_chunks` in a row.
+    """Return the edges sorted by rank: the chunks of `sort_edges_1hop_chunks`, concatenated.
 
-    Every rank gets all edges, and each computes this for itself.
+    Every rank passes all edges, and computes this for itself.
 
     Args:
         num_nodes: number of nodes; of a bipartite graph (sources, destinations).
@@ -122,8 +122,8 @@ def sort_edges_1hop_sharding(
         0. ``attr_shapes`` is empty without attributes. Without a group the inputs are returned,
         and two empty lists.
 
-        Edges in this order are no CSR matrix, and a COO tensor forgets it when it is coalesced: of
-        a CSR or COO tensor comes an uncoalesced COO tensor, whose ``_indices()`` can be sharded.
+        A CSR matrix cannot have this order, and coalescing a COO tensor changes it. For a CSR or
+        COO tensor the result is an uncoalesced COO tensor, whose ``_indices()`` can be sharded.
 
     Raises:
         TypeError, ValueError, IndexError: naming the argument and what is wrong with it.
@@ -172,7 +172,7 @@ def _edges(edge_index: Tensor, edge_attr: Tensor | None) -> Tensor:
 def _take(edge_index: Tensor, edges: Tensor, order: Tensor, in_order: bool = True) -> Tensor:
     """Return the edges ``order``, increasing or not, in the form of ``edge_index``."""
     chosen = edges.new_empty(2, len(order))
-    for row, taken in zip(edges, chosen, strict=True):  # twice as fast as along dimension 1
+    for row, taken in zip(edges, chosen, strict=True):  # Twice as fast as along dimension 1.
         torch.index_select(row, 0, order, out=taken)
     layout, shape = edge_index.layout, edge_index.shape
     if layout == torch.strided:
@@ -201,7 +201,7 @@ def _take_rows(edge_attr: Tensor | None, order: Tensor) -> Tensor | None:
 def _sort(
     num_nodes: int | tuple[int, int], edges: Tensor, num_chunks: int
 ) -> tuple[Tensor, list[int]]:
-    """Return the order of edges by chunk of destinations, stable, and how many each has."""
+    """Return a stable order of the edges by chunk of destinations, and the chunks' sizes."""
     sources, destinations = edges
     if isinstance(num_nodes, (tuple, list)):
         if len(num_nodes) != 2:
@@ -211,7 +211,7 @@ def _sort(
     else:
         nodes = integer("num_nodes", num_nodes, 0)
     _check_nodes("destinations", destinations, nodes)
-    width = torch.uint8 if num_chunks <= 256 else torch.int32  # narrow keys are soon sorted
+    width = torch.uint8 if num_chunks <= 256 else torch.int32  # Narrow keys are sorted faster.
     sizes = torch.tensor(equal_counts(nodes, num_chunks), device=edges.device)
     numbers = torch.arange(num_chunks, dtype=width, device=edges.device)
     # Looking up the chunk of each node takes a tenth of the time of a search.
@@ -233,7 +233,7 @@ def _check_nodes(name: str, ids: Tensor, count: int | None = None) -> int:
 
 
 def _ids(nodes: Tensor | Sequence[int] | Sequence[bool], destinations: Tensor) -> Tensor:
-    """Return numbers of nodes, given as such or by a mask."""
+    """Return the numbers of ``nodes``, which are numbers or a mask."""
     nodes = torch.as_tensor(nodes, device=destinations.device)
     if nodes.dtype == torch.bool:
         needed = _check_nodes("destinations", destinations)

@@ -44,7 +44,7 @@ def change_channels_in_shape(
 
 
 def change_channels_in_shape(shape_list: Any, channels: int) -> list[Any]:
-    """Return the shapes with their last entry replaced by ``channels``; None gives no shapes.
+    """Return the shapes with their last entry replaced by ``channels``; None: no shapes.
 
     Sizes have no channels, and stay.
     """
@@ -63,8 +63,8 @@ class Split:
     @property
     def counts(self) -> list[int]:
         """The number of elements of each part."""
-        rest = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
-        return [size * rest for size in self.sizes]
+        width = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+        return [size * width for size in self.sizes]
 
     def part(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part."""
@@ -81,9 +81,9 @@ def whole_of(shape: Sequence[int]) -> Split:
 
 
 def split_of(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, int]) -> Split:
-    """Return how ``shapes`` split the tensor of which ``tensor`` is this rank's part.
+    """Return the split by ``shapes`` of the tensor of which ``tensor`` is this rank's part.
 
-    Raises ValueError, IndexError or TypeError that says what does not fit.
+    Raises ValueError, IndexError or TypeError that names what does not fit.
     """
     rank, _ = where
     split = _read(tensor, dim, shapes, where)
@@ -96,7 +96,7 @@ def split_of(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, i
 
 
 def split_of_whole(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, int]) -> Split:
-    """Return how ``shapes`` split ``tensor``; raise ValueError, ... if they do not fit."""
+    """Return the split of ``tensor`` by ``shapes``; raise ValueError, ... if they do not fit."""
     split = _read(tensor, dim, shapes, where)
     if split.shape[split.dim] != tensor.shape[split.dim]:
         raise ValueError(
@@ -107,7 +107,7 @@ def split_of_whole(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[
 
 
 def check_dim(dim: int, dimensions: int) -> int:
-    """Return ``dim`` counted from the front; raise IndexError if there is none such."""
+    """Return ``dim`` counted from the front; raise IndexError if there is no such dimension."""
     number = checks.integer("dim", dim)
     if not -dimensions <= number < dimensions:
         raise IndexError(f"dim is {number}, but the tensor has {dimensions} dimensions")
@@ -133,13 +133,13 @@ def _entry(name: str, entry: Any) -> tuple[int, ...] | int:
 
 def _read(tensor: torch.Tensor, dim: int, shapes: Shapes, where: tuple[int, int]) -> Split:
     dim = check_dim(dim, tensor.dim())
-    rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    others = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
     sizes = []
     for rank, entry in enumerate(entries(shapes, where[1])):
         if isinstance(entry, int):
             sizes.append(entry)
             continue
-        if (*entry[:dim], *entry[dim + 1 :]) != rest or len(entry) != tensor.dim():
+        if (*entry[:dim], *entry[dim + 1 :]) != others or len(entry) != tensor.dim():
             raise ValueError(
                 f"shapes[{rank}] is {entry}, which differs from input_'s shape "
                 f"{tuple(tensor.shape)} in more than dimension {dim}"

@@ -1,10 +1,10 @@
-"""Attention heads and sequences over the ranks of a group, differentiably, by all-to-all.
+"""Splits of attention by heads or by sequence, exchanged differentiably by all-to-all.
 
-Tensors are (..., heads, sequence, channels). In parallel attention each rank has all of the
-sequence for some of the heads, elsewhere all heads for some of the sequence. Heads are split as
+Tensors are (..., heads, sequence, channels). In parallel attention each rank has the whole sequence
+for some heads; elsewhere it has all heads for a part of the sequence. Heads are split as
 tensor_split does, the sequence by ``shapes``: ``shapes[r][0]``, or ``shapes[r]`` if that is a
-number, is its length on rank r. Either may leave nothing for a rank. ``mgroup``, dtypes and errors
-are as in `tagi_ddp.sharding.graph`.
+number, is its length on rank r. A rank may have no heads, or no sequence. ``mgroup``, dtypes and
+errors are as in `tagi_ddp.sharding.graph`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _HEADS, _SEQUENCE = -3, -2
 
 
 def shard_heads(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
-    """From (..., heads, local sequence, channels) to (..., local heads, sequence, channels)."""
+    """Turn (..., heads, local sequence, channels) into (..., local heads, sequence, channels)."""
     if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard_heads)(input_, shapes, mgroup)
 
 
 def shard_sequence(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
-    """From (..., local heads, sequence, channels) to (..., heads, local sequence, channels)."""
+    """Turn (..., local heads, sequence, channels) into (..., heads, local sequence, channels)."""
     if rank_and_size(mgroup)[1] == 1:
         return own_copy(input_)
     return uncompiled(_shard_sequence)(input_, shapes, mgroup)
@@ -72,14 +72,14 @@ def _shard_sequence(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torc
     transport, vote = handshake(
         "shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS]
     )
-    rest, lengths = vote.common
+    others, lengths = vote.common
     heads = vote.numbers
     if heads != equal_counts(sum(heads), ranks):
         raise ValueError(
             f"the ranks have {heads} heads, but {sum(heads)} heads are split as "
             f"{equal_counts(sum(heads), ranks)}"
         )
-    shape = (*rest[:_SEQUENCE], sum(heads), *rest[_SEQUENCE:])
+    shape = (*others[:_SEQUENCE], sum(heads), *others[_SEQUENCE:])
     by_heads, by_sequence = _splits(shape, lengths, rank)
     return apply(
         input_,
@@ -103,8 +103,8 @@ def _lengths(input_: torch.Tensor, shapes: Shapes, ranks: int) -> tuple[int, ...
 
 
 def _splits(shape: tuple[int, ...], lengths: tuple[int, ...], rank: int) -> tuple[Split, Split]:
-    """Return how a rank's tensors are split: by heads, where it has a part of the sequence of the
-    whole of ``shape``, and by sequence, where it has some of the heads.
+    """Return two splits of a rank's tensors, if the whole has ``shape``: of its part of the
+    sequence by heads, and of its heads by sequence.
     """
     *leading, heads, sequence, channels = shape
     parts = tuple(equal_counts(heads, len(lengths)))

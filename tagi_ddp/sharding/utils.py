@@ -1,4 +1,4 @@
-"""What the sharding functions say about tensors."""
+"""The memory format of tensors."""
 
 from __future__ import annotations
 

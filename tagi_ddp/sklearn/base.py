@@ -47,10 +47,10 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
 
     n_features_in_: int
 
-    _networks: list[Network]  # The fitted ones; the settings may have changed since.
-    _models: list[Any] | None = None  # Of these networks; made again where they are missing.
-    _pool: Pool | None = None  # Of several networks and a linear model.
-    _seen: dict[str, Moments] | None = None  # of x and y, if `partial_fit` came without `fit`
+    _networks: list[Network]  # The fitted networks; the settings may have changed since.
+    _models: list[Any] | None = None  # The models of `_networks`; None: to be built when needed.
+    _pool: Pool | None = None  # The pool of several networks and a linear model.
+    _seen: dict[str, Moments] | None = None  # for `partial_fit` without `fit`: moments of x and y
     _noise: float | None = None  # the setting of the first `partial_fit`
 
     def __init__(
@@ -69,7 +69,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         n_ranks: int = 1,
         random_state: Any = None,
     ) -> None:
-        """Take the settings; `fit` checks them."""
+        """Store the settings; `fit` checks them."""
         self.hidden_layer_sizes = hidden_layer_sizes
         self.activation = activation
         self.noise = noise
@@ -86,16 +86,16 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     @property
     @one_at_a_time
     def posteriors_(self) -> list[Posterior]:
-        """Return the parameters of each network, by layer.
+        """The parameters of each network, by layer.
 
-        Means and variances of the weights, and of the biases, flat float32 arrays.
+        They are means and variances of the weights and of the biases, flat float32 arrays.
         """
         check_is_fitted(self)
         return [posterior_of(model) for model in self._fitted()]
 
     @property
     def posterior_(self) -> Posterior:
-        """Return the parameters of the network, if there is only one; else use `posteriors_`."""
+        """The parameters of the network, if there is only one; else use `posteriors_`."""
         posteriors = self.posteriors_
         if len(posteriors) > 1:
             raise AttributeError(
@@ -106,7 +106,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
 
     @one_at_a_time
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: parameters as arrays, not the network."""
+        """Return the state to pickle or copy: parameters as arrays, not the network."""
         state = dict(super().__getstate__())
         state.pop("_lock", None)
         if state.pop("_models", None) is not None:
@@ -117,26 +117,26 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
 
     @property
     def _calls(self) -> AbstractContextManager[Any]:
-        """The lock of this estimator's methods; scikit-learn forbids to make it in __init__."""
+        """The lock of this estimator's methods; scikit-learn forbids creating it in __init__."""
         lock: AbstractContextManager[Any] = self.__dict__.setdefault("_lock", new_lock())
         return lock
 
     @abstractmethod
     def _likelihood(self, deviation: float | None) -> Likelihood:
-        """Return what the outputs mean, in the targets' scaled units; ``deviation``: the noise."""
+        """Return the likelihood of targets in scaled units; ``deviation`` is that of the noise."""
 
     @property
     def _deviation(self) -> float | None:
-        """The noise, checked."""
+        """The checked standard deviation of the noise."""
         if self.noise is not None and not 0 < self.noise < np.inf:
             raise ValueError(f"noise must be a positive number or None, got {self.noise!r}")
         return None if self.noise is None else float(self.noise)
 
     @contextmanager
     def _unchanged_by_errors(self) -> Iterator[None]:
-        """Take back all attributes that were set, also by scikit-learn, where fitting fails.
+        """Restore all attributes, also those that scikit-learn sets, if fitting fails.
 
-        And the draws from a generator of others: ``random_state``, or numpy's if that is None.
+        The state of the generator is restored too: ``random_state``, or numpy's if that is None.
         """
         before, generator = dict(vars(self)), self.random_state
         if generator is None:
@@ -171,10 +171,10 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     def _left_out(self, samples: int, seed: int, labels: Array | None) -> list[Array]:
         """Return the numbers of the samples that each network leaves out.
 
-        With ``labels``, all parts have about equally many samples of each.
+        With ``labels``, all parts have about the same number of samples of each label.
         """
         count = integer("n_networks", self.n_networks, 1)
-        parts = min(count, samples // 2)  # A network has a sample or more to train on.
+        parts = min(count, samples // 2)  # A network needs a sample or more to train on.
         order = np.random.default_rng(seed).permutation(samples)
         if parts > 1:
             if labels is not None:
@@ -192,7 +192,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         return [np.sort(order[:held])]
 
     def _begin(self, features: int) -> None:
-        """Begin with a network that knows nothing, and scales that do not either."""
+        """Begin with an untrained network and without scales."""
         self._seen = {}
         self._noise = self._deviation
         self._networks, self._pool = [self._new_network()], None
@@ -201,7 +201,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         self.n_iter_ = 0
 
     def _learn(self, x: Array, targets: Array) -> None:
-        """Learn samples once, by each network, or none of them."""
+        """Make each network learn the samples once; after an error, none has learned any."""
         size = integer("batch_size", self.batch_size, 1)
         models = self._fitted()
         states = [copy.deepcopy(model.run_state()) for model in models]  # These are views.
@@ -216,9 +216,9 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         self.n_iter_ += 1
 
     def _batches(self, x: Array, targets: Array, size: int) -> Iterator[tuple[Array | None, ...]]:
-        """Yield the arguments of `learn` for each batch, scaled by what was seen until then.
+        """Yield the arguments of `learn` for each batch, scaled by all samples up to that batch.
 
-        So it does not matter to a stream how many batches a call has. After `fit` nothing is seen.
+        So the number of batches in a call does not matter. After `fit` the scales are fixed.
         """
         rows = len(x) if self._seen is None else size
         for begin in range(0, len(x), rows):
@@ -229,11 +229,11 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
             yield from batches_of(self._fitted()[0].communicator, size, samples)
 
     def _observed(self, targets: Array) -> dict[str, Array]:
-        """Return the arguments of `learn` that are made of the targets."""
+        """Return the arguments of `learn` that depend on the targets."""
         return self._networks[0].likelihood.observe(targets)
 
     def _see(self, name: str, rows: Array) -> None:
-        """Scale by all rows of ``name``, "x" or "y", so far; after `fit`, refuse other units."""
+        """Add rows of ``name``, "x" or "y", to the scales; after `fit`, raise for other units."""
         argument = "X" if name == "x" else name
         if self._seen is None:
             mean, scale = getattr(self, f"{name}_mean_"), getattr(self, f"{name}_scale_")
@@ -242,7 +242,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         if (before := self._seen.get(name)) is None:
             moments = Moments.of(rows)
         else:
-            before.refuse_alien(argument, rows)
+            before.refuse_outliers(argument, rows)
             moments = before.with_rows(rows)
         self._seen = {**self._seen, name: moments}
         setattr(self, f"{name}_mean_", moments.mean)
@@ -253,8 +253,8 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         refuse_masked(X=X)
         x = self._scaled(validate_data(self, X, reset=False, dtype=np.float64))
-        found = [self._outputs(number, x) for number in range(len(self._networks))]
-        return found[0] if self._pool is None else self._pool.predict(x, found)
+        outputs = [self._outputs(number, x) for number in range(len(self._networks))]
+        return outputs[0] if self._pool is None else self._pool.predict(x, outputs)
 
     def _outputs(self, number: int, x: Array) -> Array:
         """Return the prediction of one network, in scaled units."""

@@ -23,36 +23,36 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     """Regression with a Gaussian for every weight, and a standard deviation for every prediction.
 
     `fit` trains ``n_networks`` networks, each without one part of the samples, and predicts by all
-    of them together with a linear model, `sklearn.linear_model.BayesianRidge`. Each side counts as
-    much as makes the left-out targets most likely, so the deviations fit samples that no network
-    has seen. Inputs and targets are standardized by the samples of `fit`, or by all those of
-    `partial_fit` so far.
+    of them together with a linear model, `sklearn.linear_model.BayesianRidge`. The networks and the
+    linear model are weighted to make the left-out targets most likely, so the deviations fit
+    samples that no network has seen. Inputs and targets are standardized by the samples of `fit`,
+    or by all those of `partial_fit` so far.
 
     Parameters:
         hidden_layer_sizes: the widths of the hidden layers; a number is one layer.
-        activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
-        noise: the standard deviation of the targets' noise, in their unit; None: it is learned for
-            each input, beside the value (AGVI).
+        activation: that of the hidden layers: "relu", "mixture_relu", "tanh" or "sigmoid".
+        noise: the standard deviation of the targets' noise, in their unit; None: it is learned as
+            a function of the input (AGVI).
         max_iter: the largest number of epochs.
-        batch_size: samples of a step.
+        batch_size: the number of samples of a step.
         n_networks: the number of networks; 1: a single one without a linear model.
         early_stopping: whether to stop when the left-out samples are no longer predicted better,
             and to keep the networks of the best epoch.
         validation_fraction: the part of the samples that a single network leaves out, if
             ``early_stopping``; with several networks it is not used.
-        n_iter_no_change: the number of epochs in turn without a gain after which it stops.
+        n_iter_no_change: the number of epochs in turn without a gain after which training stops.
         tol: the least gain of the mean log-likelihood of the left-out samples.
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
-            of each batch. The result is that of one process, up to rounding where torch computes.
-            It pays for large networks.
-        random_state: of the initial weights, the order of the samples, and the parts left out.
+            of each batch. The result is that of one process, up to rounding if torch computes.
+            It is faster for large networks only.
+        random_state: the seed or generator for initial weights, sample order, and parts left out.
 
     Attributes:
-        posteriors_: of each network, by layer, the means and variances of weights and biases.
-        posterior_: that of the only network.
-        n_iter_: the number of epochs, and of calls of `partial_fit`.
-        validation_scores_: the mean log-likelihood of the left-out samples after each epoch of
-            `fit`, of standardized targets.
+        posteriors_: for each network, by layer, the means and variances of weights and biases.
+        posterior_: the same for the network, if there is only one.
+        n_iter_: the number of epochs plus the number of calls of `partial_fit`.
+        validation_scores_: the mean log-likelihood of the left-out, standardized targets after each
+            epoch of `fit`.
     """
 
     @one_at_a_time
@@ -72,11 +72,11 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     def partial_fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
         """Learn these samples once, in their order: one observation, or a part of a stream.
 
-        After `fit` they are scaled as there. Without it, they are scaled by all samples so far,
-        these included. One process learns them, whatever ``n_ranks`` is.
+        After `fit` the scales of `fit` are used. Without it, samples are scaled by all samples so
+        far, including these. One process learns them, whatever ``n_ranks`` is.
 
-        Raises ValueError, with nothing learned, for samples of other units than those of `fit`, or
-        if the network could learn none of them.
+        Raises ValueError, with nothing learned, for samples in other units than those of `fit`, or
+        if the network can learn none of them.
         """
         begins = not hasattr(self, "y_mean_")
         with self._unchanged_by_errors():
@@ -91,11 +91,10 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     def predict(self, X: ArrayLike, return_std: bool = False) -> Array | tuple[Array, Array]:
         """Return the means of the predictions; with ``return_std``, also their standard deviations.
 
-        A deviation is that of a new observation: it contains the uncertainty of the networks, their
+        A deviation is that of a new observation: it includes the uncertainty of the networks, their
         disagreement, and the noise, like that of GaussianProcessRegressor with a WhiteKernel. The
-        targets are taken as normally distributed around the mean: 90 % of them are expected
-        within 1.645 deviations, 95 % within 1.96. Both arrays have the shape of the targets of
-        `fit`.
+        targets are assumed to be normally distributed around the mean: 90 % of them are expected
+        within 1.645 deviations, 95 % within 1.96. The arrays have the shape of `fit`'s targets.
         """
         mean, variance = self._predicted(X)
         mean = mean * self.y_scale_ + self.y_mean_
@@ -124,7 +123,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
 
     def _observed(self, targets: Array) -> dict[str, Array]:
         self._see("y", targets)
-        if self._seen is not None:  # the noise has another size in the scaled units of now
+        if self._seen is not None:  # The noise has changed in the current scaled units.
             likelihood = self._likelihood(self._noise)
             self._networks = [replace(self._networks[0], likelihood=likelihood)]
         return super()._observed((targets - self.y_mean_) / self.y_scale_)
@@ -144,34 +143,34 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     """Classification with a Gaussian for every weight, by hierarchical softmax.
 
     `fit` trains ``n_networks`` networks, each without one part of the samples, and predicts by all
-    of them together with a linear model, `sklearn.linear_model.LogisticRegression`. Each side
-    counts as much as makes the left-out labels most likely. Inputs are standardized by the samples
-    of `fit`, or by all those of `partial_fit` so far.
+    of them together with a linear model, `sklearn.linear_model.LogisticRegression`. The networks
+    and the linear model are weighted to make the left-out labels most likely. Inputs are
+    standardized by the samples of `fit`, or by all those of `partial_fit` so far.
 
     Parameters:
         hidden_layer_sizes: the widths of the hidden layers; a number is one layer.
-        activation: between the layers: "relu", "mixture_relu", "tanh" or "sigmoid".
+        activation: that of the hidden layers: "relu", "mixture_relu", "tanh" or "sigmoid".
         noise: the standard deviation of the noise of each binary decision, which is observed as 1
-            or -1; None: 1.
+            or -1; None means 1.
         max_iter: the largest number of epochs.
-        batch_size: samples of a step.
+        batch_size: the number of samples of a step.
         n_networks: the number of networks; 1: a single one without a linear model.
         early_stopping: whether to stop when the left-out samples are no longer predicted better,
             and to keep the networks of the best epoch.
         validation_fraction: the part of the samples that a single network leaves out, if
             ``early_stopping``; with several networks it is not used.
-        n_iter_no_change: the number of epochs in turn without a gain after which it stops.
+        n_iter_no_change: the number of epochs in turn without a gain after which training stops.
         tol: the least gain of the mean log-likelihood of the left-out samples.
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
-            of each batch. The result is that of one process, up to rounding where torch computes.
-            It pays for large networks.
-        random_state: of the initial weights, the order of the samples, and the parts left out.
+            of each batch. The result is that of one process, up to rounding if torch computes.
+            It is faster for large networks only.
+        random_state: the seed or generator for initial weights, sample order, and parts left out.
 
     Attributes:
         classes_: the labels, in the order of `predict_proba`.
-        posteriors_: of each network, by layer, the means and variances of weights and biases.
-        posterior_: that of the only network.
-        n_iter_: the number of epochs, and of calls of `partial_fit`.
+        posteriors_: for each network, by layer, the means and variances of weights and biases.
+        posterior_: the same for the network, if there is only one.
+        n_iter_: the number of epochs plus the number of calls of `partial_fit`.
         validation_scores_: the mean log-likelihood of the left-out samples after each epoch of
             `fit`.
     """
@@ -185,7 +184,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         """
         with self._unchanged_by_errors():
             x, labels = self._validated(X, y, reset=True)
-            self._know(np.unique(labels))
+            self._set_classes(np.unique(labels))
             self._train(x, self._numbers(labels), stratify=True)
         return self
 
@@ -195,11 +194,11 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     ) -> TAGIClassifier:
         """Learn these samples once, in their order: one observation, or a part of a stream.
 
-        The first call, unless `fit` came before, needs all ``classes``. After `fit` inputs are
-        scaled as there; without it, by all samples so far, these included. One process learns,
-        whatever ``n_ranks`` is.
+        Without an earlier `fit`, the first call needs all ``classes``. After `fit` its scales are
+        used. Without it, inputs are scaled by all samples so far, including these. One process
+        learns them, whatever ``n_ranks`` is.
 
-        Raises ValueError, with nothing learned, for inputs of other units than those of `fit`.
+        Raises ValueError, with nothing learned, for inputs in other units than those of `fit`.
         """
         begins = not hasattr(self, "classes_")
         if begins and classes is None:
@@ -207,10 +206,10 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         with self._unchanged_by_errors():
             x, labels = self._validated(X, y, reset=begins)
             if begins:
-                self._know(np.unique(np.asarray(classes)))
+                self._set_classes(np.unique(np.asarray(classes)))
                 self._begin(x.shape[1])
             elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-                raise ValueError(f"classes must be those of before, {self.classes_}, got {classes}")
+                raise ValueError(f"classes must be {self.classes_}, as before, got {classes}")
             self._learn(x, self._numbers(labels))
         return self
 
@@ -226,7 +225,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         return np.asarray(self.classes_[numbers])
 
     def score(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
-        """Return the share of labels that are predicted."""
+        """Return the share of labels that are predicted correctly."""
         refuse_masked(y=y, sample_weight=sample_weight)
         return float(super().score(X, y, sample_weight))
 
@@ -236,7 +235,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         check_classification_targets(labels)
         return x, labels
 
-    def _know(self, classes: Array) -> None:
+    def _set_classes(self, classes: Array) -> None:
         if len(classes) < 2:
             raise ValueError(f"y must have 2 classes or more, got 1 class: {classes[0]!r}")
         self.classes_ = classes

@@ -1,6 +1,6 @@
-"""What the outputs of a network say of the targets: how they are learned, and how likely they are.
+"""Likelihoods of targets given a network's outputs: how targets are observed and predicted.
 
-Targets are arrays of one row a sample. Both classes travel to the ranks of a training.
+Targets are arrays of one row a sample. Both classes are sent to the ranks of a training.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from tagi_ddp.sklearn.lines import LogisticLine, StraightLine, best_powers
 
 Array = NDArray[Any]
 
-# Of the weights that the noise's outputs begin with, to those of the values: at first it is alike
-# everywhere.
+# The ratio of the initial weights of the noise's outputs to those of the values. It is small: at
+# first the noise is nearly the same everywhere.
 _NOISE_GAIN = 0.1
-# The width of a decision, however sure its output is: J.-A. Goulet et al., Tractable approximate
+# The width of a decision, even if its output is certain: J.-A. Goulet et al., Tractable approximate
 # Gaussian inference for Bayesian neural networks, JMLR 22 (2021).
 _SPREAD = 1 / 3
 _TURN = 2 * np.pi
-# The share of the variance between networks' means that counts. Deviations are scaled to the errors
-# of single networks, which hold that variance already, but only where there are samples. With 1,
-# 3 of 19 sets of `python -m benchmarks estimators` have more than 97 % in 90 % intervals.
+# The share of the variance between networks' means that is added. Deviations are scaled to errors
+# of single networks, which include that variance already, but only near samples. With 1, 3 of 19
+# sets of `python -m benchmarks estimators` have more than 97 % in 90 % intervals.
 _DISAGREEMENT = 0.5
-_LEAST_VARIANCE = 1e-24  # of scaled targets; float32 resolves 1e-14
+_LEAST_VARIANCE = 1e-24  # the least variance of scaled targets; float32 resolves 1e-14
 
 
 class Likelihood(Protocol):
-    """Of the targets, given a network's outputs."""
+    """The likelihood of targets, given a network's outputs."""
 
     @property
     def outputs(self) -> int:
-        """How many outputs the last linear layer has."""
+        """The number of outputs of the last linear layer."""
         ...
 
     @property
     def learns_noise(self) -> bool:
-        """Whether every second output is the expected variance of the noise of the one before."""
+        """True if every second output is the expected variance of the noise of the one before."""
         ...
 
     def observe(self, targets: Array) -> dict[str, Array]:
-        """Return the arguments of `learn` but for the inputs, each with a row a sample."""
+        """Return the arguments of `learn` without the inputs, each with a row a sample."""
         ...
 
     def predict(self, mean: Array, variance: Array) -> Array:
-        """Return the prediction of the targets by all outputs, flat; samples along its axis -2."""
+        """Return the prediction of the targets from flat outputs; its axis -2 is the samples."""
         ...
 
     def mixture(self, predictions: Array) -> Array:
-        """Return the prediction of networks that are equally probable, from [networks, ...]."""
+        """Return the mixture of predictions, [networks, ...], of equally probable networks."""
         ...
 
     def line(self, x: Array, targets: Array) -> Any:
-        """Return a linear model of the targets, whose ``predict(x)`` is a prediction."""
+        """Return a linear model of the targets; its ``predict(x)`` returns a prediction."""
         ...
 
     def pooled(self, line: Array, networks: Array, powers: Array) -> Array:
@@ -70,7 +70,7 @@ class Likelihood(Protocol):
         ...
 
     def powers(self, line: Array, networks: Array, targets: Array) -> Array:
-        """Return the powers that make the targets most likely."""
+        """Return the powers that maximize the likelihood of the targets."""
         ...
 
     def log(self, prediction: Array, targets: Array) -> Array:
@@ -101,7 +101,7 @@ class Normal:
         return observed
 
     def predict(self, mean: Array, variance: Array) -> Array:
-        """Return means and variances, [2, samples, targets], of what will be observed."""
+        """Return means and variances, [2, samples, targets], of new observations."""
         mean = mean.astype(np.float64).reshape(-1, self.outputs)
         variance = variance.astype(np.float64).reshape(-1, self.outputs)
         if self.deviations is None:
@@ -141,7 +141,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Classes:
-    """So many classes, by a binary tree of decisions with normal noise: hierarchical softmax.
+    """Classes as a binary tree of decisions with normal noise: hierarchical softmax.
 
     Targets are the numbers of the classes, one column. Probabilities are those of pytagi's
     `Utils.obs_to_label_prob`, divided by their sum.
@@ -153,7 +153,7 @@ class Classes:
 
     @cached_property
     def _tree(self) -> tuple[Array, Array]:
-        """Return of each class the decisions that lead to it, 1 or -1, and their outputs from 0."""
+        """The decisions, 1 or -1, that lead to each class, and their outputs, counted from 0."""
         from pytagi import Utils
 
         labels = np.arange(self.count, dtype=np.int32)
@@ -204,7 +204,7 @@ class Classes:
 
 
 def begin_noise_even(network: Any, likelihood: Likelihood) -> None:
-    """Let the outputs of the noise begin with small weights."""
+    """Reduce the initial weights of the noise's outputs."""
     handle = network.layers[-2]
     for name in ("mu_w", "var_w"):
         rows = np.array(getattr(handle, name), np.float32).reshape(likelihood.outputs, -1)
@@ -213,9 +213,9 @@ def begin_noise_even(network: Any, likelihood: Likelihood) -> None:
 
 
 def _probabilities(logs: Array) -> Array:
-    """Return probabilities, [samples, classes], from their logarithms up to a term by sample."""
-    found = np.exp(logs - logs.max(axis=1, keepdims=True))
-    return np.asarray(found / found.sum(axis=1, keepdims=True))
+    """Return probabilities, [samples, classes], from logarithms with any constant a sample."""
+    scaled = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return np.asarray(scaled / scaled.sum(axis=1, keepdims=True))
 
 
 def _log_normal(values: Array) -> Array:

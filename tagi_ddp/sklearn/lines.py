@@ -1,4 +1,4 @@
-"""Linear models beside the networks, and the powers with which predictive densities are pooled."""
+"""Linear models, and the powers that pool their predictive densities with the networks'."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sklearn.linear_model import BayesianRidge, LogisticRegression
 
 Array = NDArray[Any]
 
-# The logarithm of the powers' sum has this standard deviation a priori: a few left-out samples
-# cannot make predictions much more or much less certain.
+# This is the prior standard deviation of the logarithm of the powers' sum. With it, a few left-out
+# samples cannot make predictions much more or much less certain.
 _PRIOR_DEVIATION = 0.5
-_LEAST, _MOST = 1e-6, 1e2  # of a power
-_LEAST_PROBABILITY = 1e-6  # of a class
+_LEAST, _MOST = 1e-6, 1e2  # bounds of a power
+_LEAST_PROBABILITY = 1e-6  # the least probability of a class
 
 
 class StraightLine:
     """Bayesian ridge regression of each target."""
 
     def __init__(self, x: Array, targets: Array) -> None:
-        x = x.astype(np.float64)  # In float32 the prediction of a row depends on its place.
+        x = x.astype(np.float64)  # In float32 the prediction of a row depends on its index.
         self._targets = [BayesianRidge().fit(x, column) for column in targets.T]
 
     def predict(self, x: Array) -> Array:
         """Return means and variances, [2, samples, targets]."""
         x = x.astype(np.float64)
-        found = [target.predict(x, return_std=True) for target in self._targets]
-        mean, deviation = np.moveaxis(np.array(found, np.float64), 0, -1)
+        results = [target.predict(x, return_std=True) for target in self._targets]
+        mean, deviation = np.moveaxis(np.array(results, np.float64), 0, -1)
         return np.stack([mean, np.square(deviation)])
 
 
@@ -50,17 +50,17 @@ class LogisticLine:
     def predict(self, x: Array) -> Array:
         """Return the probabilities of the classes, [samples, classes]."""
         probabilities = np.full((len(x), self._count), _LEAST_PROBABILITY)
-        found = 1.0 if self._model is None else self._model.predict_proba(x.astype(np.float64))
-        probabilities[:, self._seen] = np.maximum(found, _LEAST_PROBABILITY)
+        fitted = 1.0 if self._model is None else self._model.predict_proba(x.astype(np.float64))
+        probabilities[:, self._seen] = np.maximum(fitted, _LEAST_PROBABILITY)
         return np.asarray(probabilities / probabilities.sum(axis=1, keepdims=True))
 
 
 def best_powers(log_likelihood: Callable[[Array], float]) -> Array:
-    """Return the two powers that make a log-likelihood, which is concave in them, largest."""
+    """Return the two powers that maximize a log-likelihood, which is concave in them."""
 
     def loss(powers: Array) -> float:
         prior = 0.5 * (np.log(powers.sum()) / _PRIOR_DEVIATION) ** 2
         return float(prior - log_likelihood(powers))
 
-    found = minimize(loss, (0.5, 0.5), method="L-BFGS-B", bounds=[(_LEAST, _MOST)] * 2)
-    return np.asarray(found.x)
+    result = minimize(loss, (0.5, 0.5), method="L-BFGS-B", bounds=[(_LEAST, _MOST)] * 2)
+    return np.asarray(result.x)

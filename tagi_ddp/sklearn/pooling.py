@@ -1,4 +1,4 @@
-"""Predictions of networks and of a linear model, pooled by what left-out samples show."""
+"""The pool of networks and a linear model, whose powers are fitted to left-out samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Predict = Callable[[Array], Array]
 class Pool:
     """The density of a target is proportional to ``line^a * networks^b``.
 
-    Both are predictive densities; ``powers`` are a and b, of each target of a regression. This is
+    Both are predictive densities. ``powers`` are a and b, for each target in a regression. This is
     the logarithmic opinion pool: C. Genest, J. V. Zidek, Combining probability distributions,
     Statistical Science 1 (1986).
     """
@@ -40,7 +40,7 @@ class Pool:
         """Choose the powers that make the left-out targets most likely.
 
         Args:
-            networks: predict by the network that was trained without the part of the same place.
+            networks: each predicts by the network that was trained without the part of its index.
             parts: the numbers of the samples that each network leaves out.
         """
         predictions: list[Array] = []
@@ -54,6 +54,6 @@ class Pool:
         return cls(likelihood, likelihood.line(x, targets), powers)
 
     def predict(self, x: Array, predictions: Sequence[Array]) -> Array:
-        """Return the pooled prediction of the samples ``x``, from that of each network."""
+        """Return the pooled prediction for ``x``, from the linear model and each network's one."""
         together = self.likelihood.mixture(np.stack(predictions))
         return self.likelihood.pooled(self.line.predict(x), together, self.powers)

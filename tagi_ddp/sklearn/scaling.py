@@ -1,4 +1,4 @@
-"""By what inputs and targets are scaled: their means and deviations by column."""
+"""The scales of inputs and targets: means and standard deviations by column."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# Deviations from the mean. From here on networks learn nothing, or refuse to.
+# Networks learn nothing, or raise an error, from so many deviations from the mean on.
 _FAR = 100.0
-# A value so far off would be all that a stream's deviation shows from then on; it is looked for
-# when so many rows have shown what is usual.
-_ALIEN, _USUAL = 1e6, 100
+# A value of `_OUTLIER` deviations would dominate a stream's deviation from then on. Values are
+# checked after `_ENOUGH` rows.
+_OUTLIER, _ENOUGH = 1e6, 100
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of so many rows, by column: means, sums of squared deviations, greatest absolute values."""
+    """Moments of ``count`` rows by column: mean, sum of squared deviations, largest magnitude."""
 
     count: int
     mean: Array
@@ -28,13 +28,13 @@ class Moments:
 
     @classmethod
     def of(cls, rows: Array) -> Moments:
-        """Return those of rows, [samples, columns]."""
+        """Return the moments of rows, [samples, columns]."""
         mean = rows.mean(axis=0)
         largest = np.abs(rows).max(axis=0)
         return cls(len(rows), mean, np.square(rows - mean).sum(axis=0), largest)
 
     def with_rows(self, rows: Array) -> Moments:
-        """Return those of the rows so far and of these."""
+        """Return the moments of the rows so far and of these."""
         new = Moments.of(rows)
         count, step = self.count + new.count, new.mean - self.mean
         return Moments(
@@ -46,17 +46,17 @@ class Moments:
 
     @property
     def scale(self) -> Array:
-        """Standard deviations, 1 where all values are the same."""
+        """The standard deviations, 1 for columns of equal values."""
         return _one_if_constant(np.sqrt(self.squares / self.count), self.largest)
 
-    def refuse_alien(self, name: str, rows: Array) -> None:
-        """Raise ValueError if a value of ``rows`` is beyond all that the rows so far let expect."""
-        if self.count < _USUAL:
+    def refuse_outliers(self, name: str, rows: Array) -> None:
+        """Raise ValueError if a value of ``rows`` is much too far from the rows so far."""
+        if self.count < _ENOUGH:
             return
         distance = np.abs(rows - self.mean).max(axis=0) / self.scale
         distance[self.squares == 0] = 0
         column = int(distance.argmax())
-        if distance[column] > _ALIEN:
+        if distance[column] > _OUTLIER:
             raise ValueError(
                 f"{name} has a value in column {column} that is {distance[column]:.2g} standard "
                 "deviations from all samples so far: leave it out, or begin anew"
@@ -64,7 +64,7 @@ class Moments:
 
 
 def scale_of(values: Array) -> Array:
-    """Return standard deviations by column, 1 where all values are the same."""
+    """Return standard deviations by column, 1 for columns of equal values."""
     return _one_if_constant(values.std(axis=0), np.abs(values).max(axis=0))
 
 
@@ -75,9 +75,9 @@ def _one_if_constant(deviation: Array, largest: Array) -> Array:
 
 
 def require_near(name: str, scaled: Array) -> None:
-    """Raise ValueError if most of a column's values are far from all of `fit`'s, as in other units.
+    """Raise ValueError if most values of a column are far from those of `fit`, as in other units.
 
-    ``scaled``: the rows of the argument ``name``, less the means, in deviations.
+    ``scaled``: the rows of the argument ``name``, less the means, divided by the deviations.
     """
     distance = np.median(np.abs(scaled), axis=0)
     column = int(distance.argmax())
@@ -91,7 +91,7 @@ def require_near(name: str, scaled: Array) -> None:
 def refuse_masked(**arguments: Any) -> None:
     """Raise ValueError that names the first argument with masked values.
 
-    scikit-learn takes what is below the mask.
+    scikit-learn would use the values below the mask.
     """
     for name, value in arguments.items():
         if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):

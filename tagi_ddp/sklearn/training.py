@@ -1,4 +1,4 @@
-"""How an estimator's network is built and trained, by one process or by several ranks."""
+"""Construction and training of an estimator's networks, by one process or several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tagi_ddp.update.not_finite import NotFiniteError
 Array = NDArray[Any]
 Posterior = dict[str, tuple[Array, ...]]  # by layer: means and variances, weights and biases
 
-# The kernels round otherwise in smaller batches, and a prediction must not depend on others.
+# Kernels round differently in smaller batches, but a prediction must not depend on other samples.
 _ROWS = 8
 ACTIVATIONS = {
     "relu": "ReLU",
@@ -33,7 +33,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Network:
-    """Linear layers of these widths with an activation between; what its outputs mean."""
+    """Linear layers of these widths with an activation between, and the outputs' likelihood."""
 
     inputs: int
     hidden: tuple[int, ...]
@@ -42,7 +42,7 @@ class Network:
     seed: int
 
     def build(self, posterior: Posterior | None = None) -> Any:
-        """Return pytagi's Sequential, with these parameters, or such as the seed gives."""
+        """Return pytagi's Sequential, with these parameters or with ones drawn from the seed."""
         import pytagi
         from pytagi import nn
 
@@ -68,8 +68,8 @@ class Network:
 class Schedule:
     """The length of a training.
 
-    ``patience``: the number of epochs in turn in which the log-likelihood of left-out samples may
-    grow by less than ``tolerance``; None: all epochs, whose last network is kept.
+    Training stops after ``patience`` epochs in turn without a gain of more than ``tolerance`` in
+    the log-likelihood of left-out samples; None: it has all epochs, and the last network is kept.
     """
 
     epochs: int
@@ -95,29 +95,29 @@ def train(
     y: Array,
     ranks: int,
 ) -> tuple[list[DDPSequential], Trained]:
-    """Train new networks, each on all samples but those that it leaves out, by equal epochs.
+    """Train new networks for the same epochs, each on all samples but those that it leaves out.
 
     Several ranks train each network together, each rank on its part of each batch.
     """
-    given = networks, left_out, schedule, x, y
+    arguments = networks, left_out, schedule, x, y
     if ranks > 1:
-        trained = launch(_train_rank, nprocs=ranks, args=given)[0]
+        trained = launch(_train_rank, nprocs=ranks, args=arguments)[0]
         models = [accelerate(network.build()) for network in networks]
     else:
         models = [accelerate(network.build()) for network in networks]
-        trained = _train(models, *given)
+        trained = _train(models, *arguments)
     for model, posterior in zip(models, trained.posteriors, strict=True):
         load(model, posterior)  # The best epoch may not be the last one.
     return models, trained
 
 
-def _train_rank(networks: Sequence[Network], *given: Any) -> Trained:
+def _train_rank(networks: Sequence[Network], *arguments: Any) -> Trained:
     with ExitStack() as stack:
         models = [
             stack.enter_context(DDPSequential(network.build(), DDPConfig.from_env(), average=False))
             for network in networks
         ]
-        return _train(models, networks, *given)
+        return _train(models, networks, *arguments)
 
 
 def _train(
@@ -155,7 +155,7 @@ def _train(
 
 
 def _epochs(model: Any, network: Network, size: int, x: Array, y: Array) -> Iterator[None]:
-    """Train a network by one epoch, in an order of its own, for each item that is asked for."""
+    """Train a network by one epoch, in its own order of samples, for each ``next``."""
     rng = np.random.default_rng(network.seed)
     ordered = {"mu_x": x, **network.likelihood.observe(y)}
     shuffled = {name: np.empty_like(rows) for name, rows in ordered.items()}
@@ -171,7 +171,7 @@ def _epochs(model: Any, network: Network, size: int, x: Array, y: Array) -> Iter
 def batches_of(
     communicator: Communicator, size: int, samples: dict[str, Array]
 ) -> list[tuple[Array | None, ...]]:
-    """Return the rank's part of each batch, in their order: views, the arguments of `learn`."""
+    """Return the rank's part of each batch, in order: the arguments of `learn`, as views."""
     rank, ranks = communicator.rank, communicator.size
     count = len(samples["mu_x"])
     own = []
@@ -183,38 +183,38 @@ def batches_of(
 
 
 def learn(model: Any, likelihood: Likelihood, batches: Iterable[tuple[Array | None, ...]]) -> None:
-    """Learn all batches once; ValueError if there is none that the network could learn."""
+    """Learn all batches once; raise ValueError if the network can learn none of them."""
     # A noise that is predicted as zero or infinite leaves nothing to learn from.
-    passed_over = (NotFiniteError,) if likelihood.learns_noise else ()
+    ignored = (NotFiniteError,) if likelihood.learns_noise else ()
     step, learned, refused = model.learn, 0, None
     for batch in batches:
         try:
             step(*batch)
-        except passed_over as error:
+        except ignored as error:
             refused = error
         else:
             learned += 1
     if refused is not None and not learned:
         raise ValueError(
             "no batch could be learned, as the noise predicted for each is zero or infinite: look "
-            "for samples far from all others, or give the noise"
+            "for samples far from all others, or set noise"
         ) from refused
 
 
 def outputs_of(model: Any, x: Array) -> tuple[Array, Array]:
-    """Return means and variances of all outputs, flat; the model goes on in training mode."""
+    """Return means and variances of all outputs, flat; leave the model in training mode."""
     rows = max(len(x), _ROWS)
     try:
         model.eval()
         mean, variance = model(np.resize(x, (rows, *x.shape[1:])))
-    finally:  # also after Ctrl-C
+    finally:  # This also follows a KeyboardInterrupt.
         model.train()
     values = len(mean) // rows * len(x)
     return mean[:values], variance[:values]
 
 
 def load(model: Any, posterior: Posterior) -> None:
-    """Let the model have these parameters."""
+    """Replace the model's parameters by ``posterior``."""
     model.load_state_dict(
         {name: tuple(map(np.ndarray.tolist, parts)) for name, parts in posterior.items()}
     )

@@ -1,4 +1,4 @@
-"""The ranks' arguments, compared before any group is made."""
+"""Comparison of the ranks' arguments, before any group is made."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tagi_ddp.strategy.seeds import base_seed
 
 
 class GroupsDiffer(AllRanksRaise, ValueError):
-    """The ranks were given different numbers or seeds."""
+    """Numbers or seeds that differ between ranks."""
 
 
 def described(seed: int | None, **numbers: Any) -> tuple[int | Exception, dict[str, Any]]:
-    """Return the base seed, or what is wrong with it, and what ranks compare."""
+    """Return the base seed, or the error about it, and the values that ranks compare."""
     base: int | Exception
     try:
         base = base_seed(seed)
@@ -25,22 +25,22 @@ def described(seed: int | None, **numbers: Any) -> tuple[int | Exception, dict[s
 
 
 def check_same(answers: Sequence[Mapping[str, Any]]) -> None:
-    """Raise GroupsDiffer that names the first number in which the ranks' ``answers`` differ.
+    """Raise GroupsDiffer that names the first value in which the ranks' ``answers`` differ.
 
     All ranks call this with the same answers, in rank order.
     """
     for name in dict.fromkeys(name for answer in answers for name in answer):
-        given = [answer.get(name, "nothing") for answer in answers]
-        other = next((rank for rank, value in enumerate(given) if value != given[0]), None)
+        values = [answer.get(name, "nothing") for answer in answers]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise GroupsDiffer(
-                f"{name} must be the same on all ranks, but rank 0 has {given[0]} and rank {other} "
-                f"{given[other]}"
+                f"{name} must be the same on all ranks, but rank 0 has {values[0]} and rank {other}"
+                f" {values[other]}"
             )
 
 
 def _plain(value: Any) -> int | str:
-    """Return a number as an int, and all else as a text that can be sent and compared."""
+    """Return an integer as an int, and anything else as a text to send and compare."""
     try:
         return integer("", value)
     except TypeError:

@@ -22,17 +22,17 @@ class DDPGroupStrategy(Closing):
     """Train one TAGI network on all ranks.
 
     Making a strategy is a collective call; it seeds Python, numpy, torch and the engine by this
-    rank's model group. Build the network after that, and give it to `setup`. For models of torch
+    rank's model group. Build the network after that, and pass it to `setup`. For models of torch
     there are `tagi_ddp.strategy.lightning` and `tagi_ddp.strategy.pytorch_lightning`.
 
-    ``layout`` holds this rank's place, ``group`` the ranks that train its network, ``world`` all.
+    ``layout`` holds this rank's groups, ``group`` the ranks that train its network, ``world`` all.
 
     Args:
-        num_gpus_per_model: how many ranks make a model group, M. A TAGI network is not split over
-            them; they share the samples of their group.
-        read_group_size: how many ranks of a model group share a reader, R.
+        num_gpus_per_model: the number of ranks of a model group, M. A TAGI network is not split
+            over them; they share the samples of their group.
+        read_group_size: the number of ranks of a model group that share a reader, R.
         communicator: of all ranks; it stays open when the strategy is closed. None: `init()`.
-        seed: what all seeds are derived from; None: see `base_seed`.
+        seed: the base of all seeds; None: see `base_seed`.
         **options: keyword arguments of `DDPSequential`.
 
     Raises:
@@ -53,7 +53,7 @@ class DDPGroupStrategy(Closing):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """Lay out the groups and seed this process."""
+        """Compute the groups and seed this process."""
         self._options = options
         with ExitStack() as made:
             self._connect(communicator, made)
@@ -71,7 +71,7 @@ class DDPGroupStrategy(Closing):
         self.world = made.enter_context(init()) if communicator is None else communicator
 
     def _agree(self, seed: int | None, **numbers: Any) -> int:
-        """Return the base seed, once it and the numbers are the same on all ranks."""
+        """Return the base seed; raise GroupsDiffer if it or a number differs between ranks."""
         base, own = described(seed, **numbers)
         check_same(all_gather_object(self.world, own))
         if isinstance(base, Exception):
@@ -84,7 +84,7 @@ class DDPGroupStrategy(Closing):
     def setup(self, model: Any) -> DDPSequential:
         """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.
 
-        A collective call. A batch is shared by the ranks of `group`, as by
+        A collective call. The ranks of `group` share each batch, as by
         ``DistributedSampler(data, strategy.group.size, strategy.group.rank)``.
 
         Raises:
@@ -103,18 +103,18 @@ class DDPGroupStrategy(Closing):
 
 
 class DDPEnsGroupStrategy(DDPGroupStrategy):
-    """Train the members of an ensemble of TAGI networks apart, each on its own ranks.
+    """Train the members of an ensemble of TAGI networks, each on its own ranks.
 
     The ranks of an ensemble group are split into members of ``num_gpus_per_model`` ranks each.
-    Ensemble groups are replicas: member k is one network on the ranks of member k in all of them,
-    which are this rank's ``group``. Members begin from different parameters if each rank builds its
-    network after the strategy, by whose seeds they are drawn. ``members`` joins this rank with one
+    Ensemble groups are replicas: the ranks of member k in all of them train one network, and make
+    the ``group`` of each of these ranks. Members begin from different parameters if each rank
+    builds its network after the strategy, which seeds it. ``members`` connects this rank with one
     rank of each other member.
 
     Args:
-        num_gpus_per_model: how many ranks of an ensemble group make a member, M.
-        num_gpus_per_ensemble: how many ranks make an ensemble group, E, a multiple of M.
-        read_group_size: how many ranks of a member share a reader, R.
+        num_gpus_per_model: the number of ranks of a member, M.
+        num_gpus_per_ensemble: the number of ranks of an ensemble group, E, a multiple of M.
+        read_group_size: the number of ranks of a member that share a reader, R.
         communicator, seed, options: as for `DDPGroupStrategy`.
 
     Raises:
@@ -135,7 +135,7 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """Lay out the groups, make their communicators, and seed this process."""
+        """Compute the groups, make their communicators, and seed this process."""
         self._options = options
         with ExitStack() as made:
             self._connect(communicator, made)
@@ -159,14 +159,14 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
 
     def _split(self, color: int, made: ExitStack) -> Communicator:
         group = self.world.split(color)
-        assert group is not None  # this rank has a color
+        assert group is not None  # This rank has a color.
         return made.enter_context(group)
 
     def setup(self, model: Any) -> DDPSequential:
         """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.
 
-        A collective call. Warns where members begin from equal parameters, as those of networks
-        that were built before the strategy.
+        A collective call. Warns if members begin from equal parameters, as networks do that were
+        built before the strategy.
         """
         replica = super().setup(model)
         hashes = all_gather_object(self.members, replica.check_replicas())
@@ -182,17 +182,17 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
     def mixture(self, mu: ArrayLike, var: ArrayLike) -> tuple[FloatArray, FloatArray]:
         """Return mean and variance of the ensemble's prediction; see `mixture`.
 
-        A collective call of ``members``, which give their predictions for the same inputs: for the
-        same share of a batch, or for all of it.
+        A collective call of ``members``, with their predictions for the same inputs: for the same
+        share of a batch, or for all of it.
         """
         return mixture(self.members, mu, var)
 
 
 def _check_network(model: Any) -> None:
-    """Raise TypeError unless it is a pytagi Sequential, or like one."""
+    """Raise TypeError unless ``model`` is a pytagi Sequential, or like one."""
     if not hasattr(model, "_cpp_backend"):
         raise TypeError(
-            f"model must be a pytagi Sequential, got a {type(model).__name__}: strategies for "
-            "models of torch, which are given to Lightning's Trainer, are in "
-            "tagi_ddp.strategy.lightning and tagi_ddp.strategy.pytorch_lightning"
+            f"model must be a pytagi Sequential, got a {type(model).__name__}: for models of torch "
+            "give Lightning's Trainer a strategy of tagi_ddp.strategy.lightning or "
+            "tagi_ddp.strategy.pytorch_lightning"
         )

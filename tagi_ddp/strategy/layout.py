@@ -1,6 +1,6 @@
 """The groups of a rank: plain arithmetic, without processes.
 
-All groups are blocks of consecutive ranks, but the ensemble sub-groups.
+All groups but the ensemble sub-groups are blocks of consecutive ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from tagi_ddp.checks import integer
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The place of ``rank`` among ``world_size`` ranks that share models and readers.
+    """The groups of ``rank`` among ``world_size`` ranks that share models and readers.
 
     Args:
         world_size: the number of ranks, W.
-        num_gpus_per_model: how many ranks share a model, M, which must divide W.
-        read_group_size: how many ranks of a model share a reader, R, which must divide M.
+        num_gpus_per_model: the number of ranks that share a model, M, which must divide W.
+        read_group_size: the number of these that share a reader, R, which must divide M.
         rank: this rank, r, 0 to W - 1.
 
     Raises:
@@ -53,7 +53,7 @@ class GroupLayout:
 
     @property
     def model_rank(self) -> int:
-        """This rank's place in its model group, r % M."""
+        """This rank's number in its model group, r % M."""
         return self.rank % self.num_gpus_per_model
 
     @property
@@ -73,7 +73,7 @@ class GroupLayout:
 
     @property
     def reader_rank(self) -> int:
-        """This rank's place in its reader group, (r % M) % R."""
+        """This rank's number in its reader group, (r % M) % R."""
         return self.model_rank % self.read_group_size
 
     @property
@@ -92,8 +92,8 @@ class EnsembleLayout(GroupLayout):
     """A `GroupLayout` whose model groups are members of ensembles.
 
     Args:
-        num_gpus_per_ensemble: how many ranks share an ensemble, E, a multiple of M that must
-            divide W.
+        num_gpus_per_ensemble: the number of ranks that share an ensemble, E, a multiple of M that
+            must divide W.
     """
 
     num_gpus_per_ensemble: int
@@ -114,7 +114,7 @@ class EnsembleLayout(GroupLayout):
 
     @property
     def ensemble_rank(self) -> int:
-        """This rank's place in its ensemble group, r % E."""
+        """This rank's number in its ensemble group, r % E."""
         return self.rank % self.num_gpus_per_ensemble
 
     @property
@@ -139,7 +139,7 @@ class EnsembleLayout(GroupLayout):
 
     @property
     def subgroup_ranks(self) -> range:
-        """The ranks with this rank's place in the model, one in each member of its ensemble."""
+        """The ranks with this rank's `model_rank`, one in each member of its ensemble."""
         ranks = self.ensemble_ranks
         return range(ranks.start + self.model_rank, ranks.stop, self.num_gpus_per_model)
 

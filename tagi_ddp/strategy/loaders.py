@@ -1,4 +1,4 @@
-"""Which ranks read which samples: those of a sample group the same, different groups others."""
+"""Loaders of shares: the ranks of a sample group read the same samples, other groups others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 
 
 def sample_group(layout: GroupLayout | EnsembleLayout) -> tuple[int, int]:
-    """Return the number of this rank's sample group, and how many there are.
+    """Return the number of this rank's sample group, and the number of sample groups.
 
     The ranks that share a loss read the same samples: model groups, or ensemble groups.
     """
@@ -33,30 +33,30 @@ def sample_group(layout: GroupLayout | EnsembleLayout) -> tuple[int, int]:
 def process_dataloader(
     loader: DataLoader[Any], layout: GroupLayout | EnsembleLayout
 ) -> DataLoader[Any]:
-    """Return a loader of what this rank shall read of ``loader``.
+    """Return a loader of the samples of ``loader`` that this rank is to read.
 
-    - A dataset with the method ``set_comm_group_info`` is told the groups and shares by itself, so
-      the loader stays.
-    - The samples of a loader that came without a sampler are shared among the sample groups by a
-      DistributedSampler, in a copy of the loader. As the loader does, it shuffles or not, and drops
-      what is left over; if that stays, some samples are read twice, for groups of equal size.
-    - A sampler or batch sampler of one's own stays: what it yields on this rank is read.
+    - A dataset with the method ``set_comm_group_info`` gets the groups by it, and shares its
+      samples itself: the loader stays.
+    - A loader without a sampler of the user's is copied, with a DistributedSampler that shares the
+      samples among the sample groups. Both shuffle or not, and drop the last samples or not; if
+      not, some samples are read twice, because groups get equally many.
+    - A sampler or batch sampler of the user's stays: this rank reads what it yields.
     - An IterableDataset without that method stays, with a RuntimeWarning: all groups read all of
-      it, unless it shares by itself.
+      it, unless it shares its samples itself.
     """
     dataset = getattr(loader, "dataset", None)
-    tell = getattr(dataset, "set_comm_group_info", None)
-    if tell is not None:
-        tell(*_group_info(layout))
+    set_info = getattr(dataset, "set_comm_group_info", None)
+    if set_info is not None:
+        set_info(*_group_info(layout))
         return loader
-    if not isinstance(loader, DataLoader):  # Lightning takes any iterable
+    if not isinstance(loader, DataLoader):  # Lightning takes any iterable.
         return loader
     number, groups = sample_group(layout)
     if isinstance(dataset, IterableDataset):
         if groups > 1:
             warnings.warn(
                 f"every rank reads all of {type(dataset).__name__}, unless it shares its samples "
-                "among ranks by itself: give it a method set_comm_group_info that tells it the "
+                "among ranks by itself: give it a method set_comm_group_info that takes the "
                 "groups, or use a dataset with indices",
                 RuntimeWarning,
                 stacklevel=2,
@@ -91,14 +91,14 @@ def _group_info(layout: GroupLayout | EnsembleLayout) -> tuple[int, ...]:
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """Return what yields indices, one by one."""
-    if loader.batch_sampler is None:  # batch_size=None
+    """Return the sampler that yields single indices, or None."""
+    if loader.batch_sampler is None:  # The loader has batch_size=None.
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", None)
 
 
 def shuffles(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader draws the order of its samples."""
+    """Return whether the loader draws the order of its samples."""
     return isinstance(_sampler(loader), RandomSampler)
 
 
@@ -107,7 +107,7 @@ def _drops(loader: DataLoader[Any]) -> bool:
 
 
 def _is_default(loader: DataLoader[Any]) -> bool:
-    """Tell whether the loader reads each sample once, as it does without a sampler."""
+    """Return whether the loader reads each sample once, as it does without a sampler."""
     sampler = _sampler(loader)
     return (
         type(loader.batch_sampler) in (BatchSampler, type(None))
@@ -118,11 +118,11 @@ def _is_default(loader: DataLoader[Any]) -> bool:
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
-    """Return a loader like it, of whatever class, that reads what ``sampler`` yields."""
+    """Return a copy of a loader, of the same class, that reads the samples of ``sampler``."""
     batches: Any = loader.batch_sampler
     if batches is not None:
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     other = copy.copy(loader)
-    # A loader's samplers cannot be set, for its iterator could be running: the copy has none.
+    # A DataLoader refuses new samplers because its iterator may be running; the copy has none.
     vars(other).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return other

@@ -1,4 +1,4 @@
-"""What an ensemble predicts: the mixture of its members' Gaussians."""
+"""The prediction of an ensemble: the mixture of its members' Gaussians."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def mixture(
         var: their variances.
 
     Returns:
-        both as float32 arrays of that shape, equal bit for bit on all members. NaN where a
-        member's prediction is.
+        both as float32 arrays of that shape, equal bit for bit on all members. An element is NaN
+        if a member's prediction of it is.
 
     Raises:
-        TypeError, ValueError: on all members, when on one of them mu or var are no numbers, a
-            variance is negative, or shapes differ, from one another or between members.
+        TypeError, ValueError: on all members, if on one of them mu or var are no numbers, a
+            variance is negative, or shapes differ, between mu and var or between members.
     """
     answers = all_gather_object(members, _checked(mu, var))
     for rank, answer in enumerate(answers):
@@ -55,7 +55,7 @@ def mixture(
 
 
 def _checked(mu: Any, var: Any) -> dict[str, Any]:
-    """Return the shape, means and variances, float32 as hex digits; or what is wrong with them."""
+    """Return the shape, means and variances, float32 as hex digits; or the error about them."""
     try:
         shape, other = tuple(np.shape(mu)), tuple(np.shape(var))
         if other != shape:

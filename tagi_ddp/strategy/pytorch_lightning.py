@@ -12,4 +12,4 @@ class DDPGroupStrategy(GroupStrategy, DDPStrategy):
 
 
 class DDPEnsGroupStrategy(EnsGroupStrategy, DDPStrategy):
-    """A DDPStrategy whose ensemble groups share a loss of many members; see `EnsGroupStrategy`."""
+    """A DDPStrategy whose ensemble groups share a loss of all members; see `EnsGroupStrategy`."""

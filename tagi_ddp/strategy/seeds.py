@@ -18,10 +18,10 @@ _DEFAULT = 42
 
 
 def base_seed(base: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the seed that all seeds are derived from, the same on all ranks.
+    """Return the base of all seeds, the same on all ranks.
 
-    ``base``, or the first that is set of TAGI_DDP_BASE_SEED, ANEMOI_BASE_SEED and SLURM_JOB_ID,
-    else 42, with a warning. Raises TypeError or ValueError that names what is no integer.
+    It is ``base``, or the first that is set of TAGI_DDP_BASE_SEED, ANEMOI_BASE_SEED and
+    SLURM_JOB_ID, else 42, with a warning. Raises TypeError or ValueError that names a non-integer.
     """
     if base is not None:
         return integer("base", base)
@@ -33,7 +33,7 @@ def base_seed(base: int | None = None, environ: Mapping[str, str] = os.environ) 
             raise ValueError(f"{name} must be an integer, got {environ[name]!r}")
         return int(text)
     warnings.warn(
-        f"no base seed is given, so it is {_DEFAULT}: pass one, or set {_VARIABLES[0]}",
+        f"no base seed is set, so it is {_DEFAULT}: pass one, or set {_VARIABLES[0]}",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -53,7 +53,7 @@ def seed_everything(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed)
-    load_engine().manual_seed(seed - (seed >> 31 << 32))  # which takes 32 bits with a sign
+    load_engine().manual_seed(seed - (seed >> 31 << 32))  # It takes signed numbers of 32 bits.
     if importlib.util.find_spec("torch") is not None:
         import torch
 

@@ -1,4 +1,4 @@
-"""What makes Lightning's DDPStrategy a group strategy, for all of Lightning's packages."""
+"""Group strategies for Lightning's DDPStrategy, of any of Lightning's packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tagi_ddp.strategy.loaders import process_dataloader, sample_group, shuffles
 from tagi_ddp.strategy.seeds import group_seed, seed_everything
 from tagi_ddp.torch_backend.objects import all_gather_values
 
-if TYPE_CHECKING:  # of each of Lightning's packages one comes next among the bases
+if TYPE_CHECKING:  # The DDPStrategy of one of the packages comes next among the bases.
     from lightning.pytorch.strategies import DDPStrategy
 else:
     DDPStrategy = object
@@ -25,13 +25,13 @@ else:
 class GroupStrategy(DDPStrategy):
     """Add model groups and reader groups to a DDPStrategy, which comes next among the bases.
 
-    ``layout`` holds this rank's place, as soon as a Trainer has the strategy. The groups exist
-    while the Trainer runs: from before ``LightningModule.setup`` until the end of the last step.
+    ``layout`` is that of this rank, once a Trainer has the strategy. The process groups exist while
+    the Trainer runs: from before ``LightningModule.setup`` until the end of the last step.
 
     Args:
-        num_gpus_per_model: how many ranks share a model, M.
-        read_group_size: how many ranks of a model share a reader, R.
-        seed: what all seeds are derived from; None: see `base_seed`.
+        num_gpus_per_model: the number of ranks that share a model, M.
+        read_group_size: the number of ranks of a model that share a reader, R.
+        seed: the base of all seeds; None: see `base_seed`.
         **kwargs: of DDPStrategy.
 
     Raises:
@@ -71,13 +71,13 @@ class GroupStrategy(DDPStrategy):
     def _group(self, ranks: str) -> dist.ProcessGroup:
         if ranks not in self._groups:
             raise RuntimeError(
-                "the strategy has groups only while its Trainer runs: look for them no earlier than"
-                " in LightningModule.setup"
+                "the strategy has groups only while its Trainer runs: use them in "
+                "LightningModule.setup or later"
             )
         return self._groups[ranks]
 
     def set_world_ranks(self) -> None:
-        """Find this rank's place."""
+        """Set this rank's layout."""
         super().set_world_ranks()
         self.layout = self._make_layout()
 
@@ -94,7 +94,7 @@ class GroupStrategy(DDPStrategy):
         self._make_group("reader_ranks")
 
     def _agree(self) -> None:
-        """Keep the base seed, once it and the groups' numbers are the same on all ranks."""
+        """Keep the base seed; raise GroupsDiffer if it or a number differs between ranks."""
         numbers = {name: number for name, number in asdict(self.layout).items() if name != "rank"}
         base, own = described(self._seed, **numbers)
         check_same(all_gather_values(own))
@@ -104,8 +104,8 @@ class GroupStrategy(DDPStrategy):
 
     def _make_group(self, ranks: str) -> None:
         """Make the groups of one kind, on all ranks in the same order; keep this rank's."""
-        places = (replace(self.layout, rank=rank) for rank in range(self.layout.world_size))
-        groups = dict.fromkeys(getattr(place, ranks) for place in places)
+        layouts = (replace(self.layout, rank=rank) for rank in range(self.layout.world_size))
+        groups = dict.fromkeys(getattr(layout, ranks) for layout in layouts)
         self._groups[ranks], _ = dist.new_subgroups_by_enumeration(
             [list(group) for group in groups], timeout=self._group_timeout
         )
@@ -131,18 +131,18 @@ class GroupStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What Lightning makes its samplers of: samples are shared among the sample groups."""
+        """The arguments of Lightning's samplers, to share samples among the sample groups."""
         number, groups = sample_group(self.layout)
         return {"num_replicas": groups, "rank": number}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader of what this rank shall read, see `loaders.process_dataloader`.
+        """Return a loader of the samples of this rank, see `loaders.process_dataloader`.
 
-        Lightning's sampler, if it made one, shuffles what the loader shuffled, see `keep_order`.
-        So a loader without a sampler shares its samples even after
-        ``Trainer(use_distributed_sampler=False)``, but in predict; give it a sampler to choose them
-        yourself. That option is for datasets that have both indices and ``set_comm_group_info``:
-        Lightning's sampler would share the indices before the dataset is told the groups.
+        Lightning's sampler, if it made one, shuffles if the loader did, see `keep_order`. A loader
+        without a sampler shares its samples even after ``Trainer(use_distributed_sampler=False)``,
+        except in predict; give it a sampler to choose them yourself. Use that option for datasets
+        that have both indices and ``set_comm_group_info``: Lightning's sampler would share the
+        indices before the dataset gets the groups.
         """
         loader = process_dataloader(
             cast(DataLoader[Any], super().process_dataloader(dataloader)), self.layout
@@ -153,7 +153,7 @@ class GroupStrategy(DDPStrategy):
         return loader
 
     def teardown(self) -> None:
-        """Take the hooks from the model, and leave the groups after Lightning's own teardown."""
+        """Remove the model's hooks, and leave the groups after Lightning's own teardown."""
         if self.lightning_module is not None:
             remove_gradient_scale(self.lightning_module)
             forget_order(self.lightning_module.trainer)
@@ -169,9 +169,9 @@ class EnsGroupStrategy(GroupStrategy):
     """Add ensemble groups, too, whose members are model groups that share one loss.
 
     Args:
-        num_gpus_per_model: how many ranks share a model, which is a member, M.
-        num_gpus_per_ensemble: how many ranks share an ensemble, E, a multiple of M.
-        read_group_size: how many ranks of a model share a reader, R.
+        num_gpus_per_model: the number of ranks that share a model, which is a member, M.
+        num_gpus_per_ensemble: the number of ranks that share an ensemble, E, a multiple of M.
+        read_group_size: the number of ranks of a model that share a reader, R.
         seed, kwargs: as for `GroupStrategy`.
 
     Raises:
@@ -200,7 +200,7 @@ class EnsGroupStrategy(GroupStrategy):
 
     @property
     def ensemble_subgroup(self) -> dist.ProcessGroup:
-        """The ranks with this rank's place in the model, one of each member of its ensemble."""
+        """The ranks with this rank's number in the model, one of each member of its ensemble."""
         return self._group("subgroup_ranks")
 
     def _make_layout(self) -> EnsembleLayout:
@@ -220,7 +220,7 @@ class EnsGroupStrategy(GroupStrategy):
 
 
 def keep_order(trainer: Any) -> None:
-    """Let Lightning's samplers shuffle only what the user's loaders do; in fit it shuffles all."""
+    """Shuffle by Lightning's samplers only if the user's loader does; in fit it always would."""
     connector = trainer._data_connector
     prepare = type(connector)._prepare_dataloader
 
@@ -237,8 +237,8 @@ def forget_order(trainer: Any) -> None:
 
 
 def _keep_seeds(worker: int) -> None:
-    """Keep the seeds that torch gave to a loader's worker.
+    """Keep torch's seeds of a loader's worker.
 
-    They come from the process's, which are those of its model group. Lightning's would be mixed
-    with the rank, so that the ranks of a model group would draw differently.
+    torch derives them from the seed of the process, which is that of its model group. Lightning
+    would mix in the rank, and the ranks of a model group would draw differently.
     """

@@ -1,4 +1,4 @@
-"""Small Python values over torch's default group, as JSON: torch's own way unpickles them."""
+"""Small Python values over torch's default group, as JSON: torch itself would unpickle them."""
 
 from __future__ import annotations
 

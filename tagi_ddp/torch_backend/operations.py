@@ -1,4 +1,4 @@
-"""What torch's operations are to communicators: flat memory, and work under way."""
+"""Flat memory of tensors for communicators, and their operations in flight as torch's work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Flat:
     """A tensor's elements as a flat tensor that a communicator takes: its memory, or a copy."""
 
     def __init__(self, tensor: Tensor, read: bool = True) -> None:
-        """``read``: whether the elements are used, and not only written."""
+        """Flatten ``tensor``; without ``read`` its elements are only written."""
         plain = tensor.detach()
         if plain.is_complex():
             plain = torch.view_as_real(plain)
@@ -31,14 +31,14 @@ class Flat:
         if self._copied:
             plain = plain.contiguous() if read else plain.new_empty(plain.shape)
         self.data = plain.view(-1)
-        self.divisor = 1  # of what arrives, integers, whose quotients are truncated
+        self.divisor = 1  # `store` divides integers by it, and truncates the quotients.
 
-    def arrives(self, data: Tensor) -> None:
-        """Take what will be in ``data``."""
+    def receive_in(self, data: Tensor) -> None:
+        """Use ``data`` as the memory in which the result arrives."""
         self.data, self._copied = data, True
 
     def store(self) -> None:
-        """Write what has arrived to the tensor, if it is not there."""
+        """Write the result to the tensor, if it has arrived elsewhere."""
         if self.divisor != 1:
             self.data.div_(self.divisor, rounding_mode="trunc")
         if self._copied:
@@ -46,7 +46,7 @@ class Flat:
 
 
 class OperationWork(dist.Work):
-    """What torch gets of operations under way."""
+    """Operations in flight, as torch's work."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class OperationWork(dist.Work):
         tensors: list[Tensor],
         flats: list[Flat],
     ) -> None:
-        """Follow ``works``; when they are complete ``flats`` go to where they belong."""
+        """Keep ``works``; `wait` stores ``flats`` when they are complete."""
         super().__init__()
         self._works = [work for work in works if work is not None]
         self._tensors = tensors
@@ -62,19 +62,18 @@ class OperationWork(dist.Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the results are there; raise what has gone wrong.
+        """Wait for the results; raise the error of an operation that failed.
 
-        On a GPU: let what the current stream gets from now on come after them, as torch's NCCL
-        does.
+        On a GPU the current stream waits, and the host does not, as in torch's NCCL.
         """
-        limit = timeout.total_seconds() if timeout else None  # torch's 0: no other limit
+        limit = timeout.total_seconds() if timeout else None  # torch's 0 means no other limit.
         with self._lock:
             while self._works:
                 work = self._works[0]
                 if isinstance(work, dist.Work):
                     work.wait(*(() if timeout is None else (timeout,)))
                 elif isinstance(work, NcclWork):
-                    work.settle(self._stream())
+                    work.order_before(self._stream())
                 else:
                     work.wait(limit)
                 del self._works[0]
@@ -83,19 +82,19 @@ class OperationWork(dist.Work):
         return True
 
     def _stream(self) -> int | None:
-        """Return who waits for results on a GPU: the current stream, whichever called; or None."""
+        """Return the current stream of the GPU, which waits for results; None on the host."""
         device = self._tensors[0].device
         return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
     def is_completed(self) -> bool:
-        """Tell whether the results are there, or it has failed."""
+        """Return whether the operations are complete or have failed."""
         done = all(
             work.is_completed() if isinstance(work, dist.Work) else work.done()
             for work in list(self._works)
         )
         if done and not any(tensor.is_cuda for tensor in self._tensors):
-            with suppress(Exception):  # which `wait` raises again
-                self.wait()  # only for what has arrived elsewhere
+            with suppress(Exception):  # The caller's `wait` raises it again.
+                self.wait()  # It only stores results that have arrived elsewhere.
         return done
 
     def result(self) -> list[Tensor]:
@@ -105,8 +104,8 @@ class OperationWork(dist.Work):
     def get_future(self) -> Future[list[Tensor]]:
         """Wait, and return a future of the tensors that is complete.
 
-        Python cannot put an error into a future that C++, like DistributedDataParallel's, looks at:
-        it is raised here.
+        An error is raised here, because Python cannot set it in a future that C++ code, like
+        DistributedDataParallel's, reads.
         """
         self.wait()
         devices: list[int | str | torch.device] = [
@@ -118,5 +117,5 @@ class OperationWork(dist.Work):
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Tell whether both are views of one memory."""
+    """Return whether both are views of one memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -22,14 +22,14 @@ _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
 class ProcessGroup(dist.ProcessGroup):
     """A group of torch.distributed whose collectives run on a communicator.
 
-    Tensors of the CPU travel over it, those of a GPU over NCCL, and nobody waits for these but
-    their stream. Any may be a view. Reductions are sum, average, minimum and maximum; bools and
-    complex numbers travel as the integers and floats behind them. Sparse tensors (COO) are summed
-    and averaged, by a call that waits, and take part in nothing else.
+    Tensors on the CPU use it. Tensors on a GPU use NCCL, for which their stream waits, not the
+    host. Any may be a view. Reductions are sum, average, minimum and maximum; bools and complex
+    numbers are sent as the integers and floats in their memory. Sparse tensors (COO) can only be
+    summed and averaged, by a call that waits.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        """Serve the ranks of ``communicator``, which is closed with the group."""
+        """Make a group of the ranks of ``communicator``, which is closed with the group."""
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
         self._on_device: Communicator | None = None
@@ -38,7 +38,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Return the backend's name."""
         return NAME
 
-    # torch keeps a group's name with its backend objects, of which this has none.
+    # torch keeps the name in a group's backend objects, which this group does not have.
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -91,7 +91,7 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Reduce lists of tensors, one for each rank, and leave each rank its own."""
+        """Reduce lists of tensors, one for each rank; each rank gets its own."""
         works, flats = [], []
         for output, parts in zip(outputs, inputs, strict=True):
             flat = Flat(output, read=False)
@@ -105,10 +105,10 @@ class ProcessGroup(dist.ProcessGroup):
         return self._under_way(works, outputs, flats)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce one tensor, equal slices of which are for the ranks."""
+        """Reduce one tensor; each rank gets an equal slice."""
         flat, source = Flat(output, read=False), Flat(whole).data
-        if share_memory(output, whole):  # which communicators do not allow
-            flat.arrives(torch.empty_like(flat.data))
+        if share_memory(output, whole):  # Communicators do not allow this.
+            flat.receive_in(torch.empty_like(flat.data))
         op = self._reduction(opts, flat)
         work = self._for(source).reduce_scatter(source, flat.data, None, op, async_op=True)
         return self._under_way([work], [output], [flat])
@@ -119,7 +119,7 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Reduce several tensors, equal slices of which are for the ranks."""
+        """Reduce several tensors; each rank gets an equal slice of each."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self._reduce_scatter_base(*pair, opts) for pair in pairs]
         return self._under_way(works, outputs, [])
@@ -147,7 +147,7 @@ class ProcessGroup(dist.ProcessGroup):
             whole = source.new_empty(sum(counts))
             works.append(self._for(source).all_gather(source, whole, counts, async_op=True))
             for flat, data in zip(arriving, whole.split(counts), strict=True):
-                flat.arrives(data)
+                flat.receive_in(data)
             flats += arriving
         return self._under_way(works, [part for parts in outputs for part in parts], flats)
 
@@ -180,7 +180,7 @@ class ProcessGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> dist.Work:
-        """Give each rank its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         root = opts.rootRank
         empty = [output.new_empty(0) for output in outputs for _ in range(self.size())]
         sent = inputs[0] if self.rank() == root else empty
@@ -221,7 +221,7 @@ class ProcessGroup(dist.ProcessGroup):
             torch.cat(sources), whole, [s.numel() for s in sources], received, async_op=True
         )
         for flat, data in zip(flats, whole.split(received), strict=True):
-            flat.arrives(data)
+            flat.receive_in(data)
         return self._under_way([work], outputs, flats)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
@@ -243,11 +243,11 @@ class ProcessGroup(dist.ProcessGroup):
         return self._under_way(works, tensors, flats)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
-        """Raise: a communicator's messages come from a rank that is named."""
+        """Raise ValueError: communicators receive only from a rank that is named."""
         raise ValueError("src must be a rank for the backend 'tagi_ddp', got None")
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called this."""
         for communicator in self._communicators():
             communicator.barrier()
         return self._under_way([], [], [])
@@ -260,24 +260,24 @@ class ProcessGroup(dist.ProcessGroup):
             communicator.close()
 
     def abort(self) -> None:
-        """Give up: ranks that wait get PeerLost."""
+        """Abort the group: ranks that wait get PeerLost."""
         for communicator in self._communicators():
             communicator.abort("torch.distributed aborted the group")
 
-    # --- who carries what ---------------------------------------------------------------------
+    # --- communicators ------------------------------------------------------------------------
 
     def _communicators(self) -> list[Communicator]:
         return [each for each in (self._on_device, self.communicator) if each is not None]
 
     def _for(self, tensor: Tensor, connects: bool = True) -> Communicator:
-        """Return what carries ``tensor``; for a device, by NCCL, which the first call connects."""
+        """Return the communicator for ``tensor``; the first call for a GPU connects NCCL's."""
         if not tensor.is_cuda:
             return self.communicator
         if self._on_device is None:
             if not connects:
                 raise RuntimeError(
-                    "the first operation on GPUs connects all ranks of the group, and a message is "
-                    "of two: all_reduce something on the GPU before"
+                    "the first operation on GPUs connects all ranks of the group, and a message "
+                    "is between two: call all_reduce on the GPU before"
                 )
             self._on_device = create(
                 self.rank(),
@@ -289,7 +289,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._on_device
 
     def _reduction(self, opts: Any, result: Flat) -> Any:
-        """Return the communicator's name of torch's reduction; integers it does not average."""
+        """Return the communicator's name of torch's reduction; it does not average integers."""
         name = _name_of(opts)
         if name not in _REDUCTIONS:
             raise ValueError(
@@ -316,7 +316,7 @@ def _name_of(opts: Any) -> str:
 
 
 def _elements(splits: Sequence[int], tensor: Tensor, flat: Tensor) -> list[int] | None:
-    """Return how many elements the rows of each rank have; None: all the same."""
+    """Return the number of elements of each rank's rows; None: all ranks have equally many."""
     if not splits:
         return None
     row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0

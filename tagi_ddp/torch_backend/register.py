@@ -1,4 +1,4 @@
-"""``torch.distributed.init_process_group("tagi_ddp")``."""
+"""The backend of ``torch.distributed.init_process_group("tagi_ddp")``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _BACKENDS = ("auto", "shm", "mpi", "gloo")
 
 
 def register() -> None:
-    """Make the backend known to torch."""
+    """Register the backend with torch."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    """Return a group; its ranks have the store in common, and no others call this."""
+    """Return the group of the ranks that share the store; no others call this."""
     return ProcessGroup(_connect(store, rank, size, timeout.total_seconds()))
 
 

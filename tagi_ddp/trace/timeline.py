@@ -1,9 +1,9 @@
-"""TAGI_DDP_TRACE=folder: what each rank does when, as Chrome trace events, which Perfetto shows.
+"""A timeline of all ranks, by TAGI_DDP_TRACE=folder: Chrome trace events, which Perfetto shows.
 
-All ranks of a job write into one file, which is a whole one whenever nobody writes: they take turns
-by a lock on it. Training never waits for that lock, which a stopped rank or another program may
-hold: a rank that finds it taken twice in turn, or at its end for two seconds, writes into a file of
-its own. Hosts need the folder in common, and clocks that agree.
+All ranks of a job write into one file, in turn by a lock on it: the file is complete between two
+writes. Training never waits for that lock, which a stopped rank or another program may hold. A rank
+that finds it locked twice in turn, or at its end for two seconds, writes into a file of its own.
+Hosts need the folder in common, and clocks that agree.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tagi_ddp.environment import detect, setting
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PERIOD = 10.0  # seconds between two writes
-_PATIENCE = 2.0  # seconds in which a rank has to get the lock at its end
+_PERIOD = 10.0  # The seconds between two writes.
+_PATIENCE = 2.0  # The seconds that a rank waits for the lock at its end.
 _END = b"\n]\n"
-_TAIL = 1 << 16  # bytes at a file's end among which an event ends
+_TAIL = 1 << 16  # The bytes at a file's end that are searched for the end of an event.
 
 
 class Timeline:
@@ -42,16 +42,16 @@ class Timeline:
         self._process = os.getpid()
         self._epoch = time.time() - time.monotonic()
         self._events: list[tuple[str, threading.Thread, float, float]] = []
-        self._failed = False  # to write, which is not tried again
-        self._unwritten: list[bytes] = []  # lines for which the lock was taken
-        self._alone = False  # in a file of its own
-        self._named: set[int] = set()  # threads whose names have been written
+        self._failed = False  # After a write has failed there is no other.
+        self._unwritten: list[bytes] = []  # Lines of a write that did not get the lock.
+        self._alone = False  # True if this rank writes into a file of its own.
+        self._named: set[int] = set()  # Threads whose names have been written.
         self._written = time.monotonic()
-        self._lock = threading.RLock()  # a signal may come while its thread has it
-        self._writer = 0  # the thread that is writing
-        self._ended_by = 0  # the signal that has come meanwhile
+        self._lock = threading.RLock()  # A signal handler may run in the thread that has it.
+        self._writer = 0  # The thread that is writing.
+        self._ended_by = 0  # The signal that has arrived meanwhile.
         atexit.register(self.write, _PATIENCE)
-        # Launchers end ranks by it when another one has failed.
+        # Launchers end ranks by SIGTERM when another one has failed.
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminate)
@@ -65,12 +65,12 @@ class Timeline:
             self.write()
 
     def write(self, patience: float = 0.0) -> None:
-        """Write what is new into the job's file; warn once and give up if that fails.
+        """Write the new events into the job's file; warn once and give up if that fails.
 
         ``patience``: seconds to wait for the lock, at the end of this process.
         """
         if os.getpid() != self._process:
-            return  # a fork: these are its parent's
+            return  # This is a fork, and the events are its parent's.
         with self._lock:
             self._writer = threading.get_ident()
             try:
@@ -92,22 +92,22 @@ class Timeline:
         self._written = time.monotonic()
         if not events and not self._unwritten:
             return
-        place = detect()
-        job = place.job or f"{socket.gethostname()}-{self._process}"
+        launch = detect()
+        job = launch.job or f"{socket.gethostname()}-{self._process}"
         self._folder.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^a-zA-Z0-9.-]+", "-", job)
         kept, self._unwritten = self._unwritten, []
-        lines = kept + self._lines(place.rank, events)
+        lines = kept + self._lines(launch.rank, events)
         if not self._alone and append(self._folder / f"{name}.json", lines, patience):
             return
         self._alone = self._alone or bool(kept) or patience > 0
         if self._alone:
-            append(self._folder / f"{name}-rank{place.rank}-{self._process}.json", lines, None)
+            append(self._folder / f"{name}-rank{launch.rank}-{self._process}.json", lines, None)
         else:
             self._unwritten = lines
 
     def _terminate(self, number: int, frame: object) -> None:
-        if self._writer == threading.get_ident():  # interrupted, and ends when it has written
+        if self._writer == threading.get_ident():  # The process ends after this write.
             self._ended_by = number
             return
         self.write(_PATIENCE)
@@ -143,10 +143,10 @@ def _end_by(number: int) -> None:
 
 
 def append(path: Path, events: list[bytes], patience: float | None = _PATIENCE) -> bool:
-    """Append events to the array in a file, after what a killed process has left whole.
+    """Append events to the array in a file, after its last event that is whole.
 
     Returns False, and leaves the file as it is, if another process holds its lock for ``patience``
-    seconds; None: no lock is needed.
+    seconds; None: no lock is needed. A killed process can leave a part of an event.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b", buffering=0) as file:
@@ -156,10 +156,10 @@ def append(path: Path, events: list[bytes], patience: float | None = _PATIENCE) 
         file.seek(max(0, size - _TAIL))
         tail = file.read()
         last = tail.rfind(b"}\n") if tail.endswith(_END) else tail.rfind(b"},\n")
-        place = size - len(tail) + last + 1 if last >= 0 else 0
-        content = (b",\n" if place else b"[\n") + b",\n".join(events) + _END
-        file.truncate(place)
-        file.seek(place)
+        begin = size - len(tail) + last + 1 if last >= 0 else 0
+        content = (b",\n" if begin else b"[\n") + b",\n".join(events) + _END
+        file.truncate(begin)
+        file.seek(begin)
         view = memoryview(content)
         while view:
             view = view[file.write(view) :]
@@ -167,7 +167,7 @@ def append(path: Path, events: list[bytes], patience: float | None = _PATIENCE) 
 
 
 def _lock(descriptor: int, patience: float) -> bool:
-    """Return whether this process gets the lock in time: all who may read the file can hold it."""
+    """Return whether this process gets the lock in time; any reader of the file can hold it."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -180,11 +180,11 @@ def _lock(descriptor: int, patience: float) -> bool:
 
 
 timeline = Timeline(folder) if (folder := setting("TRACE")) else None
-"""That of this process; None without TAGI_DDP_TRACE."""
+"""The timeline of this process; None without TAGI_DDP_TRACE."""
 
 
 def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let calls of a function appear as ``name``; without TAGI_DDP_TRACE it stays as it is."""
+    """Record calls of a function as ``name``; without TAGI_DDP_TRACE return it as it is."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         events = timeline

@@ -22,7 +22,7 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match="no kernels for AvgPool2d, Conv2d, MaxPool2d"):
         accelerate(fresh("cnn"), "native")
-    with pytest.raises(ValueError, match="does not tell the size of the network's inputs"):
+    with pytest.raises(ValueError, match="does not define the size of the network's inputs"):
         accelerate(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), "native")
     with pytest.raises(ValueError, match="takes 6 inputs, but the one before has 5 outputs"):
         accelerate(nn.Sequential(nn.Linear(3, 5), nn.Linear(6, 2)), "native")

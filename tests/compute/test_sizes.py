@@ -61,7 +61,7 @@ def test_layers_that_do_not_fit(name: str, compute: Any) -> None:
 @pytest.mark.parametrize("compute", ["engine", "native", "torch", "auto"])
 @pytest.mark.parametrize("first", FIRST)
 def test_the_first_layer_tells_the_size_of_inputs(first: str, compute: Any) -> None:
-    with pytest.raises(ValueError, match=r"layer 0.* does not tell the size of the network's inpu"):
+    with pytest.raises(ValueError, match=r"layer 0.* does not define the size of the network's"):
         accelerate(Sequential(FIRST[first](), Linear(4, 2)), compute)
 
 

@@ -171,7 +171,7 @@ def test_inputs_that_torch_follows(stand_in: None) -> None:
         assert not mean.requires_grad
         assert not variance.requires_grad
     (graph,) = model._graphs._graphs.values()
-    assert not any(part.requires_grad for part in graph.given.values())
+    assert not any(part.requires_grad for part in graph.inputs.values())
 
 
 def test_what_comes_between(stand_in: None) -> None:
@@ -263,5 +263,5 @@ def test_states_are_not_captured(in_block: bool, stand_in: None) -> None:
 
     layers = [LSTM(2, 6, 4), LSTM(6, 6, 4)]
     model = Sequential(*([LayerBlock(*layers)] if in_block else layers), Linear(6 * 4, 3))
-    with pytest.warns(RuntimeWarning, match="LSTM layers carry states"):
+    with pytest.warns(RuntimeWarning, match="LSTM layers keep states"):
         accelerate(model, device=DEVICE, cuda_graph=True)

@@ -219,7 +219,7 @@ def test_wrong_labels_are_named() -> None:
     model.partial_fit(x, [0, 1, 0, 1], classes=[0, 1])
     with pytest.raises(ValueError, match=r"y has labels \[2\], which are not among \[0 1\]"):
         model.partial_fit(x, [0, 1, 0, 2])
-    with pytest.raises(ValueError, match="classes must be those of before"):
+    with pytest.raises(ValueError, match=r"classes must be \[0 1\], as before"):
         model.partial_fit(x, [0, 1, 0, 1], classes=[0, 1, 2])
 
 

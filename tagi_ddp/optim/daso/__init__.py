@@ -1,4 +1,4 @@
-"""DASO: training on two levels, of which the upper one does not wait."""
+"""DASO: training on two levels, nodes and their ranks, in which nodes do not wait."""
 
 from tagi_ddp.optim.daso.multi_gpu import DataParallelMultiGPU
 from tagi_ddp.optim.daso.optimizer import DASO

@@ -1,4 +1,4 @@
-"""Where a rank is in its epoch, and that all ranks are there."""
+"""The progress of a rank in its epoch, and its comparison between ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BatchesDiffer(ValueError):
 
 
 class Batches:
-    """The batches of an epoch: how many are ``done``, and how many there are, or None.
+    """The batches of an epoch: ``done`` is the number of finished ones, ``all`` the total, or None.
 
     `begin` and `end` are collective calls.
 
@@ -43,11 +43,11 @@ class Batches:
         self.all: int | None = None
 
     def count(self, batches: int | None) -> None:
-        """Take the number of batches; TypeError or ValueError if it is none."""
+        """Set the number of batches; raise TypeError or ValueError if it cannot be one."""
         self.all = None if batches is None else integer("last_batch", batches, 1)
 
     def begin(self) -> None:
-        """Raise NotSet or RanksDiffer, on all ranks, unless all have the same number of them."""
+        """Raise NotSet or RanksDiffer, on all ranks, unless all have set the same total."""
 
         def described() -> Iterable[Entry]:
             yield "last_batch", str(self.known())
@@ -55,13 +55,13 @@ class Batches:
         require_equal(self._world, described, "the ranks' epochs", _REMEDY)
 
     def known(self) -> int:
-        """Return the number of batches; NotSet if there is none."""
+        """Return the number of batches; raise NotSet if it is None."""
         if self.all is None:
-            raise NotSet("last_batch is not set: give it the number of batches of an epoch")
+            raise NotSet("last_batch is not set: set it to the number of batches of an epoch")
         return self.all
 
     def next(self) -> int:
-        """Return the number of the next one, from 0; RuntimeError if all are done."""
+        """Return the number of the next batch, from 0; raise RuntimeError if all are done."""
         if self.done >= self.known():
             raise RuntimeError(
                 f"all {self.all} batches of this epoch are done: call epoch_loss_logic at its end. "
@@ -72,7 +72,7 @@ class Batches:
     def end(self, steps: int) -> None:
         """Raise BatchesDiffer unless all ranks end the epoch with step number ``steps``, from 1.
 
-        A rank that is elsewhere meets this with another call: that is a Mismatch.
+        Raises Mismatch if another rank makes another call at this time.
         """
 
         def described() -> Iterable[Entry]:
@@ -82,8 +82,8 @@ class Batches:
             require_equal(level, described, "the ranks' epochs", _REMEDY, BatchesDiffer)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Say in a Mismatch where this rank is, and where all should be."""
+    def explaining(self) -> Iterator[None]:
+        """Add this rank's progress, and the remedy, to the text of a Mismatch."""
         try:
             yield
         except Mismatch as error:

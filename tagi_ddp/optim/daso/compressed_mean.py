@@ -1,4 +1,4 @@
-"""The mean of one vector a rank in few bits, with error feedback."""
+"""The mean of the ranks' vectors, sent in few bits, with error feedback."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tagi_ddp.communicators.buffers import equal_counts
 
 @dataclass
 class Residual:
-    """What casting has dropped on this rank, and is sent the next time: error feedback.
+    """The errors of casting on this rank, which are added to the next vector: error feedback.
 
-    own: of its vectors, all elements. share: of the means that it computes for all, in the order of
-    its slices. Both have the units of the vectors, which do not change from one to the next.
+    own: of its whole vector. share: of the means that it computes for all ranks, in the order of
+    its slices. Both have the units of the vectors, which are the same for all vectors.
     """
 
     own: Tensor
     share: Tensor
 
     def mixed(self, newer: Residual, weight: float) -> Residual:
-        """Return this with so much weight, ``newer`` with the rest."""
+        """Return the mean of this with ``weight`` and ``newer`` with 1 - ``weight``."""
         return Residual(
             torch.lerp(newer.own, self.own, weight), torch.lerp(newer.share, self.share, weight)
         )
@@ -31,31 +31,31 @@ class Residual:
 
 @dataclass
 class _Chunk:
-    """A part of the vector; every rank computes the mean of its slice of it."""
+    """A part of the vector; each rank computes the mean of one slice of it."""
 
-    mean: Tensor  # of all ranks' slices
-    counts: list[int]  # elements of each rank's slice
-    share: slice  # of this rank's elements of `Residual.share`
-    rows: Tensor  # this rank's slice of every rank's vector
+    mean: Tensor  # The means of all slices.
+    counts: list[int]  # The number of elements of each rank's slice.
+    share: slice  # This chunk's elements of `Residual.share`.
+    rows: Tensor  # This rank's slice of every rank's vector.
     work: Work | None
 
 
 class CompressedMean:
-    """The mean over all ranks of their vectors, in flight from the beginning.
+    """The mean of all ranks' vectors, in flight from the beginning.
 
-    Ranks send slices of their vectors, cast to ``dtype``, to those that average them in full
-    precision, and these send the mean, cast again, to all: so all have the same bits, each rank
-    sends two vectors of ``dtype`` however many ranks there are, and a sum is not rounded at each
-    addition. What both casts drop is kept in ``residual``, and added to the next vector: error
-    feedback as of Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.06957).
+    Each rank sends slices of its vector, cast to ``dtype``, to the ranks that average them. Those
+    add in full precision, which does not round at each addition, and send the mean, cast again, to
+    all: all have the same bits. Each rank sends two vectors of ``dtype`` at any number of ranks.
+    The errors of both casts are kept in ``residual`` and added to the next vector: error feedback
+    as of Tang et al. 2019, "DoubleSqueeze" (arXiv:1905.06957).
 
-    ``mean`` and ``residual`` hold what they should once `finish` has returned.
+    ``mean`` and ``residual`` are complete once `finish` has returned.
 
     Args:
         vector: floats, the same number on all ranks; it is left alone.
-        residual: what was dropped before; None if ``dtype`` is the vector's, and nothing is.
+        residual: that of the last mean; None if ``dtype`` is the vector's, and nothing is cast.
         communicator: of the ranks.
-        dtype: of what is sent.
+        dtype: of the data that is sent.
         limit: the largest number of elements of one operation.
     """
 
@@ -96,12 +96,12 @@ class CompressedMean:
         return chunks
 
     def progress(self) -> None:
-        """Send the means of what is complete, without waiting for more."""
+        """Send the means of the chunks that have arrived, without waiting."""
         while self._unread and _done(self._unread[0].work):
             self._average(self._unread.pop(0))
 
     def finish(self) -> None:
-        """Wait until all are complete; returns at once when called again."""
+        """Wait until all chunks are complete; return at once when called again."""
         while self._unread:
             self._average(self._unread.pop(0))
         while self._chunks:
@@ -120,12 +120,12 @@ class CompressedMean:
         cast = mean.to(self.mean.dtype)
         if self.residual is not None:
             self.residual.share[chunk.share] = (mean - cast).to(self.residual.share.device)
-        chunk.rows = cast  # whose memory is in use until all have it
+        chunk.rows = cast  # The all_gather uses this memory.
         chunk.work = self._communicator.all_gather(cast, chunk.mean, chunk.counts, async_op=True)
 
 
 def no_residual(vector: Tensor, communicator: Communicator, limit: int) -> Residual:
-    """Return the residual before the first mean of such vectors."""
+    """Return the residual before the first mean of such vectors: zeros."""
     rank, ranks = communicator.rank, communicator.size
     shares = [equal_counts(part.numel(), ranks)[rank] for part in torch.split(vector, limit)]
     return Residual(torch.zeros_like(vector), vector.new_zeros(sum(shares)))

@@ -11,10 +11,10 @@ from tagi_ddp.communicators.guard import AllRanksRaise
 
 
 class NotFinite(AllRanksRaise, FloatingPointError, ValueError):
-    """NaN or infinite numbers in what all ranks have received."""
+    """NaN or infinite numbers in data that all ranks have received."""
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether no element is NaN or infinite."""
-    flags = [torch.isfinite(tensor).all() for tensor in tensors]  # a device need not wait for each
+    """Return whether no element is NaN or infinite."""
+    flags = [torch.isfinite(tensor).all() for tensor in tensors]  # The host waits only once.
     return all(flag.item() for flag in flags)

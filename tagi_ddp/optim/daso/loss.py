@@ -14,7 +14,7 @@ from tagi_ddp.optim.daso.finite import NotFinite
 
 
 def average_loss(communicator: Communicator, loss: Any, averaged: Any) -> float:
-    """Return the mean of the ranks' losses, or, if it is averaged already, rank 0's.
+    """Return the mean of the ranks' losses, or rank 0's if they are ``averaged`` already.
 
     Raises TypeError or ValueError if ``loss`` is no number, and NotFinite, on all ranks, if the
     mean is NaN or infinite.
@@ -23,7 +23,7 @@ def average_loss(communicator: Communicator, loss: Any, averaged: Any) -> float:
         raise TypeError(f"loss_globally_averaged must be a bool, got {averaged!r}")
     shared = torch.tensor([_number(loss)], dtype=torch.float64, device=communicator.device)
     if averaged:
-        communicator.broadcast(shared)  # as it may differ in the last bits
+        communicator.broadcast(shared)  # The ranks' may differ in the last bits.
     else:
         communicator.all_reduce(shared, "mean")
     average: float = shared.item()

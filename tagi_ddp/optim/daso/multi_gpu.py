@@ -11,16 +11,16 @@ from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
 
 
 class DataParallelMultiGPU(Wrapper):
-    """A module whose ranks are kept in step by `DASO`, on any number of GPUs, or none.
+    """A module that `DASO` trains on all ranks, on any number of GPUs, or none.
 
     Args:
         module: this rank's; its parameters and buffers become those of rank 0.
-        optimizer: the DASO, which takes charge of them.
+        optimizer: the DASO that trains it.
         comm: accepted for compatibility; the ranks are those of the optimizer.
     """
 
     def __init__(self, module: nn.Module, optimizer: DASO, comm: Any = None) -> None:
-        """Give the module to the optimizer; a collective call."""
+        """Pass the module to the optimizer; a collective call."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
         if not isinstance(optimizer, DASO):

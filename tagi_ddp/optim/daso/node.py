@@ -16,12 +16,12 @@ from tagi_ddp.optim.sparse import refuse_sparse
 
 
 class Tensors:
-    """The tensors of a model and its optimizer that ranks keep in step, each once.
+    """The tensors of a model and its optimizer that ranks synchronize, each once.
 
-    parameters: what the optimizer trains; frozen ones are left alone.
+    parameters: the optimizer's, without frozen ones.
     floats: the model's other trainable parameters, and its buffers of floats.
     integers: its other buffers.
-    shapes: of what the optimizer holds, and of floats, by name.
+    shapes: of all parameters of the optimizer, and of ``floats``, by name.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +48,7 @@ class Tensors:
             self.shapes[f"buffer or other parameter {number}"] = list(tensor.shape)
 
     def begin(self, world: Communicator, limit: int) -> None:
-        """Let all ranks have what rank 0 has, also where it is frozen; a collective call."""
+        """Copy rank 0's tensors, frozen ones too, to all ranks; a collective call."""
         broadcast_in_place(self._all, world, 0, limit)
 
 
@@ -56,7 +56,7 @@ class Node:
     """The ranks of one node.
 
     Args:
-        communicator: of them.
+        communicator: of these ranks.
         tensors: of this rank.
         limit: the largest number of elements of one operation.
     """
@@ -71,7 +71,7 @@ class Node:
         self._has_changed: list[int] = []
 
     def vote(self) -> list[Tensor]:
-        """Vote on what to average; return the gradients, zeros where only other ranks have one.
+        """Vote on the tensors to average; return gradients, zeros if only other ranks have one.
 
         Raises TypeError on all ranks of the node if one has a sparse gradient.
         """
@@ -96,15 +96,15 @@ class Node:
             broadcast_in_place(self._tensors.integers, self._communicator, 0, self._limit)
 
     def average_parameters(self) -> None:
-        """Average what the ranks have made of the parameters, each alone."""
+        """Average the parameters, after steps that ranks have made alone."""
         mean_in_place(self._tensors.parameters, self._communicator, self._limit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `Tensors.floats` held when they were last averaged."""
+        """Return the values that `Tensors.floats` had when they were last averaged."""
         return {"last": [last.clone() for last in self._floats.last]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called."""
+        """Restore what `state_dict` returned."""
         for last, saved in zip(self._floats.last, state["last"], strict=True):
             last.copy_(saved)
 

@@ -1,8 +1,8 @@
-"""The upper level of DASO: nodes exchange how far they are from what all have in common.
+"""The upper level of DASO: nodes exchange their changes from a common base.
 
-All ranks hold the same base B, what the nodes had in common after the last exchange. The ranks of
-one global group send how far their node's x is from B, so that few bits are enough, and all ranks
-add the mean of that to B. See `CompressedMean` for what casting drops.
+All ranks hold the same base B, the mean of all nodes at the last exchange. The ranks of one global
+group send the change x - B of their nodes, for which few bits are enough, and all ranks add the
+mean change to B. See `CompressedMean` for the errors of casting.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tagi_ddp.optim.flat import Flat
 
 @dataclass
 class Completed:
-    """A mean that is there already, as after `Nodes.load_state_dict`."""
+    """A mean that is complete from the beginning, as after `Nodes.load_state_dict`."""
 
     mean: Tensor
     residual: Residual | None
 
     def progress(self) -> None:
-        """There is nothing to do."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: the mean is complete."""
 
 
 @dataclass
 class InFlight:
-    """What a global group has sent; ``means`` are empty on the ranks of other groups."""
+    """The means that a global group has in flight; ``means`` is empty on ranks of others."""
 
     group: int
     means: Sequence[CompressedMean | Completed] = ()
@@ -45,34 +45,35 @@ class InFlight:
 
 @dataclass
 class _Vector:
-    """Tensors of one precision, and what all nodes have in common of them."""
+    """Tensors of one precision, and their base; ``cast`` is the dtype that is sent."""
 
     flat: Flat
     base: Tensor
-    cast: torch.dtype  # of what is sent
-    residual: Residual | None  # None: nothing is cast
+    cast: torch.dtype
+    residual: Residual | None  # None: nothing is cast.
 
     def change(self) -> Tensor:
-        """Return how far the tensors are from the base."""
+        """Return the change of the tensors from the base."""
         now = self.flat.read()
-        return torch.where(now == self.base, 0.0, now - self.base)  # masks may hold infinities
+        return torch.where(now == self.base, 0.0, now - self.base)  # Masks may hold infinities.
 
     def mix(self, part: float) -> None:
-        """Let the tensors hold ``part`` of what they hold, the rest of the base."""
+        """Set the tensors to ``part`` of their values plus 1 - ``part`` of the base."""
         now, base = self.flat.read(), self.base
         self.flat.write(torch.where(now == base, base, torch.lerp(base, now, part)))
 
 
 class Nodes:
-    """Parameters and buffers of nodes, kept in step; every method is called by all ranks alike.
+    """Parameters and buffers that nodes exchange; all ranks call every method alike.
 
     Args:
-        levels: of communicators; the ranks of a node hold equal tensors when a method is called.
-        floats: tensors that are averaged over nodes. All ranks have the same now.
-        integers: tensors that node 0 gives to the others.
-        cast: what is sent of tensors of float32 or less.
+        levels: the communicators. The ranks of a node hold equal tensors when a method is called.
+        floats: tensors that are averaged over nodes. All ranks hold the same now.
+        integers: tensors that become those of node 0.
+        cast: the dtype in which tensors of float32 or less are sent.
         limit: the largest number of elements of one operation.
-        weight: a local copy counts as so many copies of others for each batch since they were sent.
+        weight: the weight of a node's own tensors for each batch since copies were sent; see
+            `merge`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Nodes:
         limit: int,
         weight: float,
     ) -> None:
-        """Take what the tensors hold as the base."""
+        """Take the tensors' values as the base."""
         self._levels = levels
         self._integers = integers
         self._limit = limit
@@ -99,7 +100,7 @@ class Nodes:
         return _Vector(flat, base, cast, no_residual(base, self._levels.inter_node, self._limit))
 
     def send(self, group: int) -> None:
-        """Let a global group send what its nodes hold; no rank waits."""
+        """Send the nodes' changes, if this rank is of the global group; no rank waits."""
         self._in_flight = InFlight(group)
         if self._levels.node.rank == group:
             self._in_flight.means = [
@@ -115,7 +116,7 @@ class Nodes:
 
     @property
     def splits(self) -> list[int]:
-        """The first element of each operation but the first one, of all elements that are sent."""
+        """The indices, among all sent elements, at which operations but the first begin."""
         starts: list[int] = []
         begin = 0
         for vector in self._vectors:
@@ -125,7 +126,7 @@ class Nodes:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank has sent something that is not merged."""
+        """True if this rank has sent changes that are not merged."""
         return len(self._sent) > 0
 
     @property
@@ -133,16 +134,15 @@ class Nodes:
         return self._in_flight.means if self._in_flight else ()
 
     def progress(self) -> None:
-        """Do what can be done for what is in flight, without waiting."""
+        """Advance the exchange in flight, without waiting."""
         for mean in self._sent:
             mean.progress()
 
     def merge(self, waited: int) -> None:
-        """Mix what was sent ``waited`` batches ago into what the nodes hold now.
-
-        Nothing is in flight after `set_model`; then there is nothing to do.
+        """Merge the copies that were sent ``waited`` batches ago into the tensors.
 
         With P nodes and the weight w, x = (w S x + sum of the P copies) / (w S + P), S = waited.
+        Does nothing if nothing is in flight, as after `DASO.set_model`.
         """
         if self._in_flight is None:
             return
@@ -153,7 +153,7 @@ class Nodes:
             vector.mix(part)
 
     def average(self) -> None:
-        """Let all nodes hold the mean of them all; all ranks wait."""
+        """Set the tensors to the mean over all nodes; all ranks wait."""
         self.send(0)
         assert self._in_flight is not None
         self._receive(self._in_flight, 0.0)
@@ -164,7 +164,7 @@ class Nodes:
         broadcast_in_place(self._integers, self._levels.node, 0, self._limit)
 
     def _receive(self, sent: InFlight, part: float) -> None:
-        """Add what was sent to the base; ``part`` of the residual remains."""
+        """Wait, and add the mean change to the base; ``part`` of the residual remains."""
         self.wait()
         node, vectors = self._levels.node, self._vectors
         means = [mean.mean for mean in sent.means] or [
@@ -175,8 +175,8 @@ class Nodes:
         if not all_finite(means):
             half = any(vector.cast == torch.half for vector in vectors)
             raise NotFinite(
-                "what the nodes sent is NaN or infinite; no rank has applied it. Look at the loss "
-                "and the learning rate of the last batches on all ranks"
+                "the nodes sent NaN or infinite numbers; no rank has applied them. Look at the "
+                "loss and the learning rate of the last batches on all ranks"
                 + (", or give downcast_type=torch.bfloat16" if half else "")
             )
         for vector, mean in zip(vectors, means, strict=True):
@@ -187,17 +187,17 @@ class Nodes:
         self._in_flight = None
 
     def wait(self) -> None:
-        """Wait for what is in flight, but do not merge it."""
+        """Wait for the exchange in flight, but do not merge it."""
         for mean in self._sent:
             mean.finish()
 
     def drop(self) -> None:
-        """Wait for what is in flight, and forget it."""
+        """Wait for the exchange in flight, and discard it."""
         self.wait()
         self._in_flight = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait, as `wait` does; return everything as new tensors."""
+        """Wait, as `wait` does; return the state, in new tensors."""
         self.wait()
         in_flight = None
         if self._in_flight is not None:
@@ -223,7 +223,7 @@ class Nodes:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called, by a state that has passed `check`."""
+        """Restore a state that has passed `check`."""
         self.drop()
         for vector, base, residual in zip(
             self._vectors, state["base"], state["residuals"], strict=True
@@ -240,7 +240,7 @@ class Nodes:
 
 
 def _by_precision(tensors: Iterable[Tensor]) -> list[Flat]:
-    """Return them as vectors of float64, where they are, and of float32."""
+    """Return the tensors as vectors, by device: those of float64, and others as float32."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -252,7 +252,7 @@ def _by_precision(tensors: Iterable[Tensor]) -> list[Flat]:
 def _sizes(
     bases: list[Tensor], residuals: list[tuple[Tensor, Tensor] | None]
 ) -> list[tuple[str, int, list[int]]]:
-    """Return what must be the same to go on from a state."""
+    """Return the dtypes and sizes that a state must have in common with this object."""
     return [
         (str(base.dtype), base.numel(), [part.numel() for part in parts or ()])
         for base, parts in zip(bases, residuals, strict=True)

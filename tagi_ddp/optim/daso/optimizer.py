@@ -1,4 +1,4 @@
-"""DASO for torch: nodes train as one, and exchange what they have learnt while they go on."""
+"""DASO for torch: the ranks of a node train as one, and nodes exchange without waiting."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SAME = "Give the same on all ranks."
 class DASO(Settings, Closing):
     """Distributed asynchronous and selective optimization around an optimizer of torch.
 
-    The ranks of a node average their gradients after most batches, after each while something is in
-    flight between nodes. Nodes exchange their parameters after every batch of the first and the
-    last epochs, and in between now and then, without waiting: see `SyncSchedule`. With one node it
-    is data parallelism, after every batch.
+    The ranks of a node average their gradients after most batches, and after every batch while an
+    exchange between nodes is in flight. Nodes exchange their parameters after every batch of the
+    first and the last epochs. In the epochs between they do so now and then, without waiting: see
+    `SyncSchedule`. With one node this is data parallelism, after every batch.
 
-    Making it is a collective call, and so are `step`, `epoch_loss_logic`, `set_model`, `reset` and
-    `load_state_dict`. An epoch has ``last_batch`` batches, which must be set, and ends with
+    Making a DASO is a collective call; `step`, `epoch_loss_logic`, `set_model`, `reset` and
+    `load_state_dict` are too. An epoch has ``last_batch`` batches, which must be set, and ends with
     `epoch_loss_logic`::
 
         daso = DASO(optimizer, total_epochs=20)
@@ -49,35 +49,35 @@ class DASO(Settings, Closing):
                 daso.step()
             daso.epoch_loss_logic(loss)
 
-    Rank 0's parameters and buffers are where all begin. Afterwards trainable parameters and
+    All ranks begin with rank 0's parameters and buffers. Afterwards trainable parameters and
     floating-point buffers are averaged, other buffers are rank 0's, and frozen parameters are left
     alone; call `set_model` again after adding, freezing, unfreezing or moving any. The optimizer's
-    own state is not exchanged. Numbers that are NaN or infinite are noticed when nodes exchange
-    them: all ranks raise FloatingPointError after the same batch, and apply nothing of it.
+    own state is not exchanged. If numbers that nodes exchange are NaN or infinite, all ranks raise
+    FloatingPointError after the same batch, and apply nothing of it.
 
     Args:
         local_optimizer: of this rank's model; not one that needs a closure.
-        total_epochs: how many epochs there will be.
+        total_epochs: the number of epochs.
         comm: of all ranks: a communicator, which stays open, a torch.distributed.ProcessGroup or
             one of mpi4py; None: `init()`.
-        warmup_epochs, cooldown_epochs: how many epochs, at the beginning and at the end, average
-            over all ranks after every batch.
-        scheduler: a learning rate scheduler of torch, which `step` steps after the optimizer, so
-            once a batch; None: there is none, or you step it.
-        stability_level: a loss that improves on the best one by no more than this part of it is
-            stable; after two such epochs nodes exchange more often.
+        warmup_epochs, cooldown_epochs: the numbers of epochs, at the beginning and at the end, in
+            which all ranks average after every batch.
+        scheduler: a learning rate scheduler of torch, which `step` steps once a batch, after the
+            optimizer; None: there is none, or you step it.
+        stability_level: a loss that improves on the best one by no more than this fraction of it
+            is stable; after two such epochs nodes exchange more often.
         max_global_skips: the largest number of batches from one exchange between nodes to the next.
         sending_chunk_size: the largest number of elements of one operation.
-        downcast_type: what is sent between nodes: torch.bfloat16, torch.half or torch.float. What
-            casting drops is sent the next time; float64 is not cast.
+        downcast_type: the dtype that nodes send: torch.bfloat16, torch.half or torch.float. Errors
+            of casting are added to the next exchange; float64 is not cast.
         use_mpi_groups: accepted for compatibility; the communicator is split either way.
-        skip_reduction_factor: what skips are divided by when the loss is stable.
-        local_skip_factor: how many times a node's ranks synchronize for an exchange between nodes,
-            at first.
-        verbose: whether rank 0 prints what `print0` is given.
-        node_size: how many consecutive ranks make a node; None: see `Levels`.
-        local_weight: when nodes' copies arrive S batches after they were sent, the local one counts
-            as ``local_weight * S`` of them; 2 in the paper that `SyncSchedule` names.
+        skip_reduction_factor: the divisor of the skips when the loss is stable.
+        local_skip_factor: how many times the ranks of a node synchronize for each exchange between
+            nodes, at first.
+        verbose: whether `print0` prints, on rank 0.
+        node_size: the number of consecutive ranks of a node; None: see `Levels`.
+        local_weight: when copies are merged S batches after nodes sent them, a node's parameters
+            count as ``local_weight * S`` copies; 2 in the paper on DASO.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got; all types are checked before
@@ -89,8 +89,8 @@ class DASO(Settings, Closing):
     def __post_init__(self) -> None:
         """Check the arguments, split the ranks into nodes, and begin with rank 0's parameters."""
         self._closed = False
-        self._sent = 0  # the batch after which the last copy was sent
-        self._apart = False  # whether ranks of a node have stepped alone
+        self._sent = 0  # The batch after which copies were last sent.
+        self._apart = False  # True once the ranks of a node have stepped alone.
         with ExitStack() as made:
             self.comm = adopt(self.comm, made) or made.enter_context(init())
             require_equal(self.comm, self.describe, "the ranks' arguments", _SAME)
@@ -107,7 +107,7 @@ class DASO(Settings, Closing):
             raise
 
     def _begin(self, model: nn.Module) -> None:
-        """Let all ranks begin with the parameters of rank 0, if their models are the same."""
+        """Begin with the parameters of rank 0 on all ranks, if their models are the same."""
         optimizers = {"local_optimizer": self.local_optimizer}
         described = partial(describe_model, "model", model, optimizers)
         require_equal(self.comm, described, "the ranks' models", _SAME)
@@ -126,7 +126,7 @@ class DASO(Settings, Closing):
             weight = self.local_weight
             self._nodes = Nodes(levels, floats, tensors.integers, cast, limit, weight)
 
-    # --- settings, and where training is ------------------------------------------------------
+    # --- settings and progress ----------------------------------------------------------------
 
     @property
     def loc_gpus(self) -> int:
@@ -150,7 +150,7 @@ class DASO(Settings, Closing):
 
     @property
     def stability(self) -> Stability:
-        """The best loss, and for how many epochs none has improved on it."""
+        """The best loss, and the number of epochs without an improvement on it."""
         return self._schedule.stability
 
     @property
@@ -160,17 +160,17 @@ class DASO(Settings, Closing):
 
     @property
     def global_skip(self) -> int:
-        """Batches from one exchange between nodes to the next; 0: after each, and all wait."""
+        """Batches from one exchange between nodes to the next; 0: one after each, all wait."""
         return self._skips.global_skip
 
     @property
     def local_skip(self) -> int:
-        """Batches from one synchronization of a node's ranks to the next; 1 while a copy waits."""
+        """Batches between synchronizations of a node's ranks, if no copies are in flight."""
         return self._skips.local_skip
 
     @property
     def batches_to_wait(self) -> int:
-        """Batches after which a sent copy is merged; 0: all wait for it."""
+        """Batches after which sent copies are merged; 0: all ranks wait for them."""
         return self._skips.batches_to_wait
 
     @property
@@ -208,14 +208,14 @@ class DASO(Settings, Closing):
         self._update.scaler = scaler
 
     def set_model(self, model: nn.Module) -> None:
-        """Take charge of the buffers of ``model`` and of parameters the optimizer does not know.
+        """Synchronize the buffers of ``model``, too, and parameters that the optimizer lacks.
 
         Parameters, frozen ones too, and buffers become those of rank 0. `DataParallelMultiGPU`
         calls this.
 
         Raises:
             TypeError: ``model`` is no module.
-            ValueError: on all ranks, where models differ in more than numbers.
+            ValueError: on all ranks, if models differ in more than numbers.
         """
         with self._or_abort():
             self._drop()
@@ -227,7 +227,7 @@ class DASO(Settings, Closing):
         self.progress()
 
     def progress(self) -> None:
-        """Advance the exchange in flight between nodes, without waiting for anything."""
+        """Advance the exchange in flight between nodes, without waiting."""
         if self._nodes is not None and self._nodes.busy:
             with self._or_abort():
                 self._nodes.progress()
@@ -236,9 +236,9 @@ class DASO(Settings, Closing):
         """Step the optimizer, the scheduler and the scaler, then synchronize what is due.
 
         Raises:
-            RuntimeError: ``last_batch`` is not set (a ValueError too), or was before this batch.
-            ValueError: on all ranks, when they make different numbers of steps in an epoch.
-            FloatingPointError: on all ranks, when what they exchange is NaN or infinite.
+            RuntimeError: ``last_batch`` is not set (a ValueError too), or all batches are done.
+            ValueError: on all ranks, if they make different numbers of steps in an epoch.
+            FloatingPointError: on all ranks, if numbers that they exchange are NaN or infinite.
         """
         with self._or_abort():
             if self._batches.done == 0:
@@ -259,7 +259,7 @@ class DASO(Settings, Closing):
                 self._node.average_parameters()
         else:
             self._update.alone()
-            # For good: what optimizers remember, such as momentum, stays different.
+            # It stays True: states of optimizers, such as momentum, differ from now on.
             self._apart = self.loc_gpus > 1
         if self._nodes is None:
             return
@@ -276,15 +276,15 @@ class DASO(Settings, Closing):
     ) -> None:
         """End the epoch, and choose the skips of the next one.
 
-        If the epoch's last batch has not been, all ranks average first.
+        If the epoch ends before its last batch, all ranks average first.
 
         Args:
             loss: of the epoch, on this rank.
-            loss_globally_averaged: whether it is averaged over all ranks; else this does it.
+            loss_globally_averaged: whether it is averaged over all ranks; else this averages it.
 
         Raises:
             TypeError, ValueError: ``loss`` is no number.
-            FloatingPointError: on all ranks, when the averaged loss is NaN or infinite; it is a
+            FloatingPointError: on all ranks, if the averaged loss is NaN or infinite; it is a
                 ValueError, too, like that of `step`.
         """
         with self._or_abort():
@@ -301,9 +301,9 @@ class DASO(Settings, Closing):
         )
 
     def _end(self, steps: int) -> None:
-        """Find out whether all ranks end the epoch after so many steps."""
+        """Raise BatchesDiffer unless all ranks end the epoch after ``steps`` steps."""
         if self._nodes is not None:
-            self._nodes.wait()  # which uses the same communicator
+            self._nodes.wait()  # The exchange in flight uses the same communicator.
         self._batches.end(steps)
 
     @torch.no_grad()
@@ -318,7 +318,7 @@ class DASO(Settings, Closing):
         self._nodes.average()
 
     def reset(self) -> None:
-        """Go back to the first epoch and the first skips; what is in flight is dropped."""
+        """Go back to the first epoch and the first skips; discard the exchange in flight."""
         with self._or_abort():
             self._drop()
         self._schedule = self._new_schedule()
@@ -329,9 +329,9 @@ class DASO(Settings, Closing):
             self._nodes.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on from here, on this rank.
+        """Return the state of this rank, for `load_state_dict`.
 
-        Every rank saves its own, and its model's beside it. Waits for what is in flight.
+        Every rank saves its own, and its model's beside it. Waits for the exchange in flight.
         """
         with self._or_abort():
             nodes = None if self._nodes is None else self._nodes.state_dict()
@@ -348,21 +348,21 @@ class DASO(Settings, Closing):
         }
 
     def _settings(self) -> dict[str, Any]:
-        """Return what must be the same where training goes on, as numbers by name."""
+        """Return the settings that a DASO which loads the state must have, as numbers by name."""
         ranks = {"rank": self.comm.rank, "ranks": self.comm.size, "ranks of a node": self.loc_gpus}
         return {**ranks, **self.of_schedule, "local_weight": self.local_weight, **self._shapes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called, bit for bit, even in the middle of an epoch.
+        """Restore a state, to go on bit for bit, even in the middle of an epoch.
 
-        For a DASO of the same arguments, whose model has loaded its state too.
+        This DASO must have the same arguments, and its model must have loaded its state too.
 
         Raises:
             ValueError: ``state`` is another rank's, or of another model or other arguments; nothing
                 is loaded.
         """
         self._check(state)
-        self._update.load_state_dict(state)  # first, as torch has checks of its own
+        self._update.load_state_dict(state)  # First, because torch's own checks may raise.
         if self._nodes is not None:
             self._nodes.load_state_dict(state["nodes"])
         self._node.load_state_dict(state["node"])
@@ -388,11 +388,11 @@ class DASO(Settings, Closing):
 
     @contextmanager
     def _or_abort(self) -> Iterator[None]:
-        """Let the other ranks know when this one fails alone, so that none waits for it."""
+        """Abort the groups if the block raises on this rank alone, so that no rank waits for it."""
         if self._closed:
             raise CommunicatorError("this DASO is closed; make a new one")
         groups = (self.comm, self._levels) if self.comm.size > 1 else ()
-        with or_abort(groups), self._levels.naming(), self._batches.told():
+        with or_abort(groups), self._levels.naming(), self._batches.explaining():
             yield
 
     def _give_up(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""What DASO is told, and the checks of it."""
+"""The arguments of DASO, and their checks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASTS = (torch.bfloat16, torch.half, torch.float)
 
 @dataclass(eq=False, repr=False)
 class Settings:
-    """The arguments of `DASO`, where they are described, in their order.
+    """The arguments of `DASO`, in their order; `DASO` describes them.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got; all types are checked before
@@ -48,7 +48,7 @@ class Settings:
     local_weight: float = field(default=2.0, kw_only=True)
 
     def describe(self) -> Iterator[Entry]:
-        """Check all but ``comm``, and return what must be the same on all ranks."""
+        """Check all but ``comm``; yield the settings that must be the same on all ranks."""
         Settings.__post_init__(self)
         yield "scheduler", "None" if self.scheduler is None else type(self.scheduler).__name__
         own = ("local_optimizer", "comm", "scheduler", "use_mpi_groups", "verbose")
@@ -72,7 +72,7 @@ class Settings:
         return self.sending_chunk_size
 
     def __post_init__(self) -> None:
-        """Check all but ``comm``; those of the schedule check themselves."""
+        """Check all but ``comm``; `SyncSchedule` checks its own."""
         _check_optimizer(self.local_optimizer)
         _check_scheduler(self.scheduler)
         integer("sending_chunk_size", self.sending_chunk_size)
@@ -84,7 +84,7 @@ class Settings:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not isinstance(self.downcast_type, torch.dtype):
             raise TypeError(f"downcast_type must be a torch.dtype, got {self.downcast_type!r}")
-        self._new_schedule()  # the last types, the first values
+        self._new_schedule()  # It checks the last types, and the first values.
         integer("sending_chunk_size", self.sending_chunk_size, 1)
         if self.node_size is not None:
             integer("node_size", self.node_size, 1)
@@ -109,7 +109,7 @@ class Settings:
 
 
 def check_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first difference, unless a state is of the same settings."""
+    """Raise ValueError that names the first difference of a state's settings from ``own``."""
     for name in {**saved, **own}:
         before, now = saved.get(name, "none"), own.get(name, "none")
         if before != now:
@@ -120,7 +120,7 @@ def check_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def adopt(comm: Any, made: ExitStack) -> Communicator | None:
-    """Return ``comm`` as a communicator, None as None; one that wraps it closes with ``made``."""
+    """Return ``comm`` as a communicator, None as None; ``made`` closes one that wraps it."""
     if comm is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a rank of DASO does to its own parameters: optimizer, gradient scaler, scheduler."""
+"""A rank's own step in DASO: optimizer, gradient scaler and scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tagi_ddp.optim.daso.node import Node
 
 
 class Update:
-    """Steps the optimizer, by way of the scaler if there is one, and then the scheduler."""
+    """Steps of the optimizer, by the scaler if there is one, and then of the scheduler."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
         """Begin without a scaler."""
@@ -26,14 +26,14 @@ class Update:
         self._schedule()
 
     def together(self, node: Node, all_ranks: bool) -> None:
-        """Step by the mean gradients of a node's ranks, which are all there are or not.
+        """Step by the mean gradients of a node's ranks, which are ``all_ranks`` or not.
 
-        With a scaler, ranks skip the step together. Raises NotFinite, without one, on all ranks.
+        If they are not finite, a scaler skips the step; without one, ``all_ranks`` raise NotFinite.
         """
         scaler = self._enabled_scaler()
         gradients = node.vote()
         if scaler is not None:
-            _unscale(scaler, self.optimizer)  # first, as ranks may have different scales
+            _unscale(scaler, self.optimizer)  # First, because ranks may have different scales.
         node.average(gradients)
         if scaler is not None and not all_finite(gradients):
             scaler.update()
@@ -61,7 +61,7 @@ class Update:
         return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the three, None where there is none."""
+        """Return the states of optimizer, scheduler and scaler, None for a missing one."""
         return {
             "local_optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -73,10 +73,10 @@ class Update:
         for name, own in (("scheduler", self.scheduler), ("scaler", self.scaler)):
             if (own is None) != (state[name] is None):
                 has = "none" if state[name] is None else "one"
-                raise ValueError(f"state has {has} for {name}: give the same as where it is from")
+                raise ValueError(f"state has {has} for {name}: give the same as the saved DASO had")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called."""
+        """Restore what `state_dict` returned."""
         self.optimizer.load_state_dict(state["local_optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -88,5 +88,5 @@ def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
     try:
         scaler.unscale_(optimizer)
     except RuntimeError as error:
-        if "already been called" not in str(error):  # by the caller, to clip gradients
+        if "already been called" not in str(error):  # The caller may have, to clip gradients.
             raise

@@ -1,4 +1,4 @@
-"""Gradients on their way to the mean over the ranks, while backward goes on."""
+"""Buckets of gradients, averaged over the ranks while backward runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.chunks import Reduction, as_real, start_reduction
 from tagi_ddp.optim.flat import Flat
 
-_ELEMENTS = 2**20  # of a bucket: few enough that backward is not over when it is full
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of floats, by their bytes
+_ELEMENTS = 2**20  # The size of a bucket: small enough that it is full before backward ends.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # By the bytes of an element.
 
 
 class Bucket:
-    """Parameters of one dtype, whose gradients travel together, from ``device``."""
+    """Parameters of one dtype whose gradients are reduced together, on ``device``."""
 
     def __init__(self, params: list[Tensor], device: torch.device) -> None:
         """Begin without gradients."""
@@ -27,21 +27,21 @@ class Bucket:
         self._reduction: Reduction | None = None
 
     def load(self) -> None:
-        """Take over the gradients as they are now; one that is missing counts as zero."""
+        """Copy the present gradients; a missing one counts as zero."""
         self._local = self._gradients()
 
     def reload(self) -> Tensor:
-        """Load once more; return a flag, whether a bit has changed."""
+        """Load again; return a flag that is true if a bit has changed."""
         before, self._local = self._local, self._gradients()
         return (_bits(before) != _bits(self._local)).any()
 
     def start(self, communicator: Communicator, keep: bool) -> None:
-        """Begin to reduce what was loaded; ``keep`` it too, so that this can be done again."""
+        """Start to reduce the loaded gradients; ``keep`` a copy of them for another start."""
         self._mean = self._local.clone() if keep else self._local
         self._reduction = start_reduction([self._mean], communicator, limit=self._mean.numel())
 
     def means(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return parameters and the means of their gradients, when these are there."""
+        """Wait, and return the parameters and the means of their gradients."""
         if self._reduction is not None:
             self._reduction.wait()
         return self._flat.parts(self._mean)
@@ -62,13 +62,13 @@ class Bucket:
 
 
 def _bits(vector: Tensor) -> Tensor:
-    """Return a view of floats as integers, of which NaN is equal to itself."""
+    """Return the bits of floats as integers: those of a NaN equal themselves."""
     real = as_real(vector)
-    return real.view(_BITS[real.element_size()])
+    return real.view(_INTEGERS[real.element_size()])
 
 
 def make_buckets(params: Iterable[Tensor], device: torch.device) -> list[Bucket]:
-    """Return ``params`` in buckets, the last ones first, as backward comes to them."""
+    """Return ``params`` in buckets, the last ones first, which is the order of backward."""
     groups: list[list[Tensor]] = []
     filling: dict[torch.dtype, list[Tensor]] = {}
     sizes: dict[torch.dtype, int] = {}
@@ -85,12 +85,12 @@ def make_buckets(params: Iterable[Tensor], device: torch.device) -> list[Bucket]
 class Round:
     """The gradients of one step, from the first backward to `finish`.
 
-    A bucket is reduced as soon as its gradients and all buckets before it are ready. Ranks may
-    differ in when that is, and in which gradients there are; never in the order of the buckets.
+    A bucket is reduced as soon as its gradients and all buckets before it are ready. The time and
+    the set of gradients may differ between ranks, but not the order of the buckets.
     """
 
     def __init__(self, params: Iterable[Tensor], communicator: Communicator, early: bool) -> None:
-        """Begin for these parameters; unless ``early``, nothing is reduced before `finish`."""
+        """Begin with these parameters; without ``early`` `finish` starts all reductions."""
         self._communicator = communicator
         self._device = torch.device(communicator.device)
         self.buckets = make_buckets(params, self._device)
@@ -100,7 +100,7 @@ class Round:
         self._started = 0
 
     def ready(self, param: Tensor) -> None:
-        """Take note that backward has left a gradient; reduce what is complete."""
+        """Record that backward has written a gradient; reduce the buckets that are complete."""
         number = self._number.get(param)
         if number is None:
             return
@@ -111,10 +111,10 @@ class Round:
             self._start_next()
 
     def finish(self, params: Iterable[Tensor]) -> Tensor:
-        """Reduce what is left, ``params`` that were not known before too.
+        """Reduce the remaining buckets, and new ones of those ``params`` that are in none.
 
-        Returns a flag, whether gradients have changed since their reduction began: more backward
-        calls do that, clipping, or `zero_grad` without a step.
+        Returns a flag that is true if gradients have changed since their reduction began: by
+        another backward, by clipping, or by `zero_grad` without a step.
         """
         self.buckets += make_buckets((p for p in params if p not in self._number), self._device)
         changes = [bucket.reload() for bucket in self.buckets[: self._started]]
@@ -123,11 +123,11 @@ class Round:
         return torch.stack(changes).any() if changes else torch.zeros((), dtype=torch.bool)
 
     def cast(self) -> bool:
-        """Tell whether parameters have another dtype than at first."""
+        """Return whether parameters have another dtype than at first."""
         return any(p.dtype != bucket.dtype for bucket in self.buckets for p in bucket.params)
 
     def again(self) -> None:
-        """Reduce once more, as some rank's gradients have changed."""
+        """Reduce all buckets again, after the gradients of a rank have changed."""
         for bucket in self.buckets:
             bucket.start(self._communicator, keep=False)
 

@@ -34,33 +34,33 @@ _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallel]] = (
 class DataParallel(Closing, Wrapper):
     """A module as one of the equal replicas of all ranks; a context manager.
 
-    Each rank runs forward and backward on its own share of a batch, by a loss that is a mean over
-    samples; a step of the optimizer uses the means of all ranks' gradients. Weights and buffers
+    Each rank runs forward and backward on its own share of a batch, with a loss that is a mean over
+    samples. A step of the optimizer uses the means of all ranks' gradients. Weights and buffers
     begin as rank 0's. Buffers of floats, like running statistics, are averaged at each step.
 
-    Blocking, a step does what serial training on the union of equal shares does. Non-blocking,
-    gradients are averaged while backward goes on, and the update is made in the next forward, just
-    before each layer runs: one step late. If they are changed before the step, by clipping or a
-    second backward, the changed ones count, and later steps average in `step`, after a warning.
-    Reading parameters through this object, `eval`, `state_dict` and leaving the block catch up
-    first. A layer's parameters must not be used before it runs, unless it did not run in the
-    forward before.
+    A blocking step does what serial training on the union of equal shares does. A non-blocking step
+    averages gradients while backward runs, and updates each layer in the next forward, just before
+    it runs: one step late. If gradients are changed before the step, by clipping or a second
+    backward, the changed ones count; later steps then average in `step`, after a warning. Reading
+    parameters through this object, `eval`, `state_dict` and leaving the block apply a pending
+    update first. Do not use a layer's parameters before it runs, unless it did not run in the
+    last forward.
 
     An error on one rank is raised on the others too, at their next collective operation.
 
-    To wrap a module again, as when a notebook's cell runs twice, closes the former `DataParallel`.
+    Wrapping a module again, as when a notebook's cell runs twice, closes the former `DataParallel`.
 
     Args:
         module: the network; trained in place.
         comm: a communicator, a torch.distributed.ProcessGroup or an mpi4py communicator.
         optimizer: one or several, of different parameters.
-        blocking: overrides the optimizers' own. An optimizer that is given twice counts once, and
-            makes this True, with a warning.
-        blocking_parameter_updates: another name of ``blocking``, which it replaces if it is given.
+        blocking: replaces the setting of the optimizers. An optimizer that is listed twice counts
+            once, and makes this True, with a warning.
+        blocking_parameter_updates: another name of ``blocking``, which it replaces unless None.
 
     Raises:
-        TypeError, ValueError: naming the argument and what it got; where the ranks' modules or
-            arguments differ, on all ranks.
+        TypeError, ValueError: naming the argument and what it got; on all ranks if the ranks'
+            modules or arguments differ.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class DataParallel(Closing, Wrapper):
     ) -> None:
         """Copy rank 0's parameters and buffers to all; a collective call."""
         super().__init__()
-        self._given: Communicator = as_communicator(comm)
-        self._comm = self._given
-        self._groups = [self._given]  # whose ranks learn of errors
-        own = is_made_for(self._given, comm)
-        self._own = [self._given] if own else []  # to be closed with this
+        self._parent: Communicator = as_communicator(comm)
+        self._comm = self._parent
+        self._groups = [self._parent]  # Errors of this rank abort these groups.
+        own = is_made_for(self._parent, comm)
+        self._own = [self._parent] if own else []  # `close` closes these.
         self._updates: list[BlockingUpdates | LaggingUpdates] = []
         self._handles: list[Any] = []
-        self._ran: set[nn.Module] = set()  # parts, in this forward or the last one
-        self._layered: set[Tensor] = set()  # parameters of parts that ran in the last one
+        self._ran: set[nn.Module] = set()  # Parts that ran in this forward, or in the last one.
+        self._layered: set[Tensor] = set()  # Parameters of the parts that ran in the last forward.
         self._optimizers: list[DataParallelOptimizer] = []
         self._former: DataParallel | None = None
         self._closed = False
@@ -96,7 +96,7 @@ class DataParallel(Closing, Wrapper):
             raise
 
     def _check(self, module: Any, optimizer: Any, blocking: Any) -> None:
-        """Take over the arguments, if all ranks have given the same."""
+        """Keep the arguments if they are the same on all ranks."""
 
         def described() -> Iterator[Entry]:
             check_blocking(blocking)
@@ -114,7 +114,7 @@ class DataParallel(Closing, Wrapper):
             _check_owner(module, self._optimizers)
 
         remedy = "Give the same module, optimizer and blocking on all ranks."
-        require_equal(self._given, described, "the ranks' arguments", remedy)
+        require_equal(self._parent, described, "the ranks' arguments", remedy)
         self._modules["module"] = module
 
     @property
@@ -125,13 +125,13 @@ class DataParallel(Closing, Wrapper):
     def _attach(self) -> None:
         module = self._inner
         if self._former is not None:
-            with suppress(CommunicatorError):  # of its group; rank 0's weights count in any case
+            with suppress(CommunicatorError):  # A lost group does no harm: rank 0's weights count.
                 self._former.close()
             self._former = None
-        if not self.blocking and not self._own and self._given.size > 1:
-            # Ranks differ in when reductions begin: these must not meet the caller's operations.
-            own = self._given.split(0, self._given.rank)
-            assert own is not None  # this rank has a color
+        if not self.blocking and not self._own and self._parent.size > 1:
+            # Ranks start reductions at different times: they must not mix with the caller's.
+            own = self._parent.split(0, self._parent.rank)
+            assert own is not None  # This rank has a color.
             self._comm = own
             self._own.append(self._comm)
             self._groups.insert(0, self._comm)
@@ -141,7 +141,7 @@ class DataParallel(Closing, Wrapper):
         buffers = buffers_of(module, self._comm)
         for optimizer in self._optimizers:
             updates = self._make_updates(optimizer.torch_optimizer, buffers)
-            optimizer.attach(updates, partial(or_abort, self._groups))  # does not hold self
+            optimizer.attach(updates, partial(or_abort, self._groups))  # This does not hold self.
             self._updates.append(updates)
         if not self.blocking:
             self._hook(module)
@@ -152,13 +152,13 @@ class DataParallel(Closing, Wrapper):
     ) -> BlockingUpdates | LaggingUpdates:
         if self.blocking:
             return BlockingUpdates(optimizer, self._comm, buffers)
-        overlap = len(self._optimizers) == 1  # steps of several may come in any order
+        overlap = len(self._optimizers) == 1  # Several may step in any order.
         return LaggingUpdates(
             optimizer, self._comm, buffers, overlap, _Hook(self, "_after_gradient")
         )
 
     def _hook(self, root: nn.Module) -> None:
-        # First of all hooks, as others may compute with the parameters.
+        # These hooks run before all others, which may compute with the parameters.
         for part in root.modules():
             if part is not root and any(True for _ in part.parameters(recurse=False)):
                 hook = _Hook(self, "_before_part")
@@ -172,10 +172,10 @@ class DataParallel(Closing, Wrapper):
         with self._or_abort():
             return self._inner(*args, **kwargs)
 
-    # --- the update that waits for a forward --------------------------------------------------
+    # --- the pending update -------------------------------------------------------------------
 
     def _before_root(self, root: nn.Module, args: Any) -> None:
-        """Update what belongs to no module that is sure to run, then let the others follow."""
+        """Update the root's own parameters, and those of parts that may not run in this forward."""
         self._ran.clear()
         own = set(root.parameters(recurse=False))
         for optimizer, updates in zip(self._optimizers, self._updates, strict=True):
@@ -202,10 +202,10 @@ class DataParallel(Closing, Wrapper):
                     updates.ready(param)
 
     def catch_up(self) -> None:
-        """Make the update that waits for the next forward.
+        """Apply the pending update, if there is one.
 
         After the first step whose gradients were changed between backward and the step, by clipping
-        or a second backward, this waits for the other ranks to do the same.
+        or a second backward, this waits for the other ranks to catch up too.
         """
         with self._or_abort():
             for updates in self._updates:
@@ -213,12 +213,12 @@ class DataParallel(Closing, Wrapper):
 
     @property
     def _inner(self) -> nn.Module:
-        """The wrapped module, as it is now."""
+        """The wrapped module, without catching up."""
         module = self._modules["module"]
         assert module is not None
         return module
 
-    # --- what reads or moves parameters -------------------------------------------------------
+    # --- reading and moving parameters --------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -266,7 +266,7 @@ class DataParallel(Closing, Wrapper):
         return named
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset this rank's gradients; an update that waits has its own."""
+        """Reset this rank's gradients; a pending update keeps its own."""
         self._inner.zero_grad(set_to_none)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
@@ -305,16 +305,16 @@ class DataParallel(Closing, Wrapper):
             self._own.pop().close()
 
     def _or_abort(self) -> AbstractContextManager[None]:
-        """Let the other ranks know when this one fails, so that none waits for it."""
+        """Abort the groups if the block raises, so that no rank waits for this one."""
         return or_abort(self._groups)
 
     def _give_up(self, error: BaseException) -> None:
         abort(self._groups, error)
-        self._close()  # there is nothing to catch up with
+        self._close()  # A rank cannot catch up in an aborted group.
 
 
 class _Hook:
-    """A method of a `DataParallel`, which this does not keep alive; copies call nothing."""
+    """A weak reference to a method of a `DataParallel`; copies of it do nothing."""
 
     def __init__(self, owner: DataParallel | None, name: str) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
@@ -330,7 +330,7 @@ class _Hook:
 
 
 def _checked(optimizer: Any) -> tuple[list[DataParallelOptimizer], bool]:
-    """Return the optimizers as a list, each once, and whether any was given twice."""
+    """Return the optimizers as a list, each once, and whether any was listed twice."""
     if isinstance(optimizer, DASO):
         raise TypeError(
             "optimizer must be a DataParallelOptimizer or several, got DASO, which is for "

@@ -1,4 +1,4 @@
-"""A torch optimizer whose steps are those of all ranks."""
+"""A torch optimizer that steps by the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 class DataParallelOptimizer:
-    """A torch optimizer whose steps are those of all ranks; give it to `DataParallel`.
+    """A torch optimizer that steps by the gradients of all ranks; give it to `DataParallel`.
 
-    Schedulers are made for ``torch_optimizer``. A torch.amp.GradScaler steps this; where it finds
-    infinite or NaN gradients on one rank, all skip the step.
+    Make schedulers for ``torch_optimizer``, and step a torch.amp.GradScaler with this. If it finds
+    infinite or NaN gradients on one rank, all ranks skip the step.
 
     Args:
-        torch_optimizer: the optimizer, of a single evaluation a step.
-        blocking: whether `step` waits for all ranks and updates at once; else the update comes with
-            the next forward, so that ranks do not wait for one another. `DataParallel` sets it.
+        torch_optimizer: an optimizer that evaluates the model once a step.
+        blocking: whether `step` waits for all ranks and updates at once; else the next forward
+            updates, and ranks do not wait for one another. `DataParallel` sets it.
 
     Raises:
         TypeError: an argument is of a wrong type, or the optimizer needs a closure.
     """
 
-    # So a GradScaler calls `step` on every rank; it leaves a scale to divide by, and what it found.
+    # A GradScaler therefore calls `step` on every rank, after it has set grad_scale and found_inf.
     _step_supports_amp_scaling = True
 
     def __init__(self, torch_optimizer: torch.optim.Optimizer, blocking: bool = False) -> None:
@@ -53,7 +53,7 @@ class DataParallelOptimizer:
 
     @property
     def update_next(self) -> bool:
-        """True if an update waits for the next forward."""
+        """True if an update is pending, for the next forward."""
         updates = self._attached
         return updates is not None and updates.pending
 
@@ -70,19 +70,20 @@ class DataParallelOptimizer:
     def step(self) -> None:
         """Update with the means of all ranks' gradients, now or in the next forward.
 
-        A collective call. Until it, or `synchronize`, a gradient is this rank's own. Where no rank
-        has one for a parameter, that is left alone; where only some have, others count as zero.
+        A collective call. Until it, or `synchronize`, gradients are this rank's own. A parameter
+        that has a gradient on no rank is left alone; if only some ranks have one, others count as
+        zero.
         """
         updates = self._open("step")
         with self._guard():
             updates.step(self._overflow())
 
     def synchronize(self) -> None:
-        """Replace this rank's gradients by the means of all ranks' now, before `step`.
+        """Replace this rank's gradients by the means of all ranks', before `step`.
 
-        A collective call, for what is done with the gradient of the whole batch, like clipping by
-        its norm, and only with ``blocking=True``. A step averages once more, so that the ranks stay
-        equal whatever each has done with its gradients since.
+        A collective call, for operations on the gradient of the whole batch, like clipping by its
+        norm, and only with ``blocking=True``. `step` averages again: ranks stay equal even if they
+        change their gradients differently.
 
         Raises RuntimeError: no open DataParallel has this optimizer, or it is non-blocking.
         """
@@ -98,7 +99,7 @@ class DataParallelOptimizer:
     def _open(self, name: str) -> BlockingUpdates | LaggingUpdates:
         updates = self._attached
         if updates is None:
-            raise RuntimeError(f"{name}() needs an open DataParallel that was given this optimizer")
+            raise RuntimeError(f"{name}() needs an open DataParallel that has this optimizer")
         return updates
 
     def _overflow(self) -> bool:
@@ -110,27 +111,27 @@ class DataParallelOptimizer:
         gradients = [param.grad for param in self.params_ref if param.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("a GradScaler needs parameters of float32, got some of float16")
-        if scale is not None:  # else the caller has unscaled
+        if scale is not None:  # Without a scale the caller has unscaled them.
             for gradient in gradients:
                 gradient.detach().div_(float(scale))
         return bool(found)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset this rank's gradients; an update that is not applied yet has its own."""
+        """Reset this rank's gradients; a pending update keeps its own."""
         self.torch_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the torch optimizer's state, after the update that waits."""
+        """Return the torch optimizer's state, after catching up."""
         self.catch_up()
         return self.torch_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the torch optimizer's state, after the update that waits."""
+        """Load the torch optimizer's state, after catching up."""
         self.catch_up()
         self.torch_optimizer.load_state_dict(state_dict)
 
     def catch_up(self) -> None:
-        """Make the update that waits for the next forward."""
+        """Apply the pending update, if there is one."""
         updates = self._attached
         if updates is not None:
             with self._guard():
@@ -146,10 +147,7 @@ class DataParallelOptimizer:
         return None if self._updates is None else self._updates()
 
     def attach(self, updates: BlockingUpdates | LaggingUpdates, guard: Guard) -> None:
-        """Run steps by ``updates``, inside of ``guard``; for `DataParallel`.
-
-        This does not keep them alive.
-        """
+        """Make steps by ``updates``, not kept alive by this, in ``guard``; for `DataParallel`."""
         self.blocking_parameter_updates = isinstance(updates, BlockingUpdates)
         self._updates, self._guard = weakref.ref(updates), guard
 

@@ -1,4 +1,4 @@
-"""From a call of step() to new parameters: at once, or layer by layer in the next forward."""
+"""Updates of parameters: in step() itself, or layer by layer in the next forward."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tagi_ddp.optim.chunks import mean_in_place, start_reduction
 from tagi_ddp.optim.data_parallel.buckets import Round
 from tagi_ddp.optim.sparse import no_rows, sparse_sum
 
-_DENSE = 255  # in a vote, beside the numbers of sparse dimensions
+_DENSE = 255  # The vote for a dense gradient; that for a sparse one is its sparse dimensions.
 
 
 def buffers_of(module: nn.Module, communicator: Communicator) -> Changes:
-    """Return the module's buffers of floats, equal on all ranks now; in a world of one, none."""
+    """Return the module's buffers of floats, equal on all ranks now; none in a world of one."""
 
     def buffers() -> list[Tensor]:
         found = module.buffers() if communicator.size > 1 else ()
@@ -32,7 +32,7 @@ def buffers_of(module: nn.Module, communicator: Communicator) -> Changes:
 
 
 class BlockingUpdates:
-    """Every step waits for the means of all ranks, and applies them."""
+    """Updates in `step`, which waits for the means of all ranks."""
 
     pending = False
 
@@ -75,21 +75,21 @@ class BlockingUpdates:
         return votes[len(params) :]
 
     def apply(self, params: Iterable[Tensor] | None = None) -> None:
-        """Do nothing: nothing is ever left to apply."""
+        """Do nothing: no update is ever pending."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
 class LaggingUpdates:
-    """Every step is remembered, and applied in the next forward.
+    """Updates that `step` records and the next forward applies.
 
     Args:
-        optimizer: what updates.
-        communicator: used by this alone, as ranks may differ in when they use it.
+        optimizer: makes the updates.
+        communicator: for these updates only, because ranks use it at different times.
         buffers: of the module.
-        overlap: whether reductions start during backward; else at the step.
-        hook: is called with each parameter when backward has left its gradient; calls `ready`.
+        overlap: whether reductions start during backward; else in `step`.
+        hook: is called with each parameter whose gradient backward has written; calls `ready`.
     """
 
     def __init__(
@@ -100,45 +100,45 @@ class LaggingUpdates:
         overlap: bool,
         hook: Callable[[Tensor], None],
     ) -> None:
-        """Get ready for the first backward."""
+        """Prepare for the first backward."""
         self._optimizer = optimizer
         self._communicator = communicator
         self._buffers = buffers
         self._overlap = overlap and communicator.size > 1
         self._hook = hook
         self._hooked: dict[Tensor, RemovableHandle] = {}
-        self._lock = threading.Lock()  # backward runs on one thread for each device
+        self._lock = threading.Lock()  # Backward runs on one thread for each device.
         self._update: _Update | None = None
         self._begin(early=self._overlap)
 
     @property
     def pending(self) -> bool:
-        """Whether a step has not been applied in full."""
+        """True if a step has not been applied in full."""
         return self._update is not None
 
     def ready(self, param: Tensor) -> None:
-        """Take note that backward has left a gradient."""
+        """Record that backward has written a gradient."""
         with self._lock:
             self._round.ready(param)
 
     def step(self, overflow: bool) -> None:
-        """Remember gradients, buffers and settings, for no update if a rank has ``overflow``."""
-        self.apply()  # no forward has followed the step before
-        changed = self._round.finish(self._trainable())  # on this rank
+        """Record gradients, buffers and settings; if a rank has ``overflow``, skip the update."""
+        self.apply()  # The last step may have had no forward after it.
+        changed = self._round.finish(self._trainable())
         self._update = _Update(
             self._optimizer, self._communicator, self._buffers, self._round, changed, overflow
         )
-        # A scheduler looks for this; its step may come before the update.
+        # A scheduler checks this, and may step before the update.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._begin(early=False)  # until all ranks' gradients are known to have been left alone
+        self._begin(early=False)  # `apply` sets it once it knows that no rank changed gradients.
 
     def apply(self, params: Iterable[Tensor] | None = None) -> None:
-        """Update ``params``, if a step is remembered that does; None: all that are left."""
+        """Apply the recorded step, if there is one, to ``params``; None: to all that remain."""
         update = self._update
         if update is None:
             return
-        if not update.settled:
-            if update.settle():
+        if not update.reduced:
+            if update.wait():
                 self._reduce_in_step()
             self._round.early = self._overlap
         update.apply(params)
@@ -146,7 +146,7 @@ class LaggingUpdates:
             self._update = None
 
     def _reduce_in_step(self) -> None:
-        """Reduce no gradients during backward any more: what changes them costs a second time."""
+        """Reduce gradients in `step` from now on: changed ones must be reduced a second time."""
         self._overlap = False
         warnings.warn(
             "gradients were changed between backward and step, by clipping or another backward: "
@@ -156,15 +156,15 @@ class LaggingUpdates:
         )
 
     def begin_again(self) -> None:
-        """Begin anew if parameters have been cast, as on all ranks; nothing is pending."""
+        """Begin a new round if parameters have been cast, on all ranks; no update is pending."""
         if not self._round.cast():
             return
         if self._round.early:
-            self._round.finish(())  # what only some ranks have begun; a step reduces anew
+            self._round.finish(())  # Other ranks may have started these; a step reduces again.
         self._begin(self._round.early)
 
     def close(self) -> None:
-        """Forget what is remembered, and the parameters."""
+        """Drop the recorded step, and remove the hooks."""
         self._update = None
         while self._hooked:
             self._hooked.popitem()[1].remove()
@@ -181,7 +181,7 @@ class LaggingUpdates:
 
 
 class _Update:
-    """A remembered step. Ranks may look at its results at different times, or never."""
+    """A recorded step. Ranks may wait for its results at different times, or never."""
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class _Update:
         changed: Tensor,
         overflow: bool,
     ) -> None:
-        self.settled = False
-        self.left: dict[Tensor, Tensor] = {}  # mean gradients by parameter, once settled
+        self.reduced = False
+        self.left: dict[Tensor, Tensor] = {}  # Mean gradients of parameters that are not updated.
         self._optimizer = optimizer
         self._groups = [_copied(group) for group in optimizer.param_groups]
         self._gradients = gradients
@@ -204,7 +204,7 @@ class _Update:
         has = [p.grad is not None for bucket in gradients.buckets for p in bucket.params]
         self._vote = Vote([overflow, *has], [changed, *buffers.flags()], communicator)
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the reductions; return whether any rank's gradients had changed."""
         overflow, *flags = self._vote.result()
         count = sum(len(bucket.params) for bucket in self._gradients.buckets)
@@ -213,11 +213,11 @@ class _Update:
             self._gradients.again()
         means = [pair for bucket in self._gradients.buckets for pair in bucket.means()]
         self.left = {} if overflow else dict(compress(means, has_gradient))
-        self._settle_buffers(has_changed)
-        self.settled = True
+        self._write_buffers(has_changed)
+        self.reduced = True
         return bool(changed)
 
-    def _settle_buffers(self, has_changed: list[int]) -> None:
+    def _write_buffers(self, has_changed: list[int]) -> None:
         self._buffer_reduction.wait()
         pairs = zip(self._averaged, self._buffer_means, strict=True)
         with torch.inference_mode(False), torch.no_grad():
@@ -226,7 +226,7 @@ class _Update:
         self._buffers.note(has_changed)
 
     def apply(self, params: Iterable[Tensor] | None) -> None:
-        """Let the optimizer update ``params`` and no others, with the settings of the step."""
+        """Update ``params`` and no others by the optimizer, with the settings of the step."""
         chosen = [p for p in (list(self.left) if params is None else params) if p in self.left]
         if not chosen:
             return
@@ -237,7 +237,7 @@ class _Update:
             for param in chosen:
                 param.grad = self.left.pop(param).to(param.device)
             self._optimizer.param_groups = [group for group in groups if group["params"]]
-            with torch.inference_mode(False):  # the optimizer's state outlives this forward
+            with torch.inference_mode(False):  # The optimizer's state outlives this forward.
                 self._optimizer.step()
         finally:
             self._optimizer.param_groups = own_groups
@@ -251,7 +251,7 @@ def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _kind(gradient: Tensor | None) -> int:
-    """Return a number for its layout, of which the ranks take the greatest."""
+    """Return the vote for a layout, of which the ranks take the greatest; 0: no gradient."""
     if gradient is None:
         return 0
     return gradient.sparse_dim() if gradient.is_sparse else _DENSE
@@ -276,6 +276,6 @@ def _sparse_gradient(param: Tensor, sparse_dim: int) -> Tensor:
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the group's settings, which a scheduler may change in place, and its parameters."""
+    """Return a copy of a group, whose settings a scheduler may change in place."""
     copied = {name: v.clone() if isinstance(v, Tensor) else v for name, v in group.items()}
     return {**copied, "params": list(group["params"])}
