@@ -1,4 +1,4 @@
-"""What the communicators written in Python share: arguments, order, numbers, the end."""
+"""The base of the communicators written in Python: arguments, order, numbers and errors."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 
 class BaseCommunicator(guard.Closing, Generic[E, R]):
-    """Checks arguments, numbers the calls and runs them in order; subclasses move the data.
+    """A rank that checks arguments, numbers calls and runs them in order; subclasses move the data.
 
-    ``E`` describes a buffer; ``R`` is what the methods of the collectives return to `_collective`,
-    which runs them: None, or what is to be done. Messages out have a queue of their own: ranks
-    that send to each other with ``async_op=True``, and then receive, do not wait for one another.
+    ``E`` describes a buffer. ``R`` is the result that the method of a collective returns to
+    `_collective`: None, or an operation to start. Sends have a queue of their own: ranks that send
+    to each other with ``async_op=True`` and then receive do not block one another.
     """
 
     backend: str
     device = "cpu"
     concurrent = True
-    """Whether asynchronous operations may run on another thread; else they run within the call."""
+    """True if asynchronous operations may run on another thread; else they run within the call."""
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         """Make rank ``rank`` of ``size``; ``timeout`` in seconds limits every wait."""
@@ -50,8 +50,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._failure: errors.CommunicatorError | None = None
         self._closed = False
         self._process = os.getpid()
-        self._inside = Inside()  # of a blocking operation
-        self.purpose = ""  # of the next calls: part of what ranks compare
+        self._inside = Inside()  # the threads in a blocking operation
+        self.purpose = ""  # of the next calls; ranks compare it, too
 
     @property
     def timeout(self) -> float:
@@ -67,7 +67,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def empty(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
     ) -> npt.NDArray[Any]:
-        """Return zeros: there is no memory that ranks share."""
+        """Return zeros; these ranks share no memory."""
         return np.zeros(shape, dtype)
 
     def all_reduce(
@@ -79,7 +79,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Reduce ``buffer`` over all ranks into ``out``, in place when ``out`` is None."""
+        """Reduce ``buffer`` over all ranks into ``out``, in place if ``out`` is None."""
         source = self._elements(buffer, "buffer", writable=out is None)
         target = source if out is None else self._elements(out, "out", writable=True)
         buffers.check_op(op, source.dtype)
@@ -133,7 +133,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Reduce ``buffer`` over all ranks and leave rank r its slice of the result in ``out``."""
+        """Reduce ``buffer`` over all ranks and write slice r of the result to rank r's ``out``."""
         source = self._elements(buffer, "buffer")
         target = self._elements(out, "out", writable=True)
         buffers.check_op(op, source.dtype)
@@ -208,15 +208,15 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._run(call, lambda: self._barrier(call), False)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none."""
+        """Make a communicator per ``color``, ranks ordered by (``key``, rank); None joins none."""
         color, key = buffers.check_color(color), buffers.check_integer("key", key)
         call = self._call("split", "", None)
         return self._submit(call, lambda: self._split(call, color, key), False).result()
 
     def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
-        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``.
+        """Give up: every rank that waits, or calls later, raises `PeerLost` with ``reason``.
 
-        It blames ``ranks``; none: this one.
+        The error blames ``ranks``; none: this one.
         """
         self._check_open("abort")
         blamed = [checks.rank("ranks", rank, self.size) for rank in ranks] or [self.rank]
@@ -224,14 +224,14 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self._fail(error, f"rank {self.rank} gave up: {reason}")
 
     def check(self) -> None:
-        """Raise what this rank knows already that would end the next operation; nobody waits."""
+        """Raise the error that would end the next operation, if it is known; do not wait."""
         self._check_open("check")
         self._check_failure(Call("check", "", 0.0))
 
     def close(self) -> None:
-        """Leave the group, once what was called is complete; may be called again."""
+        """Leave the group once all operations are complete; may be called again."""
         if self._is_forked():
-            return  # the connections are its parent's, and threads may have held the locks
+            return  # The parent owns the connections, and its threads may hold locks.
         self._check_outside("close")
         with self._lock:
             if self._closed:
@@ -244,11 +244,11 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _give_up(self, error: BaseException) -> None:
         guard.abort([self], error)
 
-    # What a subclass does. A source is never written to unless it is the target.
+    # Methods of a subclass. A source is written to only if it is the target.
 
     @abstractmethod
     def _elements(self, buffer: Buffer, name: str, *, writable: bool = False) -> E:
-        """Return the elements of the argument called ``name``; raise what is wrong with it."""
+        """Return the elements of the argument called ``name``, or raise an error that names it."""
 
     @abstractmethod
     def _all_reduce(self, call: Call, source: E, target: E, op: ReduceOp) -> R: ...
@@ -283,16 +283,16 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     @abstractmethod
     def _announce(self, error: errors.CommunicatorError, reason: str) -> None:
-        """Tell the other ranks that this one failed with ``error``, and wake those that wait."""
+        """Send the failure of this rank to the others, and wake the threads that wait."""
 
     @abstractmethod
     def _leave(self) -> None:
-        """Tell the other ranks goodbye and free everything; nothing runs any more."""
+        """Send the other ranks the end, and free everything; no operation runs any more."""
 
     # Order, numbers and errors.
 
     def _call(self, name: str, arguments: str, timeout: float | None, peer: str = "") -> Call:
-        self._check_open(name)  # before a fork waits for a lock, which nobody may free there
+        self._check_open(name)  # A fork would wait for a lock that nothing frees.
         limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
         purpose = f", for {self.purpose}" if self.purpose else ""
         return Call(name, arguments + purpose, limit, peer)
@@ -320,13 +320,13 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         async_op: bool,
         queue: OperationQueue | None = None,
     ) -> Ticket[T]:
-        """Number ``call`` and run it behind the previous ones, here or on ``queue``'s thread."""
+        """Number ``call`` and run it after the previous ones, here or on ``queue``'s thread."""
         queue = queue or self._operations
         elsewhere = async_op and self.concurrent
         if not elsewhere:
             self._check_outside(call.name)
         with nullcontext() if elsewhere else self._inside:
-            with self._lock:  # numbers in the order of the tickets
+            with self._lock:  # Numbers follow the order of the tickets.
                 self._number(call)
                 ticket: Ticket[T] = queue.ticket(partial(self._overdue, call))
                 execute = partial(self._execute, call, ticket, operation)
@@ -337,7 +337,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         return ticket
 
     def _number(self, call: Call) -> None:
-        """Count collectives together, messages for each direction of each pair."""
+        """Number ``call``: collectives count together, messages by pair and direction."""
         self._check_open(call.name)
         counter = f"{call.name} {call.peer}" if call.peer else "collectives"
         self._numbers[counter] += 1
@@ -354,7 +354,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
             raise
 
     def _break(self, call: Call, error: BaseException) -> None:
-        """Let the error that has ended an operation end those of all ranks."""
+        """Break the communicator on all ranks after the error of an operation."""
         if isinstance(error, errors.CommunicatorError):
             self._fail(error, errors.what_happened(error))
         else:
@@ -384,7 +384,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
             )
 
     def _check_outside(self, name: str) -> None:
-        """Raise if this thread is in an operation already: a signal handler has called."""
+        """Raise if this thread is in an operation: its caller is then a signal handler."""
         if self._inside.here:
             raise errors.CommunicatorError(f"{self._where(name)}: {errors.REENTERED}")
 

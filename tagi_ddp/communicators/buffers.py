@@ -1,4 +1,4 @@
-"""What the Python communicators accept as buffers and arguments, and the checks of both."""
+"""Buffers and arguments of the communicators written in Python, and their checks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tagi_ddp.communicators.communicator import Buffer, ReduceOp
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-_END = 1 << 31  # of C's int
+_END = 1 << 31  # the end of C's int
 _OPS = get_args(ReduceOp)
 _NAMES = {np.dtype(name): name for name in FLOATS + INTEGERS if name != "bfloat16"}
 
 
 @dataclass
 class Elements:
-    """The elements of a buffer: their number, and where its own memory begins."""
+    """The elements of a buffer: dtype, number and address."""
 
     dtype: str
     count: int
@@ -31,7 +31,7 @@ class Elements:
 
     @property
     def end(self) -> int:
-        """The address behind the last element."""
+        """The address after the last element."""
         return self.address + self.count * item_size(self.dtype)
 
     def __str__(self) -> str:
@@ -41,9 +41,9 @@ class Elements:
 
 @dataclass
 class HostElements(Elements):
-    """Elements in host memory, as a flat array too.
+    """Elements in host memory, also as a flat array.
 
-    ``array`` has shape [count]; numpy has no bfloat16, so there it holds the bits as uint16.
+    ``array`` has shape [count]. It holds bfloat16, which numpy lacks, as uint16.
     """
 
     array: np.ndarray
@@ -82,7 +82,7 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
     kind = buffer.dtype
     dtype = _NAMES.get(kind)
     if dtype is None:
-        if kind.name != "bfloat16" or not kind.isnative:  # another package's type
+        if kind.name != "bfloat16" or not kind.isnative:  # Packages add it to numpy.
             raise TypeError(unsupported(name, str(kind)))
         dtype = kind.name
     if not buffer.flags.c_contiguous:
@@ -114,11 +114,11 @@ def _tensor_elements(tensor: Any, name: str, torch: Any) -> HostElements:
     return HostElements.of(dtype, flat.numpy())
 
 
-# The texts, in the words of shm's bindings.
+# Error texts, the same as those of shm's bindings.
 
 
 def unsupported(name: str, dtype: str) -> str:
-    """Return what is wrong with a buffer of this dtype."""
+    """Return the error text of a buffer whose dtype is not supported."""
     return (
         f"{name} has dtype {dtype}, which cannot be sent; use {', '.join(FLOATS)} or an integer "
         "of 8 to 64 bits"
@@ -126,17 +126,17 @@ def unsupported(name: str, dtype: str) -> str:
 
 
 def not_contiguous(name: str) -> str:
-    """Return what is wrong with a buffer that is strided."""
+    """Return the error text of a strided buffer."""
     return f"{name} is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes"
 
 
 def not_aligned(name: str) -> str:
-    """Return what is wrong with a buffer that begins between two elements."""
+    """Return the error text of a buffer that begins between two elements."""
     return f"{name} is not aligned to its dtype; pass a copy"
 
 
 def not_writable(name: str) -> str:
-    """Return what is wrong with a result that cannot be written to."""
+    """Return the error text of a read-only result."""
     return f"{name} is read-only, but is written to; pass a copy"
 
 
@@ -168,7 +168,7 @@ def check_op(op: ReduceOp, dtype: str) -> None:
 
 
 def check_color(color: int | None) -> int | None:
-    """Return a color of `split` as MPI takes it; None leaves a rank out."""
+    """Check the range, MPI's, of a color of `split`, and return it; None leaves a rank out."""
     if color is None:
         return None
     color = integer("color", color)
@@ -182,7 +182,7 @@ def check_color(color: int | None) -> int | None:
 
 
 def check_integer(name: str, value: int) -> int:
-    """Return a key of `split`, or a tag, as MPI takes it."""
+    """Check the range, MPI's, of a key of `split` or a tag, and return it."""
     number = integer(name, value)
     if not -_END <= number < _END:
         raise ValueError(f"{name} is {number}, but {name}s go from {-_END} to {_END - 1}")
@@ -190,7 +190,7 @@ def check_integer(name: str, value: int) -> int:
 
 
 def check_other(name: str, peer: int, rank: int, size: int, verb: str) -> None:
-    """Check that a message goes to, or comes from, another rank of ``size`` than ``rank``."""
+    """Check that ``peer``, of a message, is another rank of ``size`` than ``rank``."""
     if rank_of(name, peer, size) == rank:
         raise ValueError(f"{name} is this rank itself; {verb} another rank")
 
@@ -200,7 +200,7 @@ def check_counts(
 ) -> list[int]:
     """Return ``counts`` as a list of ``size`` integers that add up to the elements of ``whole``.
 
-    None shares them equally.
+    None: equally many for each.
     """
     if counts is None:
         if whole.count % size:
@@ -219,12 +219,12 @@ def check_counts(
 
 
 def equal_counts(total: int, ranks: int) -> list[int]:
-    """Return how many of ``total`` elements each rank gets: the first ones get one more."""
+    """Return each rank's share of ``total`` elements; the first ranks may get one more."""
     each, more = divmod(total, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 
 
 def cut(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """Return so many elements of a flat array each, one after the other, in its memory."""
+    """Return consecutive views of a flat array, of ``counts`` elements."""
     ends = accumulate(counts, initial=0)
     return [array[begin:end] for begin, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""What a rank has called."""
+"""The call of an operation by one rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 class Call:
     """One operation of one rank.
 
-    Ranks whose ``name`` or ``arguments`` of the same operation differ made calls that do not fit.
-    ``deadline`` is on the monotonic clock, counted from when the operation begins.
-    ``waits_for`` returns the ranks that it waits for now.
+    The calls of two ranks fit if ``name`` and ``arguments`` are equal. ``deadline`` is a time of
+    the monotonic clock: ``limit`` seconds after the operation begins. ``waits_for`` returns the
+    ranks for which it waits now.
     """
 
     name: str
@@ -32,5 +32,5 @@ class Call:
         return f"{self.name} #{self.number} {self.peer}".rstrip()
 
     def left(self) -> float:
-        """Return the seconds before the deadline, at least a few."""
+        """Return the seconds before the deadline, at least 0.01."""
         return max(0.01, self.deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""The one interface through which every collective of the package goes."""
+"""The interface of all communicators: every collective of the package goes through it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ReduceOp = Literal["sum", "mean", "min", "max"]
 """The operation by which a reduction combines the ranks' numbers."""
 
 DEFAULT_TIMEOUT = 300.0
-"""The limit of every wait for other ranks, in seconds, unless another one is given."""
+"""The default limit of every wait for other ranks, in seconds."""
 
 
 @runtime_checkable
@@ -25,13 +25,13 @@ class Work(Protocol):
     def wait(self, timeout: float | None = None) -> None:
         """Block until the operation is complete; raise its error if it failed.
 
-        ``timeout`` in seconds limits this wait; None waits as long as the operation may take.
-        The operation goes on after a wait's own `Timeout`, and may be waited for again.
+        ``timeout`` in seconds limits this wait; None waits as long as the operation may take. After
+        the `Timeout` of a wait the operation continues, and may be waited for again.
         """
         ...
 
     def done(self) -> bool:
-        """Tell, without blocking, whether the operation is complete or has failed."""
+        """Return, without blocking, whether the operation is complete or has failed."""
         ...
 
 
@@ -43,14 +43,13 @@ class Communicator(Protocol):
 
     - Buffers are C-contiguous numpy arrays or torch tensors of float16, bfloat16, float32, float64
       or an 8- to 64-bit integer type, used in place, without copies on the caller's side, as flat
-      sequences of elements. What is wrong with a buffer or an argument (type, dtype, contiguity,
-      size, rank out of range) raises TypeError or ValueError that names the argument, before any
-      communication.
+      sequences of elements. A wrong buffer or argument (type, dtype, contiguity, size, rank out of
+      range) raises TypeError or ValueError that names the argument, before any communication.
     - A reduction keeps the dtype; 16-bit floats accumulate in float32; "mean" takes floats only.
       All ranks get the same bits.
     - An input is never written to, unless it is also the output.
     - Operations run in the order of the calls, asynchronous ones too. With ``async_op=True`` the
-      call returns a `Work` at once and the buffers must be left alone until it is done.
+      call returns a `Work` at once, and the caller must not use the buffers until it is done.
     - ``timeout`` in seconds replaces the communicator's own for this operation. Every wait ends in
       success, or in `Timeout`, `PeerLost` or `Mismatch`, which name the operation, its sequence
       number, this rank and the ranks at fault. After any of these the communicator is broken: every
@@ -80,7 +79,7 @@ class Communicator(Protocol):
 
     @property
     def timeout(self) -> float:
-        """The default limit of every wait, in seconds; of this rank, and can be set."""
+        """The default limit of every wait of this rank, in seconds; can be set."""
         ...
 
     @timeout.setter
@@ -89,11 +88,11 @@ class Communicator(Protocol):
     def empty(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
     ) -> npt.NDArray[Any]:
-        """Return zeros in the host's memory: in some that its ranks share, if there is any.
+        """Return zeros in host memory, which the ranks of a host share if they can.
 
-        There collectives copy less: `all_reduce` in place, `reduce_scatter` from it, `all_gather`
-        to it. All ranks of a host then pass the same part of it. A collective call, of one shape
-        and dtype.
+        In shared memory collectives copy less: `all_reduce` in place, `reduce_scatter` from it,
+        `all_gather` to it. All ranks of a host must then pass the same part of it. A collective
+        call, with the same shape and dtype on all ranks.
         """
         ...
 
@@ -106,9 +105,9 @@ class Communicator(Protocol):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Reduce ``buffer`` over all ranks into ``out``, in place when ``out`` is None.
+        """Reduce ``buffer`` over all ranks into ``out``, in place if ``out`` is None.
 
-        ``out`` has the dtype and number of elements of ``buffer``, which is the same on all ranks.
+        ``out`` has the dtype and number of elements of ``buffer``, which are the same on all ranks.
         """
         ...
 
@@ -135,7 +134,7 @@ class Communicator(Protocol):
         """Concatenate every rank's ``buffer``, in rank order, into ``out`` of every rank.
 
         ``counts[r]`` is the number of elements of rank r, the same list on all ranks; None:
-        all give the same number.
+        the same number for all.
         """
         ...
 
@@ -149,10 +148,10 @@ class Communicator(Protocol):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Reduce ``buffer`` over all ranks and leave rank r its slice of the result in ``out``.
+        """Reduce ``buffer`` over all ranks and write slice r of the result to rank r's ``out``.
 
-        ``counts[r]`` is the number of elements of rank r's slice, slices in rank order; None: all
-        get the same number.
+        ``counts[r]`` is the number of elements of rank r's slice, slices in rank order; None: the
+        same number for all.
         """
         ...
 
@@ -168,7 +167,7 @@ class Communicator(Protocol):
     ) -> Work | None:
         """Send ``send_counts[r]`` elements, in rank order, to each r; receive ``recv_counts[r]``.
 
-        None: the same number for every rank. What rank a sends to b is what b expects from a.
+        None: the same number for every rank. Rank b must expect as many from a as a sends to b.
         """
         ...
 
@@ -181,9 +180,9 @@ class Communicator(Protocol):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Send ``buffer`` to rank ``dst``, which calls `recv`. May return before it arrived.
+        """Send ``buffer`` to rank ``dst``, which calls `recv`. May return before it arrives.
 
-        Messages from one rank to another arrive in order; ``tag`` (32 bits) is the one of `recv`.
+        Messages from one rank to another arrive in order; ``tag`` (32 bits) equals that of `recv`.
         """
         ...
 
@@ -204,21 +203,21 @@ class Communicator(Protocol):
         ...
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Make one communicator per ``color``, ranks ordered by (``key``, rank); None: in none.
+        """Make a communicator per ``color``, ranks ordered by (``key``, rank); None joins none.
 
-        A collective operation of all ranks. The new communicator is closed on its own.
+        A collective operation of all ranks. The new communicator must be closed, too.
         """
         ...
 
     def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
-        """Give up: every rank that waits, or comes later, gets `PeerLost` with ``reason``.
+        """Give up: every rank that waits, or calls later, raises `PeerLost` with ``reason``.
 
-        It blames ``ranks``; none: this one.
+        The error blames ``ranks``; none: this one.
         """
         ...
 
     def check(self) -> None:
-        """Raise what this rank knows already that would end the next operation; nobody waits."""
+        """Raise the error that would end the next operation, if it is known; do not wait."""
         ...
 
     def close(self) -> None:
@@ -235,5 +234,5 @@ class Communicator(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close, after `abort` when the block ended in an error."""
+        """Close; if the block ended in an error, `abort` before."""
         ...

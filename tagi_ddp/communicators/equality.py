@@ -1,4 +1,4 @@
-"""Whether all ranks say the same, before anything is done that needs it."""
+"""Checks that values are equal on all ranks, before an operation that needs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Entry = tuple[str, str]
 
 
 class RanksDiffer(AllRanksRaise, ValueError):
-    """Ranks say different things of what must be the same; the text names the first of them."""
+    """Values that must be equal on all ranks differ; the text names the first of them."""
 
 
 def require_equal(
@@ -23,17 +23,17 @@ def require_equal(
     remedy: str,
     error: type[Exception] = RanksDiffer,
 ) -> None:
-    """Raise on all ranks, naming the first difference, unless all say the same; a collective call.
+    """Raise on all ranks, naming the first difference, unless all are equal; a collective call.
 
-    What all ranks agree on costs a gather of a few bytes.
+    If they are, this costs a gather of a few bytes.
 
     Args:
         communicator: of the ranks.
-        describe: returns names, and what this rank says of each. It may refuse by an error of its
-            own: this rank raises that, the others ``error``, which quotes it.
-        what: what differs, in the plural: it begins the text.
-        remedy: what to do about it: it ends the text.
-        error: what is raised.
+        describe: returns names, each with this rank's value. It may raise an error: then this rank
+            raises that, and the others ``error``, which quotes it.
+        what: the beginning of the text: the things that differ, in the plural.
+        remedy: the end of the text: what to do.
+        error: the type of the error.
     """
     own: list[Entry] = []
     problem: Exception | None = None
@@ -41,8 +41,8 @@ def require_equal(
         own = list(describe())
     except Exception as refusal:
         problem = refusal
-    told = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    difference = _difference(communicator, told, own) if communicator.size > 1 else ""
+    refused = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    difference = _difference(communicator, refused, own) if communicator.size > 1 else ""
     if problem is not None:
         raise problem
     if difference:
@@ -50,7 +50,7 @@ def require_equal(
 
 
 def _difference(communicator: Communicator, problem: str, own: list[Entry]) -> str:
-    """Return which rank has a problem or else differs first from rank 0, and in what; else ""."""
+    """Return the first problem of a rank, else the first difference from rank 0, else ""."""
     digest = hashlib.sha256(repr((problem, own)).encode()).hexdigest()
     if len(set(all_gather_object(communicator, digest))) == 1:
         return ""
@@ -69,11 +69,11 @@ def first_difference(
     found: Sequence[Entry],
     names: tuple[str, str] = ("another rank", "this rank"),
 ) -> str:
-    """Return the first entry that differs, with both values and whose they are; "" if none does."""
+    """Return the first entry that differs, with the value of each of ``names``; "" if none does."""
     first, second = names
-    for (name, value), (other, said) in zip(expected, found, strict=False):
-        if (name, value) != (other, said):
-            return f"{other} of {second}: {said}; {first} has {name}: {value}"
+    for (name, value), (other, content) in zip(expected, found, strict=False):
+        if (name, value) != (other, content):
+            return f"{other} of {second}: {content}; {first} has {name}: {value}"
     if len(expected) == len(found):
         return ""
     has, lacks = (second, first) if len(found) > len(expected) else (first, second)

@@ -18,9 +18,9 @@ Each text reads ``<operation> on rank <r> of <size> (<backend>): <what happened>
 - In a process that the rank has forked: a plain `CommunicatorError`: ``this communicator is that of
   process 42, of which this is a fork. Make a new one.``
 
-A rank that fails tells the others, so that each raises the same type with the same ranks, except
-that a rank which others waited for in vain gets `PeerLost` naming those that gave up on it. Who
-passes on what it was told adds nothing: all texts name the rank at which it began.
+A rank that fails sends its error to the others, and each raises the same type with the same ranks.
+One exception: a rank for which others waited in vain raises `PeerLost` that names them.
+A rank that forwards an error adds nothing: all texts name the rank at which it began.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _WHERE = re.compile(r"^\w+(?: #\d+)?(?: (?:to|from) rank \d+)? on rank \d+ of \d
 
 
 class CommunicatorError(RuntimeError):
-    """A collective could not be carried out.
+    """An operation could not be completed.
 
-    ``ranks`` holds the ranks at fault (missing, lost or different), empty when no rank is to blame.
+    ``ranks`` holds the ranks at fault (missing, lost or different); it is empty if none is.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -50,11 +50,11 @@ class CommunicatorError(RuntimeError):
 
 
 class Timeout(CommunicatorError, TimeoutError):
-    """Ranks in ``ranks`` are alive, or not known to be dead, but did not come in time."""
+    """The ranks in ``ranks`` are not known to be dead, but did not take part in time."""
 
 
 class PeerLost(CommunicatorError, ConnectionError):
-    """Ranks in ``ranks`` died, closed their communicator, or gave up with an error."""
+    """The ranks in ``ranks`` died, closed their communicator, or gave up with an error."""
 
 
 class Mismatch(CommunicatorError, ValueError):
@@ -72,17 +72,16 @@ REENTERED = (
 
 
 def what_happened(error: CommunicatorError) -> str:
-    """Return the text of ``error`` without the operation and the rank that it names first."""
+    """Return the text of ``error`` without the operation and the rank at its beginning."""
     return _WHERE.sub("", str(error), count=1)
 
 
 def forwarded(
     kind: type[CommunicatorError], ranks: Sequence[int], rank: int, text: str, to: int
 ) -> str:
-    """Return what rank ``to`` says of an error that ``rank`` has told of: ``text``, by ``ranks``.
+    """Return the text that rank ``to`` raises for an error of ``rank``: ``text``, by ``ranks``.
 
-    Who told of it counts where that one, or ``to``, is at fault, or where the text speaks of "this
-    rank".
+    It names ``rank`` if that one or ``to`` is at fault, or if ``text`` may contain "this rank".
     """
     passed_on = issubclass(kind, (PeerLost, Timeout)) and not {rank, to} & set(ranks)
     own = f"rank {rank} gave up: "
@@ -90,7 +89,7 @@ def forwarded(
 
 
 def not_started(where: str, first: CommunicatorError) -> CommunicatorError:
-    """Return the error of an operation of a communicator that ``first`` has broken."""
+    """Return the error of an operation on a communicator that ``first`` has broken."""
     text = f"{where}: not started, this communicator failed before ({first}). Make a new one."
     return type(first)(text, first.ranks)
 
@@ -102,7 +101,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def timeout_text(ranks: Sequence[int], seconds: float) -> str:
-    """Return what happened and what to do when ``ranks`` did not come within ``seconds``."""
+    """Return the text of a Timeout: ``ranks`` did not take part within ``seconds``."""
     its, it_is = ("its", "it is") if len(ranks) == 1 else ("their", "they are")
     return (
         f"{name_ranks(ranks)} did not come within {seconds:g} s. "
@@ -111,25 +110,25 @@ def timeout_text(ranks: Sequence[int], seconds: float) -> str:
 
 
 def was_missed(error: CommunicatorError) -> bool:
-    """Return whether a rank was told that others have waited for it in vain."""
+    """Return whether others raised ``error`` because they waited for this rank in vain."""
     return _MISSED.search(str(error)) is not None
 
 
 def died_text(ranks: Sequence[int]) -> str:
-    """Return what happened and what to do when ``ranks`` died."""
+    """Return the text of a PeerLost: ``ranks`` died."""
     its = "its" if len(ranks) == 1 else "their"
     return f"{name_ranks(ranks)} died. Look at {its} output for the first error."
 
 
 def closed_text(rank: int) -> str:
-    """Return what happened and what to do when ``rank`` closed its communicator."""
+    """Return the text of a PeerLost: ``rank`` closed its communicator."""
     return (
         f"rank {rank} has closed its communicator. Make the same calls on all ranks before close()."
     )
 
 
 def mismatch_text(others: dict[int, str], own: str) -> str:
-    """Return what happened and what to do when ``others`` (rank: call) differ from ``own``."""
+    """Return the text of a Mismatch: the calls ``others``, by rank, differ from ``own``."""
     calls = ", ".join(f"rank {rank} called {call}" for rank, call in sorted(others.items()))
     return (
         f"{calls}, this rank {own}. "
@@ -138,6 +137,6 @@ def mismatch_text(others: dict[int, str], own: str) -> str:
 
 
 def own_call(text: str) -> str | None:
-    """Return what the rank called that told a `mismatch_text` of its own."""
+    """Return the own call of the rank that made ``text`` by `mismatch_text`; else None."""
     found = _OWN_CALL.match(text)
     return found and found[1]

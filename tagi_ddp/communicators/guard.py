@@ -1,4 +1,4 @@
-"""How an error of one rank ends the others' waiting, and what a ``with`` block does at its end."""
+"""Errors of one rank that end the waits of others, and the end of ``with`` blocks."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from tagi_ddp.communicators.errors import CommunicatorError
 C = TypeVar("C", bound="Closing")
 
 
-def last_words() -> str | None:
-    """Return the error that ends this process, which nobody has caught; None: it ends well."""
+def uncaught_error() -> str | None:
+    """Return the text of the uncaught error that ends this process; None if there is none."""
     error = getattr(sys, "last_value", None)
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
 class AllRanksRaise(Exception):
-    """An error that all ranks raise at the same place, so that none need tell the others."""
+    """An error that all ranks raise at the same point: no rank need report it to others."""
 
 
 class CanAbort(Protocol):
     """A communicator, or several at once."""
 
     def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
-        """Let every rank that waits, or comes later, get `PeerLost` with ``reason``.
+        """Make every rank that waits, or calls later, raise `PeerLost` with ``reason``.
 
-        It blames ``ranks``; none: this one.
+        The error blames ``ranks``; none: this one.
         """
         ...
 
 
 class Closing(ABC):
-    """Something that leaves its group at the end of a ``with`` block."""
+    """An object that leaves its group at the end of a ``with`` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group and free what was made; may be called again."""
+        """Leave the group and free everything; may be called again."""
 
     @abstractmethod
     def _give_up(self, error: BaseException) -> None:
-        """Let the other ranks know of the error that has ended the block."""
+        """Report the error that has ended the block to the other ranks."""
 
     def __enter__(self: C) -> C:
         """Return the object itself."""
@@ -56,35 +56,35 @@ class Closing(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close; when the block ended in an error the other ranks learn it before."""
+        """Close; if the block ended in an error, report it to the other ranks before."""
         if error is not None:
             self._give_up(error)
         self.close()
 
 
 def abort(groups: Iterable[CanAbort], error: BaseException, ranks: Sequence[int] = ()) -> None:
-    """Tell the ranks of ``groups`` of an error of this one, unless they have it too.
+    """Abort ``groups`` after an error of this rank, unless all ranks raise it.
 
-    It blames ``ranks``, as the first of ``groups`` numbers them; none: this one.
+    The errors blame ``ranks``, numbered as in the first of ``groups``; none: this one.
     """
     if isinstance(error, AllRanksRaise):
         return
     for group in groups:
-        with suppress(CommunicatorError):  # it may be closed
+        with suppress(CommunicatorError):  # The group may be closed.
             group.abort(f"{type(error).__name__}: {error}", ranks)
 
 
 def report(groups: Iterable[CanAbort], error: BaseException) -> None:
-    """Let the other ranks know of this one's error, so that none waits for it.
+    """Report an error of this rank to the others, so that none waits for it.
 
-    Errors of communicators name ranks as the first of ``groups`` numbers them.
+    The ranks of a CommunicatorError are numbered as in the first of ``groups``.
     """
     abort(groups, error, error.ranks if isinstance(error, CommunicatorError) else ())
 
 
 @contextmanager
 def or_abort(groups: Iterable[CanAbort]) -> Iterator[None]:
-    """Let the other ranks know when this one fails in the block; see `report`."""
+    """Report an error in the block to the other ranks; see `report`."""
     try:
         yield
     except BaseException as error:

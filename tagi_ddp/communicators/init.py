@@ -1,4 +1,4 @@
-"""`init`: from what the launcher says to a communicator."""
+"""`init` and `as_communicator`: communicators of a launcher's ranks, or of another group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tagi_ddp.environment import (
 BACKENDS = ("auto", "shm", "nccl", "mpi", "gloo")
 """The names of backends that `init` and DDPConfig accept."""
 
-# The module of each, what it imports, and the packages that bring that.
+# For each: its module, the module that it imports, and the packages to install for that.
 _MODULES = {
     "shm": ("shm", "tagi_ddp._backend", ""),
     "nccl": ("nccl", "tagi_ddp._backend", ""),
@@ -38,16 +38,16 @@ _MODULES = {
 
 _MPI = "tagi_ddp.communicators.network.mpi"
 
-# Communicators of one job are told apart by their order, which is the same on all ranks.
+# Communicators of one job are distinguished by their order, the same on all ranks.
 _orders: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class _Backend(Protocol):
-    """The module of a backend; shm's and nccl's wrap no groups, and only MPI's has a place."""
+    """The module of a backend; shm and nccl lack ``wrap``, and all but mpi the last."""
 
     create: Callable[..., Communicator]
     wrap: Callable[..., Communicator]
-    place: Callable[[float], LaunchEnvironment]
+    world_environment: Callable[[float], LaunchEnvironment]
 
 
 def init(
@@ -62,24 +62,24 @@ def init(
     """Return a new communicator of all ranks; a collective call, in the same order on all ranks.
 
     Args:
-        backend: "shm" (one host), "mpi" (mpi4py), "gloo" (torch.distributed), or "auto": shm when
-            all ranks are on this host, else mpi where the launcher offers it (mpirun; srun with
+        backend: "shm" (one host), "mpi" (mpi4py), "gloo" (torch.distributed), or "auto": shm if
+            all ranks are on this host, else mpi if the launcher offers it (mpirun; srun with
             ``--mpi=pmix``), else gloo. A world of one is "single", unless "nccl" is asked for.
-            "nccl" is for GPUs, on one host or many.
+            "nccl" is for GPUs, on any number of hosts.
         rank: this process's number; None: the launcher's, or for "mpi", if there is no launcher,
             MPI's.
-        world_size: the number of processes; None: the same.
-        job: a name that all ranks give and no other job of this user on this host; None: the
+        world_size: the number of processes; None: from the same source.
+        job: a name that all ranks pass, and no other job of this user on this host; None: the
             launcher's.
         timeout: the limit of this call, and the default limit of every wait, in seconds.
-        device: where buffers live: "cpu", or "cuda:<number>" for nccl, by default that of the
+        device: the device of buffers: "cpu", or "cuda:<number>" for nccl, by default that of the
             local rank.
 
     Raises:
         ValueError, TypeError: an argument is wrong; or torch's default group has several ranks,
-            and neither a launcher nor the arguments say so.
+            but neither the launcher's variables nor the arguments do.
         BackendUnavailable: the backend cannot work here; the text says what to do.
-        Timeout: naming the ranks that did not call this in time.
+        Timeout: ranks did not call this in time; the text names them.
     """
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -105,17 +105,17 @@ def init(
 
 
 def launched(backend: str, timeout: float = DEFAULT_TIMEOUT) -> LaunchEnvironment:
-    """Return the place of this process, for "mpi" MPI's if there is no launcher.
+    """Return the launch environment of this process; for "mpi" without a launcher, MPI's.
 
-    Raises ValueError if torch's default group has several ranks that no launcher tells of.
+    Raises ValueError if torch's default group has several ranks, but the environment one.
     """
     environment = detect()
     if environment.launcher == "none" and backend == "mpi" and _can_import(_MPI):
-        environment = _backend("mpi").place(timeout)
+        environment = _backend("mpi").world_environment(timeout)
     if environment.world_size == 1 and (size := rank_and_size()[1]) > 1:
         raise ValueError(
-            f"torch.distributed's group has {size} ranks, of which no launcher tells: give "
-            "communicator=torch.distributed.group.WORLD to what takes one, or rank= and world_size="
+            f"torch.distributed's group has {size} ranks, but no launcher set them: pass rank= "
+            "and world_size=, or communicator=torch.distributed.group.WORLD where that is accepted"
         )
     warn_if_imported_mpi_disagrees(environment, backend)
     warn_if_not_alone(environment)
@@ -126,12 +126,12 @@ def as_communicator(group: Any) -> Communicator:
     """Return ``group`` itself, or a communicator of the ranks of another library's group.
 
     That is a torch.distributed.ProcessGroup, an intracommunicator of mpi4py, or an object whose
-    ``handle`` is one, as heat's communicators have it. Wrapping is a collective call of its ranks.
-    The communicator has connections of its own, so its operations and the group's do not mix; close
-    it when done.
+    ``handle`` is one, such as heat's communicators. Wrapping is a collective call of its ranks. The
+    communicator has connections of its own, so its operations and the group's do not mix; close it
+    when done.
 
-    A group of torch's backend "tagi_ddp" runs on a communicator, and this returns that: nothing is
-    connected, operations of both come in one order, and only the group closes it.
+    A group of torch's backend "tagi_ddp" runs on a communicator, which this returns: nothing is
+    connected, the operations of both have one order, and only the group closes it.
     """
     if (below := _below(group)) is not None:
         return below
@@ -141,7 +141,7 @@ def as_communicator(group: Any) -> Communicator:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(handle := getattr(group, "handle", None), mpi.Comm):
         group = handle
-    if mpi is not None and isinstance(group, mpi.Comm):  # COMM_NULL bears no look at its size
+    if mpi is not None and isinstance(group, mpi.Comm):  # Reading COMM_NULL's size raises.
         if isinstance(group, mpi.Intracomm):
             return _backend("mpi").wrap(group)
     elif isinstance(group, Communicator):
@@ -153,13 +153,13 @@ def as_communicator(group: Any) -> Communicator:
 
 
 def is_made_for(communicator: Communicator, group: Any) -> bool:
-    """Tell whether ``as_communicator(group)`` has connected it, so that its caller closes it."""
+    """Return whether ``as_communicator(group)`` connected it, so that its caller must close it."""
     return communicator is not group and communicator is not _below(group)
 
 
 @contextmanager
 def adopted(group: Any) -> Iterator[Communicator]:
-    """Give ``as_communicator(group)`` to a block, at whose end what was connected for it closes."""
+    """Yield ``as_communicator(group)``; close it after the block if it was connected for that."""
     communicator = as_communicator(group)
     with communicator if is_made_for(communicator, group) else nullcontext():
         yield communicator
@@ -175,7 +175,7 @@ def _below(group: Any) -> Communicator | None:
 
 
 def _choose(environment: LaunchEnvironment, world_size: int, job: str | None) -> str:
-    # Processes that were started by hand are taken to be on one host.
+    # Processes that were started by hand are assumed to be on one host.
     one_host = environment.local_world_size == world_size and job is not None
     if environment.launcher == "none" or one_host:
         return "shm"
@@ -184,7 +184,7 @@ def _choose(environment: LaunchEnvironment, world_size: int, job: str | None) ->
     if _can_import("torch.distributed"):
         return "gloo"
     raise BackendUnavailable(
-        "ranks on several hosts, or on hosts that are not told, need mpi4py under an MPI launcher, "
+        "ranks on several hosts, or on unknown hosts, need mpi4py under an MPI launcher, "
         "or torch: pip install mpi4py, or pip install torch; if all are on one host, set "
         "LOCAL_WORLD_SIZE and LOCAL_RANK beside WORLD_SIZE and RANK"
     )
@@ -193,7 +193,7 @@ def _choose(environment: LaunchEnvironment, world_size: int, job: str | None) ->
 def _can_import(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except (ImportError, RuntimeError):  # mpi4py's wheel raises RuntimeError without an MPI library
+    except (ImportError, RuntimeError):  # mpi4py's wheel raises RuntimeError without MPI.
         return False
     return True
 
@@ -215,17 +215,17 @@ def _nccl(
     timeout: float,
     device: str | None,
 ) -> Communicator:
-    """Return an NCCL communicator; a host communicator of the same ranks brings them together."""
+    """Return an NCCL communicator, whose ranks connect through a host communicator of theirs."""
     nccl = _backend("nccl")
-    # Processes that were started by hand are taken to be on one host.
+    # Processes that were started by hand are assumed to be on one host.
     local_rank = rank if environment.launcher == "none" else environment.local_rank
     number = None if device is None else int(device.removeprefix("cuda:"))
-    place = (number, local_rank)
+    device_or_rank = (number, local_rank)
     if world_size == 1:
-        return nccl.create(rank, 1, place, timeout, lambda own: [own])
+        return nccl.create(rank, 1, device_or_rank, timeout, lambda own: [own])
     with init("auto", rank, world_size, job=job, timeout=timeout) as host:
         return nccl.create(
-            rank, world_size, place, timeout, lambda own: all_gather_object(host, own)
+            rank, world_size, device_or_rank, timeout, lambda own: all_gather_object(host, own)
         )
 
 
@@ -238,7 +238,7 @@ def _check_device(device: str | None, backend: str) -> None:
 
 
 def _backend(name: str) -> _Backend:
-    """Import a backend's module; BackendUnavailable says what to install."""
+    """Import a backend's module; raise BackendUnavailable that says what to install."""
     module, needs, packages = _MODULES[name]
     try:
         importlib.import_module(needs)

@@ -18,28 +18,28 @@ from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.communicators.two_level import TwoLevelCommunicator
 
-_GRACE = 2.0  # seconds in which news of a failure should reach the world
+_GRACE = 2.0  # seconds in which a failure should reach the world
 _WAITS = "it waits for another node"
 
 
 class Levels:
-    """``world`` as nodes of equally many ranks; making it is a collective call of all of them.
+    """Nodes of equally many ranks of ``world``; making them is a collective call of all ranks.
 
-    ``node`` holds the ranks of this rank's node; ``inter_node`` those with its node rank on every
-    node: a global group, whose number is ``node.rank``. The number of this rank's node is
-    ``inter_node.rank``. They are those of a world that has two levels, if its hosts are the nodes.
-    Closing closes what was made for it, not ``world``.
+    ``node`` holds the ranks of this rank's node. ``inter_node`` holds one rank of each node, the
+    one with the same number there: global group ``node.rank``. The number of this rank's node is
+    ``inter_node.rank``. If ``world`` has two levels and its hosts are the nodes, its own levels are
+    used. `close` closes the communicators that were made here, not ``world``.
 
     Args:
         world: all ranks.
-        node_size: how many consecutive ranks make a node; None: see `Topology.nodes`.
+        node_size: the number of consecutive ranks of a node; None: see `Topology.nodes`.
 
     Raises:
-        TypeError, ValueError: on all ranks, when nodes would differ in size.
+        TypeError, ValueError: on all ranks, if nodes would differ in size or ``node_size`` differs.
     """
 
     def __init__(self, world: Communicator, node_size: int | None = None) -> None:
-        """Find the levels of the world, or split it twice."""
+        """Use the levels of the world, or split it twice."""
         self.world = world
         topology = topology_of(world)
         asked = node_size if isinstance(node_size, int | None) else repr(node_size)
@@ -58,7 +58,7 @@ class Levels:
                 self._made = made.pop_all()
         assert inter_node is not None, "nodes are of equal size"
         self.node, self.inter_node = node, inter_node
-        self._node_ranks = nodes[number]  # as the world numbers them
+        self._node_ranks = nodes[number]  # in the numbers of the world
         self._inter_node_ranks = [ranks[self.node.rank] for ranks in nodes]
 
     @property
@@ -67,21 +67,21 @@ class Levels:
         return self.inter_node.size
 
     def abort(self, reason: str, ranks: Sequence[int] = ()) -> None:
-        """Give up on both levels, so that no rank waits on either.
+        """Abort both levels, so that no rank waits on either.
 
-        ``reason`` says what the world's ``ranks`` have done; the levels blame this one.
+        The errors blame this rank, not ``ranks``, which are numbered as in the world.
         """
         for level in (self.node, self.inter_node):
-            with suppress(CommunicatorError):  # it may be closed
+            with suppress(CommunicatorError):  # The level may be closed.
                 level.abort(reason)
 
     @contextmanager
     def naming(self, level: Communicator | None = None) -> Iterator[None]:
-        """Let an error of a level name the ranks that have caused it, as the world numbers them.
+        """Make an error of a level in the block name the ranks at fault, numbered as in the world.
 
-        A rank that fails where its node waits for it ends the other nodes' waiting, too, through
-        those that stand between: so all tell it to the world, and ask the world who was first.
-        ``level`` is the one that the block uses; None: both.
+        A failure in one node spreads to others through the ranks between them. So all ranks report
+        theirs to the world, whose first failure is the cause. ``level`` is the one that the block
+        uses; None: both.
         """
         try:
             yield
@@ -97,19 +97,19 @@ class Levels:
             blamed = failed[0]
             deadline = time.monotonic() + self._patience(error, level)
             while time.monotonic() < deadline:
-                if (told := _failure_of(self.world)) is not None:
-                    if isinstance(error, Timeout) and was_missed(told):
-                        break  # others waited for this rank, and this one for those of its level
-                    raise type(told)(str(told), told.ranks) from error
+                if (cause := _failure_of(self.world)) is not None:
+                    if isinstance(error, Timeout) and was_missed(cause):
+                        break  # Others waited for this rank, which waited for its level.
+                    raise type(cause)(str(cause), cause.ranks) from error
                 time.sleep(0.01)
             what = f"{error} Of all ranks: {name_ranks(blamed)}." if blamed else str(error)
             raise type(error)(what, blamed) from error
 
     def _patience(self, error: CommunicatorError, level: Communicator | None) -> float:
-        """Return the seconds in which a rank that knows the cause of an error tells the world.
+        """Return the seconds in which a rank that knows the cause of an error reports it.
 
-        Ranks that differ are the cause. So is one that its node misses: it is not waiting for other
-        nodes, as it would have told its node. One that another node misses may wait for its own.
+        A Mismatch is a cause itself. So is a rank that its node misses: if it waited for other
+        nodes, it would have reported that. A rank that other nodes miss may wait for its own.
         """
         if isinstance(error, Mismatch):
             return 0.0
@@ -119,7 +119,7 @@ class Levels:
             return _GRACE
         if level is self.node or self.node.size == 1:
             return 0.0
-        with suppress(CommunicatorError):  # it may have failed
+        with suppress(CommunicatorError):  # The node may have failed.
             self.node.abort(_WAITS)
         return 2 * self.world.timeout + _GRACE
 
@@ -129,7 +129,7 @@ class Levels:
 
 
 def _part(world: Communicator, color: int, made: ExitStack) -> Communicator:
-    """Return the ranks of a color, in their order; ``made`` closes it."""
+    """Return the communicator of a color, in rank order; ``made`` closes it."""
     part = world.split(color, world.rank)
     assert part is not None
     return made.enter_context(part)

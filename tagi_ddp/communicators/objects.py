@@ -1,4 +1,4 @@
-"""Small Python values over a communicator, as JSON: what comes from another rank is never run."""
+"""Small Python values over a communicator, as JSON: nothing that is received is ever run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tagi_ddp.communicators.communicator import Communicator
 
 @runtime_checkable
 class HostObjects(Protocol):
-    """A communicator whose buffers live elsewhere, with a way of its own for the host's objects."""
+    """A communicator of device buffers that gathers the host's objects by itself."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order."""
@@ -22,8 +22,8 @@ class HostObjects(Protocol):
 def all_gather_object(comm: Communicator, obj: Any) -> list[Any]:
     """Return every rank's ``obj``, in rank order: None, bools, numbers, texts, lists and dicts.
 
-    Two collectives: the sizes, then the bytes. They travel as JSON, so tuples arrive as lists and
-    keys as texts; other types are a TypeError on the rank that gives them.
+    Two collectives: the sizes, then the bytes. Values are sent as JSON, so tuples become lists, and
+    keys texts. Other types raise TypeError on the rank that passes them.
     """
     if isinstance(comm, HostObjects):
         return comm.all_gather_object(obj)

@@ -22,15 +22,15 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class Ticket(Generic[T]):
-    """An operation's place in an `OperationQueue`; the `Work` that ``async_op=True`` returns.
+    """An operation in an `OperationQueue`; the `Work` that ``async_op=True`` returns.
 
-    It is no future of Python's, as making and completing one takes several times as long.
+    One of Python's futures would take several times as long to make and complete.
     """
 
     def __init__(
         self, previous: Ticket[Any] | None, overdue: Callable[[float], BaseException]
     ) -> None:
-        """Come after ``previous``; ``overdue(seconds)`` makes the error of a limited wait."""
+        """Follow ``previous``; ``overdue(seconds)`` makes the error of a limited wait."""
         self._previous = previous
         self._overdue: Callable[[float], BaseException] | None = overdue
         self._incomplete = threading.Lock()
@@ -53,20 +53,20 @@ class Ticket(Generic[T]):
             self._error = error
         finally:
             self._done = True
-            self._previous = self._overdue = None  # or each would keep all before it
+            self._previous = self._overdue = None  # Else each would keep all before it.
             self._incomplete.release()
 
     def ended(self, timeout: float | None = None) -> bool:
-        """Wait until complete or failed, so many seconds at most; tell whether it is."""
+        """Wait for the end, at most ``timeout`` seconds; return whether it has ended."""
         limit = -1 if timeout is None else max(0.0, timeout)
         if not self._done and self._incomplete.acquire(timeout=limit):
-            self._incomplete.release()  # for others that wait
+            self._incomplete.release()  # Other threads may wait, too.
         return self._done
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until complete; raise its error if it failed.
 
-        ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
+        ``timeout`` in seconds limits this wait only: the operation continues after the `Timeout`.
         """
         overdue = self._overdue  # None once complete
         if not self.ended(timeout) and overdue is not None:
@@ -75,12 +75,12 @@ class Ticket(Generic[T]):
             raise self._error
 
     def result(self, timeout: float | None = None) -> T:
-        """Do what `wait` does, and return what the operation returned."""
+        """Wait as `wait` does, and return the result of the operation."""
         self.wait(timeout)
         return self._result
 
     def done(self) -> bool:
-        """Tell, without blocking, whether it is complete or has failed."""
+        """Return, without blocking, whether it is complete or has failed."""
         return self._done
 
 
@@ -94,7 +94,7 @@ def started(thread: threading.Thread) -> threading.Thread:
 
 
 class Inside:
-    """The threads that are in a block: in one, a signal handler would wait for its own thread."""
+    """The threads in a block; a signal handler on one of them must not wait for the block."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -111,12 +111,12 @@ class Inside:
 
     @property
     def here(self) -> bool:
-        """This thread is in it."""
+        """True if this thread is in the block."""
         return threading.get_ident() in self._threads
 
 
 class OperationQueue:
-    """Gives operations their order, and a thread to those that nothing waits for."""
+    """The order of operations, and a thread for asynchronous ones."""
 
     def __init__(self, name: str) -> None:
         """Make an empty queue; its thread starts with the first asynchronous operation."""
@@ -127,32 +127,32 @@ class OperationQueue:
         self._thread: threading.Thread | None = None
 
     def ticket(self, overdue: Callable[[float], BaseException]) -> Ticket[Any]:
-        """Return the next place; callers hold a lock, and run something with every ticket."""
+        """Return the next ticket; the caller holds a lock, and must then run the ticket."""
         previous = None if self._last is None or self._last.done() else self._last
         ticket: Ticket[Any] = Ticket(previous, overdue)
         self._last = ticket
         return ticket
 
     def start(self, ticket: Ticket[T], operation: Callable[[], T]) -> None:
-        """Run an operation on the queue's thread; callers hold the lock of its `ticket` still."""
+        """Run an operation on the queue's thread; the caller still holds the lock of `ticket`."""
         if self._thread is None:
             try:
                 new = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread = started(new)
             except BackendUnavailable as error:
-                ticket.run(partial(_raise, error))  # or all behind it would wait
+                ticket.run(partial(_raise, error))  # Those after it must not wait.
                 raise
         self._asynchronous.put((ticket, operation))
 
     def _serve(self) -> None:
         for ticket, operation in iter(self._asynchronous.get, None):
             ticket.run(operation)
-            del ticket, operation  # which holds the caller's buffers
+            del ticket, operation  # They hold the caller's buffers.
 
     def close(self, limit: float | None = None) -> None:
-        """Wait for what has a ticket, each ending within its own limit, and end the thread.
+        """Wait for all tickets, each of which ends within its own limit, and end the thread.
 
-        What is stuck for ``limit`` seconds is left alone.
+        An operation that is stuck for ``limit`` seconds is abandoned.
         """
         if self._last is not None:
             self._last.ended(limit)

@@ -1,4 +1,4 @@
-"""Reductions of numpy arrays to the same bits on all ranks, whoever adds what."""
+"""Reductions of numpy arrays that give the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def reduce_rows(
 ) -> None:
     """Reduce ``rows``, of one length, in their order into ``out`` of ``dtype``.
 
-    They are the sums of ``ranks`` ranks. 16-bit floats accumulate in float32, and are rounded once;
-    bfloat16 is stored as uint16.
+    A mean divides by ``ranks``. 16-bit floats accumulate in float32, and are rounded once; bfloat16
+    is stored as uint16.
     """
-    with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+    with np.errstate(all="ignore"):  # Infinities and NaN concern the caller.
         first, *others = rows
         so_far = widen(first, dtype)
         total = out if so_far.dtype == out.dtype else np.empty_like(so_far)
         for row in others:
             _ufunc(op)(so_far, widen(row, dtype), out=total)
             so_far = total
-        if so_far is not total:  # of a single row
+        if so_far is not total:  # There is a single row.
             total[...] = so_far
         result = finish(total, dtype, op, ranks)
         if result is not out:
@@ -38,19 +38,19 @@ def _ufunc(op: ReduceOp) -> np.ufunc:
 
 
 def partial_op(op: ReduceOp) -> ReduceOp:
-    """Return the operation by which some of the ranks reduce: a mean is a sum until `finish`."""
+    """Return the operation for a part of the ranks: a mean is a sum until `finish`."""
     return "sum" if op == "mean" else op
 
 
 def finish(total: np.ndarray, dtype: str, op: ReduceOp, ranks: int) -> np.ndarray:
-    """Return the result as ``dtype``, from the reduction of ``ranks`` ranks, which is lost."""
+    """Return the result as ``dtype``, from ``total`` of ``ranks`` ranks, which is overwritten."""
     if op == "mean":
         np.divide(total, ranks, out=total)
     return _narrow(total, dtype) if dtype in ("float16", "bfloat16") else total
 
 
 def widen(row: np.ndarray, dtype: str) -> np.ndarray:
-    """Return 16-bit floats as float32, and all else as it is."""
+    """Return 16-bit floats as float32, and other dtypes unchanged."""
     if dtype == "float16":
         return row.astype(np.float32, copy=False)
     if dtype == "bfloat16" and row.dtype == np.uint16:
@@ -60,23 +60,23 @@ def widen(row: np.ndarray, dtype: str) -> np.ndarray:
 
 def _narrow(total: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
-        with np.errstate(all="ignore"):  # infinities and NaN are the caller's business
+        with np.errstate(all="ignore"):  # Infinities and NaN concern the caller.
             return total.astype(np.float16)
     bits = total.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
-    quiet = (bits >> 16) | 0x40  # rounding could turn a NaN into an infinity
+    quiet = (bits >> 16) | 0x40  # Rounding could turn a NaN into an infinity.
     return np.where(np.isnan(total), quiet, rounded).astype(np.uint16)
 
 
-# What a library reduces itself.
+# Reductions by a library.
 
 
 def encode(array: np.ndarray, op: ReduceOp, known: Collection[str]) -> tuple[np.ndarray, Restore]:
-    """Return numbers that a library reduces instead of ``array``, and what decodes the result.
+    """Return numbers that a library reduces instead of ``array``, and a decoder of the result.
 
-    The least and the greatest of floats, of which libraries may give each rank another NaN, are
-    those of integers in the same order; a NaN comes before, or behind, all others. An integer type
-    that is not among the ``known`` dtypes of the library travels in a wider one, or a signed one.
+    Minima and maxima of floats are those of integers in the same order, with NaN before or after
+    all others: a library may give each rank another NaN. An integer type that is not among the
+    ``known`` dtypes of the library is converted to a wider or a signed one.
     """
     floats = array.dtype.kind == "f"
     if floats and op in ("min", "max"):
@@ -88,20 +88,20 @@ def encode(array: np.ndarray, op: ReduceOp, known: Collection[str]) -> tuple[np.
     if array.itemsize < 8:
         wider = "int32" if array.itemsize < 4 else "int64"
         return array.astype(wider), lambda found: found.astype(array.dtype)
-    top = np.uint64(0 if op in ("sum", "mean") else 1 << 63)  # keeps the order
+    top = np.uint64(0 if op in ("sum", "mean") else 1 << 63)  # The signed order is the same.
     return (array ^ top).view(np.int64), lambda found: found.view(np.uint64) ^ top
 
 
 def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Return the bits of floats as integers in their order, and back."""
+    """Map the bits of floats to integers in the same order, and back."""
     ordered: np.ndarray = bits ^ ((bits >> (8 * bits.itemsize - 1)) & np.iinfo(bits.dtype).max)
     return ordered
 
 
 def same_nan(total: np.ndarray) -> None:
-    """Make every NaN the same one: a library may leave each rank another."""
+    """Make every NaN the same one: a library may give each rank another."""
     if total.dtype.kind != "f":
         return
     with np.errstate(all="ignore"):
-        if np.isnan(np.dot(total, total)):  # the square of an infinity is none
+        if np.isnan(np.dot(total, total)):  # The square of an infinity is none.
             total[np.isnan(total)] = np.nan

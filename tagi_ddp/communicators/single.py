@@ -13,7 +13,7 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     """A group whose only rank is this process."""
 
     backend = "single"
-    concurrent = False  # there is nothing to wait for
+    concurrent = False  # Operations never wait.
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Make rank 0 of 1; nothing ever waits for ``timeout`` seconds."""
@@ -67,10 +67,10 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
         return None if color is None else SingleCommunicator(self.timeout)
 
     def _is_forked(self) -> bool:
-        return False  # a fork is a world of one, too
+        return False  # A fork is a world of one, too.
 
     def _fail(self, error: CommunicatorError, reason: str) -> None:
-        pass  # no other rank could be out of step: operations go on
+        pass  # Operations continue: no other rank can be out of step.
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         pass

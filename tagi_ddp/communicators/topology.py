@@ -1,4 +1,4 @@
-"""Where the ranks of a communicator run: hosts, nodes, cores. Gathered once, kept with it."""
+"""The hosts, nodes and cores of a communicator's ranks, gathered once and kept with it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tagi_ddp.environment import detect
 
 @dataclass(frozen=True)
 class Location:
-    """Where one rank runs.
+    """The host and the cores of one rank.
 
-    host: what tells its host from others. cores: those that it may run on. bound: whether these are
-    not all that the host has. local_rank, local_size: its number among the ranks of its node and
-    their number, as the launcher of these ranks tells; 0 and 0 if none does. name: of its host.
+    host: an identifier of its host. cores: those on which it may run. bound: True if the host has
+    more cores. local_rank, local_size: its number among the ranks of its node and their number, by
+    the launcher of these ranks; 0 and 0 without one. name: that of its host.
     """
 
     host: str
@@ -34,38 +34,38 @@ class Location:
     name: str = ""
 
     @classmethod
-    def of(cls, told: Sequence[Any]) -> Location:
-        """Return that of a rank that has told its fields."""
-        host, cores, *rest = told
-        return cls(host, tuple(cores), *rest)
+    def of(cls, fields: Sequence[Any]) -> Location:
+        """Return the location that another rank has sent as ``fields``."""
+        host, cores, *others = fields
+        return cls(host, tuple(cores), *others)
 
     @classmethod
     def of_this_process(cls, size: int) -> Location:
-        """Return that of this rank of a group of ``size`` ranks."""
+        """Return the location of this rank of a group of ``size`` ranks."""
         environment, cores = detect(), sorted(os.sched_getaffinity(0))
-        told = environment.launcher != "none" and environment.world_size == size
-        local = (environment.local_rank, environment.local_world_size) if told else (0, 0)
+        known = environment.launcher != "none" and environment.world_size == size
+        local = (environment.local_rank, environment.local_world_size) if known else (0, 0)
         bound = len(cores) != os.cpu_count()
         return cls(host_id(), tuple(cores), bound, *local, socket.gethostname())
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where all ranks run, in rank order."""
+    """The locations of all ranks, in rank order."""
 
     locations: tuple[Location, ...]
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks run on one host."""
+        """True if all ranks run on one host."""
         return len({location.host for location in self.locations}) == 1
 
     def nodes(self, node_size: int | None = None) -> list[list[int]]:
         """Return the ranks of each node.
 
         Args:
-            node_size: how many consecutive ranks make a node; None: those that the launcher counts
-                to one, of which several may be on a host, or else those of a host.
+            node_size: the number of consecutive ranks of a node; None: that of the launcher, which
+                may count several nodes on a host, or else the ranks of a host are a node.
 
         Raises:
             TypeError, ValueError: nodes would differ in size.
@@ -98,11 +98,11 @@ class Topology:
         )
 
     def share_of_cores(self, rank: int) -> int:
-        """Return how many threads a rank may run: its part of the cores it may use, at least 1.
+        """Return the number of threads of a rank: its share of the cores it may use, at least 1.
 
-        A core that several ranks of a host may use counts for each of them in part, so ranks that
-        are bound to cores get those, and others cores / ranks, the launcher's ranks that are in
-        other groups included.
+        A core that several ranks of a host may use is divided among them. So ranks that are bound
+        to cores get those, and others cores / ranks, which counts the launcher's ranks in other
+        groups, too.
         """
         own = self.locations[rank]
         here = [location for location in self.locations if location.host == own.host]
@@ -113,7 +113,7 @@ class Topology:
 
 
 def ranks_by_host(locations: Sequence[Location]) -> list[list[int]]:
-    """Return the ranks of each host, in the order of their first ones."""
+    """Return the ranks of each host, hosts in the order of their first ranks."""
     hosts = [location.host for location in locations]
     return [
         [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)
@@ -124,17 +124,17 @@ _known: weakref.WeakKeyDictionary[Communicator, Topology] = weakref.WeakKeyDicti
 
 
 def remember(communicator: Communicator, topology: Topology) -> None:
-    """Keep what is known already of where a communicator's ranks run."""
+    """Keep ``topology``, which is known already, for `topology_of`."""
     _known[communicator] = topology
 
 
 def topology_of(communicator: Communicator) -> Topology:
-    """Return where a communicator's ranks run; a collective call, the first time."""
+    """Return the topology of a communicator's ranks; a collective call, the first time."""
     found = _known.get(communicator)
     if found is None:
         own = Location.of_this_process(communicator.size)
         everyone: Sequence[Location] = [own]
         if communicator.size > 1:
-            everyone = [Location.of(told) for told in all_gather_object(communicator, astuple(own))]
+            everyone = [Location.of(each) for each in all_gather_object(communicator, astuple(own))]
         found = _known[communicator] = Topology(tuple(everyone))
     return found

@@ -1,7 +1,7 @@
-"""Ranks that share hosts: the ranks of a node, and one rank of each node, two communicators.
+"""Ranks that share hosts: a communicator made of two, the node's and one between nodes.
 
-Each of the first ranks of a node, as many as the smallest node has, takes a slice of what the node
-sends. So as little leaves a host as if it were one rank, and several ranks send it.
+The first ranks of each node, as many as the smallest node has, send a slice of the node's data
+each. So no more bytes leave a host than if it were one rank, and several ranks send them.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from tagi_ddp.communicators.reduce import finish, partial_op, widen
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.communicators.topology import ranks_by_host
 
-_SMALL = 8192  # bytes that one rank of each node sends in less time than several
+_SMALL = 8192  # bytes that one rank of each node sends faster than several
 CHUNK = 1 << 23
-"""Bytes of a sum that are between nodes while the nodes work on others."""
+"""The bytes of a sum that are between nodes while the nodes work on others."""
 
-_MORE = 60.0  # seconds that a level waits longer than the whole, which knows better who is late
+_MORE = 60.0  # seconds that a level waits longer than the whole, which names the late ranks
 
 
 class _Level(Communicator, Protocol):
-    """A communicator whose calls are also compared by what they are made for."""
+    """A communicator whose ranks compare the purpose of their calls, too."""
 
     purpose: str
 
 
 Stage = Callable[[int], Ready | None]
-"""Begins a part of the work on a chunk."""
+"""Begins one stage of the work on a chunk."""
 
 
 class TwoLevelCommunicator(NetworkCommunicator):
-    """A rank of several hosts, of which some have several ranks.
+    """A rank of several hosts, some of which have several ranks.
 
-    Sums, broadcasts, gathers and scatters are operations of the two levels, which compare what they
-    are made for. What goes from rank to rank, messages and `all_to_all`, goes by the library.
+    Sums, broadcasts, gathers and scatters are operations of the two levels, which compare their
+    purpose. Messages and `all_to_all` are operations of the library.
     """
 
     node: Communicator
-    """The ranks of this rank's host, in their order, over its memory."""
+    """The ranks of this rank's host, in rank order, over its memory."""
     inter_node: Communicator | None = None
-    """This rank and the ranks with its number on the other hosts; None if a host has none."""
+    """This rank and those with the same number on other hosts; None if a host has none."""
 
     def open(self, open_library: OpenLibrary, call: Call) -> None:
         """Connect all ranks, then those of each level."""
@@ -64,7 +64,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         self._hosts = ranks_by_host(self.sites.topology.locations)
         self._host = next(i for i, ranks in enumerate(self._hosts) if self.rank in ranks)
         here = self._hosts[self._host]
-        self._senders = min(map(len, self._hosts))  # of each host
+        self._senders = min(map(len, self._hosts))  # ranks of each host that send to others
         self._idle = [0] * (len(here) - self._senders)
         number = here.index(self.rank)
         token = secrets.token_hex(16)
@@ -87,30 +87,18 @@ class TwoLevelCommunicator(NetworkCommunicator):
         """The ranks of each host."""
         return self._hosts
 
-    def empty(
-        self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
-    ) -> npt.NDArray[Any]:
-        """Return zeros, in memory that the ranks of this host share."""
-
-        def allocate() -> npt.NDArray[Any]:
-            handshake = self._enter(call)
-            try:
-                zeros = self.node.empty(shape, dtype)
-            except CommunicatorError as error:
-                self._explain(handshake, self.node, error)
-            self._done(handshake, call)
-            return zeros
-
-        like = np.empty(shape, dtype)
-        call = self._call("empty", f"{like.dtype.name}{list(like.shape)}", None)
-        return self._submit(call, allocate, False).result()
+    def _zeros(self, handshake: Handshake, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        try:
+            return self.node.empty(like.shape, like.dtype)
+        except CommunicatorError as error:
+            self._explain(handshake, self.node, error)
 
     def _all_reduce(
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
     ) -> None:
         size, within = source.array.nbytes, partial_op(op)
         chunks = _chunks(source)
-        mine: list[Any] = [None] * len(chunks)  # of each chunk this rank's slice
+        mine: list[Any] = [None] * len(chunks)  # this rank's slice of each chunk
 
         def scatter(chunk: int) -> Ready | None:
             array = widen(source.array[chunks[chunk]], source.dtype)
@@ -145,12 +133,14 @@ class TwoLevelCommunicator(NetworkCommunicator):
             counts, none = self._slices(part.size, size), [0] * self.node.size
             own = counts[self.node.rank]
             mine[chunk] = np.empty(own, part.dtype)
-            if home != self._host:
-                return None
+            if home != self._host:  # The ranks of this node only compare the call, once.
+                if chunk:
+                    return None
+                nothing = part[:0], mine[chunk][:0], none, none
+                return self._begin(handshake, self.node, "all_to_all", *nothing)
             sent = counts if self.rank == root else none
             received = [*none[:first], own, *none[first + 1 :]]
-            given = part[: sum(sent)]
-            arguments = given, mine[chunk], sent, received
+            arguments = part[: sum(sent)], mine[chunk], sent, received
             return self._begin(handshake, self.node, "all_to_all", *arguments)
 
         def between(chunk: int) -> Ready | None:
@@ -172,11 +162,11 @@ class TwoLevelCommunicator(NetworkCommunicator):
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [self._shares(sum(size), target.array.nbytes) for size in sizes]  # by host, sender
+        slices = [self._shares(sum(size), target.array.nbytes) for size in sizes]  # [host][sender]
         by_sender = [[lengths[i] for lengths in slices] for i in range(self._senders)]
         totals = [*map(sum, by_sender), *self._idle]
         number, kind = self.node.rank, source.array.dtype
-        block = np.empty(sum(sizes[self._host]), kind)  # of this host's ranks
+        block = np.empty(sum(sizes[self._host]), kind)  # the data of this host's ranks
         mine = np.empty(totals[number], kind)
         everything = np.empty(sum(totals), kind)
         with self._by_levels(call) as handshake:
@@ -206,10 +196,10 @@ class TwoLevelCommunicator(NetworkCommunicator):
         op: ReduceOp,
     ) -> None:
         sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [self._shares(sum(size), source.array.nbytes) for size in sizes]  # by host, sender
-        given = cut(source.array, counts)
+        slices = [self._shares(sum(size), source.array.nbytes) for size in sizes]  # [host][sender]
+        by_rank = cut(source.array, counts)
         by_host = [
-            cut(np.concatenate([given[rank] for rank in ranks]), lengths)
+            cut(np.concatenate([by_rank[rank] for rank in ranks]), lengths)
             for ranks, lengths in zip(self._hosts, slices, strict=True)
         ]
         ordered = np.concatenate([part[i] for i in range(self._senders) for part in by_host])
@@ -230,11 +220,11 @@ class TwoLevelCommunicator(NetworkCommunicator):
             result = cut(block, sizes[self._host])[number]
             target.array[...] = finish(result, target.dtype, op, self.size)
 
-    # Parts of them.
+    # Operations of the levels.
 
     @contextmanager
     def _by_levels(self, call: Call) -> Iterator[Handshake]:
-        """Give the handshake of an operation that the levels carry out in the block."""
+        """Yield the handshake of an operation that the levels perform in the block."""
         handshake = self._handshake(call)
         handshake.begin()
         for level in self._levels:
@@ -265,8 +255,8 @@ class TwoLevelCommunicator(NetworkCommunicator):
                     work.wait(seconds)
                 except Timeout:
                     if not work.done():
-                        return False  # the wait has timed out, not the operation
-                    work.wait()  # raises the operation's own error, if it has one
+                        return False  # The wait has timed out, not the operation.
+                    work.wait()  # It raises the error of the operation, if it has one.
             except CommunicatorError as error:
                 raise self._in_world(level, error) from error
             return True
@@ -284,7 +274,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         handshake.explain(self._in_world(level, error))
 
     def _in_world(self, level: Communicator, error: CommunicatorError) -> CommunicatorError:
-        """Return an error of a level with the numbers that all ranks have."""
+        """Return an error of a level with ranks numbered as in the whole group."""
         ranks = self._hosts[self._host]
         if level is self.inter_node:
             ranks = [each[self.node.rank] for each in self._hosts]
@@ -299,25 +289,25 @@ class TwoLevelCommunicator(NetworkCommunicator):
         return count > 0 or self.node.rank == 0
 
     def _shares(self, count: int, size: int) -> list[int]:
-        """Return how many of ``count`` elements each sender takes of ``size`` bytes in all."""
+        """Return each sender's share of ``count`` elements of an operation on ``size`` bytes."""
         if size <= _SMALL:
             return [count] + [0] * (self._senders - 1)
         return equal_counts(count, self._senders)
 
     def _slices(self, count: int, size: int) -> list[int]:
-        """Return how many of them each rank of this host takes."""
+        """Return the share of each rank of this host; see `_shares`."""
         return [*self._shares(count, size), *self._idle]
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
         for level in self._levels:
-            with suppress(CommunicatorError):  # it may be closed
+            with suppress(CommunicatorError):  # The level may be closed.
                 level.abort(reason)
 
-    def _engine_close(self, clean: bool) -> None:
+    def _library_close(self, clean: bool) -> None:
         for level in self._levels:
             level.close()
-        super()._engine_close(clean)
+        super()._library_close(clean)
 
 
 def _chunks(elements: HostElements) -> list[slice]:
@@ -328,7 +318,7 @@ def _chunks(elements: HostElements) -> list[slice]:
 
 
 def _pipeline(handshake: Handshake, chunks: int, stages: Sequence[Stage]) -> None:
-    """Take all chunks through all stages, in the same order on all ranks, one chunk in each."""
+    """Run all stages on all chunks, one chunk in each stage, in the same order on all ranks."""
     begun: dict[int, Ready | None] = {}  # by chunk
     for tick in range(chunks + len(stages)):
         for number in range(len(stages) + 1):

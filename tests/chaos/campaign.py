@@ -29,7 +29,7 @@ from chaos.faults import KINDS, Fault, Report, broken_promises
 from chaos.rank import run
 from support.rank_pool import free_port, worker_environment
 
-from tagi_ddp.communicators.shm import meeting_name
+from tagi_ddp.communicators.shm import rendezvous_name
 
 RANK = Path(__file__).with_name("rank.py")
 LIMIT = 30.0  # seconds, for all ranks of a job to end
@@ -44,7 +44,7 @@ def play(fault: Fault) -> tuple[list[str], str]:
         reports = [_report(folder / f"{rank}.jsonl", statuses) for rank in range(fault.ranks)]
         left = [f"process {pid}" for pid in _running(folder)]
         names = Path("/proc/net/unix").read_text()
-        left += ["a socket" for n in range(2) if meeting_name(f"{folder.name}/{n}") in names]
+        left += ["a socket" for n in range(2) if rendezvous_name(f"{folder.name}/{n}") in names]
         return broken_promises(fault, reports, left), (folder / "output").read_text()
 
 

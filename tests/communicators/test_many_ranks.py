@@ -86,7 +86,7 @@ def start(comm: Any, timeout: float) -> tuple[float, int, int]:
 
 @pytest.mark.slow
 def test_sixty_four_ranks() -> None:
-    pool = RankPool("gloo", 64)
+    pool = RankPool("gloo", 64, environment={"TAGI_DDP_TWO_LEVELS": "0"})
     try:
         results = pool.run(start, 60.0, limit=200, timeout=100)
         assert {connections for *_, connections in results} == {15}

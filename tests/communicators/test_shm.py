@@ -65,8 +65,8 @@ except Exception as error:
 # Does what rank 1 does at the start, up to a point.
 DYING = """
 import array, fcntl, os, socket, struct, sys, time
-from tagi_ddp.communicators.shm import meeting_name
-name = "\\0tagi_ddp/%d/%s" % (os.geteuid(), meeting_name(sys.argv[1] + "/0"))
+from tagi_ddp.communicators.shm import rendezvous_name
+name = "\\0tagi_ddp/%d/%s" % (os.geteuid(), rendezvous_name(sys.argv[1] + "/0"))
 for _ in range(1000):
     meeting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

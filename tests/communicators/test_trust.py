@@ -20,7 +20,7 @@ from support.strangers import GUEST, HERE, NOBODY, RANK, place, started, store_p
 
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.init import init
-from tagi_ddp.communicators.shm import meeting_name
+from tagi_ddp.communicators.shm import rendezvous_name
 
 PACKAGE = Path(__file__).parents[2] / "tagi_ddp"
 # What runs code that it reads. `launch` sends functions to the ranks that it starts itself.
@@ -69,7 +69,7 @@ def test_ranks_with_other_secrets_are_told_so():
         started(GUEST, port, os.geteuid(), store_prefix(b"one"), HERE),
     ):
         _, errors = first.communicate(timeout=60)
-    assert "what stands there for rank 1 is not signed with this job's secret" in errors.lower()
+    assert "the store's record of rank 1 is not signed with this job's secret" in errors.lower()
     assert "TAGI_DDP_SECRET" in errors
 
 
@@ -157,7 +157,7 @@ time.sleep(60)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_name_that_another_user_took(rank):
-    name = f"tagi_ddp/{os.geteuid()}/{meeting_name(f'taken {rank}/0')}"
+    name = f"tagi_ddp/{os.geteuid()}/{rendezvous_name(f'taken {rank}/0')}"
     with started(HOLDER, NOBODY, name) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -190,7 +190,7 @@ def test_two_jobs_of_one_name_are_told_at_once():
 
 def test_a_rank_0_that_is_stopped_is_named():
     with started(MEETING, 0, 60) as first:
-        name = f"tagi_ddp/{os.geteuid()}/{meeting_name('one name/0')}"
+        name = f"tagi_ddp/{os.geteuid()}/{rendezvous_name('one name/0')}"
         wait_until(lambda: f"@{name}" in Path("/proc/net/unix").read_text())
         first.send_signal(signal.SIGSTOP)
         with started(MEETING, 1, 0.5) as second:
@@ -206,11 +206,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_only_the_secret_foretells_names(monkeypatch):
-    names = {meeting_name("a job")}
+    names = {rendezvous_name("a job")}
     for secret in ("", "one", "another"):
         monkeypatch.setenv("TAGI_DDP_SECRET", secret)
-        names.add(meeting_name("a job"))
-        assert meeting_name("a job") in names
+        names.add(rendezvous_name("a job"))
+        assert rendezvous_name("a job") in names
     assert len(names) == 4
 
 

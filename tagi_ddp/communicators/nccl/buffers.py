@@ -1,4 +1,4 @@
-"""Buffers on a CUDA device: torch tensors, and what gives the CUDA Array Interface or DLPack."""
+"""Buffers on a CUDA device: torch tensors, and objects with CUDA Array Interface or DLPack."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from tagi_ddp.communicators.buffers import (
 from tagi_ddp.communicators.communicator import Buffer
 from tagi_ddp.communicators.errors import BackendUnavailable
 
-_LEGACY_STREAM = 1  # of the interface: CUDA's default stream, whose handle is 0
+_LEGACY_STREAM = 1  # the interface's number of CUDA's default stream, whose handle is 0
 
 
 @dataclass
 class DeviceElements(Elements):
     """Elements in a device's memory.
 
-    ``stream`` is the handle of the stream that its caller works in; None for host objects over
-    memory of the device (managed memory), whose caller is the host itself. ``owner`` keeps the
-    memory alive.
+    ``stream`` is the handle of the caller's stream; None for host objects over memory of the device
+    (managed memory), which the host itself uses. ``owner`` keeps the memory alive.
     """
 
     owner: Any
@@ -41,7 +40,7 @@ class DeviceElements(Elements):
 
     @property
     def memory(self) -> tuple[int, int, str]:
-        """Address, number of elements and dtype, as `NcclRank` takes them."""
+        """The arguments of `NcclRank`: address, number of elements and dtype."""
         return self.address, self.count, self.dtype
 
     def tensor(self) -> Any:
@@ -82,9 +81,9 @@ def device_elements(
             f"{type(buffer).__name__}"
         )
     if found.count and (where := device.owner_of(found.address)) != device.ordinal:
-        place = "in the host's memory" if where < 0 else f"on cuda:{where}"
+        there = "in the host's memory" if where < 0 else f"on cuda:{where}"
         raise ValueError(
-            f"{name} lives {place}, but this communicator's buffers live on cuda:{device.ordinal}; "
+            f"{name} lives {there}, but this communicator's buffers live on cuda:{device.ordinal}; "
             "copy it there first"
         )
     return found

@@ -1,9 +1,9 @@
-"""Ranks with a CUDA device each, by NCCL: operations are put into a stream.
+"""Ranks with a CUDA device each, by NCCL: operations are enqueued in a stream.
 
-Buffers live on the device. A blocking call returns when its operation is complete; with
-``async_op=True`` it returns an `NcclWork`, whose ``order()`` lets the caller's stream wait instead
-of the host. A thread looks after operations that nothing waits for: when one fails or its time is
-up, the communicator is aborted on all ranks, and the next call says why.
+Buffers are on the device. A blocking call returns when its operation is complete. With
+``async_op=True`` it returns an `NcclWork`, whose ``order()`` makes the caller's stream wait instead
+of the host. A thread polls operations for which nothing waits: if one fails or exceeds its limit,
+the communicator is aborted on all ranks, and the next call raises the error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tagi_ddp.communicators.nccl.work import NcclWork
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
 from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
 
-# NCCL rounds to 16 bits after each addition, and knows no integers of 16 bits.
+# NCCL rounds to 16 bits after each addition, and has no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
 T = TypeVar("T")
 
-_TICK = 0.01  # seconds between two looks at operations that nothing waits for
+_TICK = 0.01  # seconds between two polls of operations for which nothing waits
 
 
 class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
@@ -47,43 +47,43 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
     def __init__(
         self, rank: int, size: int, timeout: float, channel: ControlChannel, device: Device
     ) -> None:
-        """Make rank ``rank`` of ``size`` on ``device``; `open_engine` comes next."""
+        """Make rank ``rank`` of ``size`` on ``device``; call `open` next."""
         super().__init__(rank, size, timeout, channel)
         self.device = f"cuda:{device.ordinal}"
         self._device = device
         self._nccl = open_nccl()
-        # One for collectives, one for the messages of each direction of each pair.
-        self._engines: dict[str, NcclRank] = {}
+        # One for collectives, and one for messages of each pair in each direction.
+        self._connections: dict[str, NcclRank] = {}
         self._pairs_connected = False
-        self._beginning: StreamHandshake | None = None  # of a call that NCCL has not returned from
-        self._enqueueing = threading.RLock()  # operations in the order of the calls
+        self._beginning: StreamHandshake | None = None  # of a call from which NCCL has not returned
+        self._enqueueing = threading.RLock()  # It keeps operations in the order of the calls.
         self._pending: deque[NcclWork] = deque()
-        self._completed = -1  # the last collective that is complete here, as all before it
-        self._looking = threading.Lock()
+        self._completed = -1  # the last collective that is complete here with all before it
+        self._polling = threading.Lock()
         self._grouped: list[tuple[Call, NcclWork]] | None = None
         self._ending = threading.Event()
         self._helper = threading.Thread(
             target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
         )
 
-    def open_engine(self, call: Call) -> None:
-        """Connect the ranks' devices; ``call`` is what their errors name."""
+    def open(self, call: Call) -> None:
+        """Connect the ranks' devices; errors name ``call``."""
         handshake = self._handshake(call)
-        engine = self._connect(handshake, "all", self.rank, self.size, minimal=True)
+        connection = self._connect(handshake, "all", self.rank, self.size, minimal=True)
         with handshake.explaining():
-            engine.make_blocking()
-        handshake.wait_for(engine.ready)
+            connection.make_blocking()
+        handshake.wait_for(connection.ready)
         self._helper.start()
 
-    # Several operations as one, and objects of the host.
+    # Groups of operations, and objects of the host.
 
     @contextlib.contextmanager
     def group(self) -> Iterator[NcclWork]:
-        """Run the collectives that are called in the block as one, which starts at its end.
+        """Run the collectives of the block as one operation, which starts at its end.
 
-        In the block every call returns None; the block gets the `Work` of all of them. The
-        operations may run at once, so they share no buffer that one of them writes to; their
-        buffers are of one stream. `barrier`, `split` and messages raise a RuntimeError.
+        In the block every call returns None; the context is the `Work` of all of them. They may run
+        at the same time, so they must not share a buffer to which one of them writes; all buffers
+        must be of one stream. `barrier`, `split` and messages raise a RuntimeError.
         """
         group = NcclWork()
         with self._enqueueing:
@@ -102,7 +102,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
                 self._start(call, group, awaited=False)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, in rank order, by way of the hosts."""
+        """Return every rank's ``value``, in rank order, through the hosts."""
 
         own = json.loads(json.dumps(value))
 
@@ -115,7 +115,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         call = self._call("all_gather_object", "", None)
         return self._submit(call, gather, False).result()
 
-    # Operations, which `_start` puts into their stream.
+    # Operations, which `_start` enqueues in their stream.
 
     def _elements(self, buffer: Buffer, name: str, *, writable: bool = False) -> DeviceElements:
         return device_elements(buffer, name, self._device, writable=writable)
@@ -128,20 +128,20 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             source = target = self._widened(source)
         return NcclWork(
             source.stream,
-            [lambda: self._engine.all_reduce(source.memory, target.memory, op)],
+            [lambda: self._all_ranks.all_reduce(source.memory, target.memory, op)],
             [source, target, narrow],
             _narrowing(target, narrow),
         )
 
     def _broadcast(self, call: Call, data: DeviceElements, root: int) -> NcclWork:
-        return NcclWork(data.stream, [lambda: self._engine.broadcast(data.memory, root)], [data])
+        return NcclWork(data.stream, [lambda: self._all_ranks.broadcast(data.memory, root)], [data])
 
     def _all_gather(
         self, call: Call, source: DeviceElements, target: DeviceElements, counts: list[int]
     ) -> NcclWork:
         return NcclWork(
             source.stream,
-            [lambda: self._engine.all_gather(source.memory, target.memory, counts)],
+            [lambda: self._all_ranks.all_gather(source.memory, target.memory, counts)],
             [source, target],
         )
 
@@ -158,7 +158,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             source, target = self._widened(source), self._widened(target)
         return NcclWork(
             source.stream,
-            [lambda: self._engine.reduce_scatter(source.memory, target.memory, counts, op)],
+            [lambda: self._all_ranks.reduce_scatter(source.memory, target.memory, counts, op)],
             [source, target, narrow],
             _narrowing(target, narrow),
         )
@@ -176,7 +176,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
 
         return NcclWork(
             source.stream,
-            [lambda: self._engine.all_to_all(source.memory, target.memory, sent, received)],
+            [lambda: self._all_ranks.all_to_all(source.memory, target.memory, sent, received)],
             [source, target],
             messages={r: fits(sent[r], received[r]) for r in self._others},
             expected={r: fits(received[r], sent[r]) for r in self._others},
@@ -184,26 +184,26 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
 
     def _barrier(self, call: Call) -> None:
         for work in list(self._pending):
-            work.wait()
+            work.await_end()
         super()._barrier(call)
 
-    def _engine_send(self, handshake: Handshake, data: DeviceElements, dst: int) -> None:
-        engine = self._connect(handshake, f"{self.rank} to {dst}", 0, 2)
-        self._transfer(handshake, engine, data, lambda: engine.send(data.memory, 1))
+    def _library_send(self, handshake: Handshake, data: DeviceElements, dst: int) -> None:
+        pair = self._connect(handshake, f"{self.rank} to {dst}", 0, 2)
+        self._transfer(handshake, pair, data, lambda: pair.send(data.memory, 1))
 
-    def _engine_recv(self, handshake: Handshake, data: DeviceElements, src: int) -> None:
-        engine = self._connect(handshake, f"{src} to {self.rank}", 1, 2)
-        self._transfer(handshake, engine, data, lambda: engine.recv(data.memory, 0))
+    def _library_recv(self, handshake: Handshake, data: DeviceElements, src: int) -> None:
+        pair = self._connect(handshake, f"{src} to {self.rank}", 1, 2)
+        self._transfer(handshake, pair, data, lambda: pair.recv(data.memory, 0))
 
     def _transfer(
         self,
         handshake: Handshake,
-        engine: NcclRank,
+        connection: NcclRank,
         data: DeviceElements,
         enqueue: Callable[[], None],
     ) -> None:
         with handshake.explaining():
-            operation = engine.group(data.stream, enqueue)
+            operation = connection.group(data.stream, enqueue)
         handshake.wait_for(operation.enqueued)
         handshake.wait_for(operation.complete)
 
@@ -211,13 +211,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         part = NcclCommunicator(
             members.rank, len(members.ranks), self.timeout, members.connect(), self._device
         )
-        return opened(part, NcclCommunicator.open_engine, call)
+        return opened(part, NcclCommunicator.open, call)
 
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
-        """Return a copy in the dtype in which its sums are made."""
+        """Return a copy in the dtype of its sums."""
         torch = import_torch(f"a reduction of {narrow.dtype}")
-        for work in list(self._pending):  # the copy is not one of their stream
-            work.settle(narrow.stream)
+        for work in list(self._pending):  # Their stream does not order the copy.
+            work.order_before(narrow.stream)
         wide = narrow.tensor().to(getattr(torch, _WIDE[narrow.dtype]))
         return DeviceElements(
             _WIDE[narrow.dtype], narrow.count, wide.data_ptr(), wide, narrow.stream
@@ -226,15 +226,15 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
     # Order and the end.
 
     @property
-    def _engine(self) -> NcclRank:
-        return self._engines["all"]
+    def _all_ranks(self) -> NcclRank:
+        return self._connections["all"]
 
     def _connect(
         self, handshake: Handshake, name: str, rank: int, size: int, minimal: bool = False
     ) -> NcclRank:
-        """Return the connection called ``name``, whose rank ``rank`` of ``size`` this one is."""
-        if name in self._engines:
-            return self._engines[name]
+        """Return the connection ``name``, in which this is rank ``rank`` of ``size``."""
+        if name in self._connections:
+            return self._connections[name]
         key, channel, values = f"nccl {name}", self._channel, self._channel.notes.values
         with handshake.explaining():
             if rank == 0:
@@ -244,10 +244,10 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             lambda seconds: channel.until(lambda: key in values, time.monotonic() + seconds)
         )
         with handshake.explaining():
-            engine = NcclRank.connect(self._nccl, self._device, rank, size, values[key], minimal)
-        self._engines[name] = engine
-        handshake.wait_for(engine.ready)
-        return engine
+            made = NcclRank.connect(self._nccl, self._device, rank, size, values[key], minimal)
+        self._connections[name] = made
+        handshake.wait_for(made.ready)
+        return made
 
     def _submit(
         self,
@@ -256,7 +256,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         async_op: bool,
         queue: OperationQueue | None = None,
     ) -> Ticket[T]:
-        with self._enqueueing:  # while one thread has a group the others wait
+        with self._enqueueing:  # While one thread has a group, the others wait.
             if self._grouped is not None:
                 raise RuntimeError(f"{call.name}() inside of group(): end the block before")
         return super()._submit(call, operation, async_op, queue)
@@ -275,12 +275,11 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             self._start(call, work, awaited=not async_op)
         if async_op:
             return work
-        with self._inside:
-            work.wait()
+        work.wait()
         return None
 
     def _start(self, call: Call, work: NcclWork, awaited: bool) -> None:
-        """Put an operation into its stream; the calls of the ranks are compared later."""
+        """Enqueue an operation in its stream; the ranks' calls are compared later."""
         with self._lock:
             self._number(call)
         self._check_failure(call)
@@ -289,7 +288,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         try:
             handshake.enter(work.messages, work.expected, awaited)
             if work.messages and not self._pairs_connected:
-                handshake.await_all()  # it connects each two of them, and waits for both
+                handshake.await_all()  # NCCL connects each pair, and waits for both.
             self._beginning = handshake
 
             def enqueue() -> None:
@@ -297,15 +296,15 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
                     each()
 
             with handshake.explaining():
-                operation = self._engine.group(work.stream, enqueue)
+                operation = self._all_ranks.group(work.stream, enqueue)
             self._pairs_connected |= bool(work.messages)
         except BaseException as error:
             self._break(call, error)
             raise
         finally:
             self._beginning = None
-        call.deadline = math.inf  # until it begins
-        work.begin(call, operation, handshake, self._where(call.title), self._fail)
+        call.deadline = math.inf  # Its limit counts once it begins.
+        work.begin(call, operation, handshake, self._where(call.title), self._inside, self._fail)
         self._pending.append(work)
         work.finish()
 
@@ -320,16 +319,16 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         )
 
     def look_after(self) -> None:
-        """Let go of what is complete, so that ranks that wait hear how far this one is.
+        """Drop complete operations, and report the last one to ranks that wait for it.
 
         Raises the error of an operation that failed.
         """
-        with self._looking:
+        with self._polling:
             if (beginning := self._beginning) is not None:
                 try:
                     beginning.poll()
                 except CommunicatorError as error:
-                    self._fail(error, what_happened(error))  # and NCCL's call ends
+                    self._fail(error, what_happened(error))  # This ends NCCL's call, too.
                     raise
             while self._pending and self._pending[0].poll():
                 self._completed = self._pending.popleft().number
@@ -338,7 +337,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
-        self._engine_close(clean=False)
+        self._library_close(clean=False)
 
     def _leave(self) -> None:
         with contextlib.suppress(CommunicatorError):
@@ -346,17 +345,17 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
                 work.wait()
             self.look_after()
         self._copied = self._completed
-        # The helper must find no closed channel, nor the interpreter's end inside of NCCL.
+        # The helper must not use a closed channel, nor be in NCCL when the interpreter ends.
         self._ending.set()
         if self._helper.is_alive():
             self._helper.join(self.timeout)
         super()._leave()
 
-    def _engine_close(self, clean: bool) -> None:
-        # All ranks are through with all operations, so there is nothing that this could hurt.
-        for engine in list(self._engines.values()):
+    def _library_close(self, clean: bool) -> None:
+        # All ranks have completed all operations, so an abort harms none.
+        for connection in list(self._connections.values()):
             with contextlib.suppress(RuntimeError):
-                engine.abort()
+                connection.abort()
 
 
 def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
@@ -364,12 +363,12 @@ def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
 
 
 def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> list[Callable[[], object]]:
-    """Return the copy of a wide result to the caller's buffer, if it is in another."""
+    """Return the step that copies a wide result to the caller's buffer, if that is another."""
     return [] if wide is narrow else [lambda: narrow.tensor().copy_(wide.tensor())]
 
 
 def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
-    """Look after a communicator now and then, until it ends or nothing refers to it any more."""
+    """Look after a communicator now and then, until it closes or is garbage."""
 
     def exists() -> bool:
         comm = reference()

@@ -1,4 +1,4 @@
-"""How the ranks of NCCL find each other, or learn why they cannot."""
+"""Connection of the ranks of NCCL; if one cannot take part, all raise its reason."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tagi_ddp.communicators.network.checked import open_channel, opened
 def create(
     rank: int,
     world_size: int,
-    place: tuple[int | None, int],
+    device_or_rank: tuple[int | None, int],
     timeout: float,
     exchange: Callable[[list[Any]], Sequence[list[Any]]],
 ) -> NcclCommunicator:
-    """Return this rank's communicator; ``place`` is its device's number, or None, and local rank.
+    """Return this rank's communicator, on the device of a number or, if that is None, local rank.
 
-    ``exchange`` returns what every rank gives it, as JSON: how the ranks find each other. Raises
-    BackendUnavailable, on all ranks, when one cannot take part, NcclMissing if that is all.
+    ``exchange`` returns every rank's value, sent as JSON. Raises BackendUnavailable, on all ranks,
+    if one cannot take part, NcclMissing if only NCCL is missing.
     """
     found: Device | None = None
     problem: BackendUnavailable | None = None
     try:
-        number, local_rank = place
+        number, local_rank = device_or_rank
         found = find_device(local_device(local_rank) if number is None else number)
         open_nccl()
     except BackendUnavailable as error:
@@ -39,7 +39,7 @@ def create(
     def exchange_records(record: bytes) -> Sequence[bytes]:
         own = None if problem is None else [isinstance(problem, NcclMissing), str(problem)]
         answers = exchange([own, record.decode()])
-        problems = {rank: told for rank, (told, _) in enumerate(answers) if told is not None}
+        problems = {rank: each for rank, (each, _) in enumerate(answers) if each is not None}
         if problems:
             only_nccl = all(lacks_nccl for lacks_nccl, _ in problems.values())
             kind = NcclMissing if only_nccl else BackendUnavailable
@@ -53,4 +53,4 @@ def create(
     channel = open_channel(where, rank, hosts, call, exchange_records)
     assert found is not None, "else exchange_records has raised"
     comm = NcclCommunicator(rank, world_size, timeout, channel, found)
-    return opened(comm, NcclCommunicator.open_engine, call)
+    return opened(comm, NcclCommunicator.open, call)

@@ -1,4 +1,4 @@
-"""The handshake of ranks for an operation in a stream, which starts before they compare."""
+"""The handshake of an operation in a stream, which starts before ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
 
-_FEW = 8  # ranks, whose messages cost less than NCCL's call itself
-_HELD = 32  # messages of operations that this rank does not wait for
-_SLICE = 0.02  # seconds at the device between two looks at the messages
+_FEW = 8  # ranks for which messages between all cost less than NCCL's call
+_HELD = 32  # messages that may be held, if this rank does not wait for their operations
+_SLICE = 0.02  # seconds at the device between two reads of the control channel
 
 
 class StreamHandshake(Handshake):
-    """A collective that starts before the messages of the others come.
+    """A collective that starts before the messages of the others arrive.
 
-    A few ranks all tell each other what they call, and compare; of many, each tells the next one
-    only: if not all call the same, two neighbours differ. Where what is right differs by the rank
-    (in all_to_all), all tell all.
+    A few ranks send their calls to all others, which compare. More ranks send them to the next rank
+    only: if any calls differ, those of two neighbours do. If the expected message differs by rank
+    (in all_to_all), all ranks send to all.
     """
 
     def enter(self, messages: dict[int, str], expected: dict[int, str], awaited: bool) -> None:
         """Send this call to the ranks that compare it; do not wait for theirs.
 
-        ``messages`` and ``expected`` are texts by rank, if what is right differs by rank. Unless it
-        is to be ``awaited``, the messages go with later ones, or when the communicator looks after
-        its operations, if they are few.
+        ``messages`` and ``expected`` are texts by rank, if the expected message differs by rank.
+        Unless the operation is ``awaited``, a few messages may be held: they are sent with later
+        ones, or when the communicator looks after its operations.
         """
         call, size = self._call, len(self._peers) + 1
         call.waits_for = lambda: self._at_fault(self._unfinished())
@@ -52,14 +52,14 @@ class StreamHandshake(Handshake):
         self._channel.glance(self._interrupted)
 
     def await_all(self) -> None:
-        """Return once all ranks call what fits this call."""
-        if not self._until(self._settled, self._call.deadline):
+        """Return once the calls of all ranks fit this one."""
+        if not self._until(self._all_fit, self._call.deadline):
             self._time_out(self._call.waits_for())
 
     def follow(self, operation: NcclOperation, end: float) -> bool:
         """Wait until ``end`` at most; return whether it is complete, and the ranks' calls fit.
 
-        The time of the call's own limit counts from when the operation begins on the device.
+        The limit of the call counts from the time when the operation begins on the device.
         """
         call = self._call
         while True:
@@ -75,7 +75,7 @@ class StreamHandshake(Handshake):
             if time.monotonic() > end:
                 return False
         call.deadline = min(call.deadline, time.monotonic() + call.limit)
-        if not self._fits() and not self._until(self._settled, min(end, call.deadline)):
+        if not self._fits() and not self._until(self._all_fit, min(end, call.deadline)):
             if time.monotonic() < call.deadline:
                 return False
             self._time_out(call.waits_for())
@@ -84,28 +84,28 @@ class StreamHandshake(Handshake):
         return True
 
     def _interrupted(self) -> bool:
-        # A rank closes when all are through with what it called: it does not come any more.
+        # A rank closes once all have completed its calls: it takes part in no other.
         self._fits()
         self._check(self._unfinished(), self._gone())
         return False
 
-    def _settled(self) -> bool:
-        # What a root sends is complete where it came, though a rank died before it called.
+    def _all_fit(self) -> bool:
+        # A broadcast is complete on ranks that have its data, even if another died before its call.
         if self._fits():
             return True
-        came, number = self._notes.entered, self._call.number
-        missing = [rank for rank in self._expected if (rank, self._theirs, number) not in came]
+        entered, number = self._notes.entered, self._call.number
+        missing = [rank for rank in self._expected if (rank, self._theirs, number) not in entered]
         self._check(missing, self._gone())
         return False
 
     def _fits(self) -> bool:
-        """Tell whether all messages have come; raise Mismatch for one that does not fit."""
-        call, came = self._call, 0
+        """Return whether all messages have arrived; raise Mismatch for one that does not fit."""
+        call, arrived = self._call, 0
         for rank, expected in self._expected.items():
             message = self._notes.entered.get((rank, self._theirs, call.number))
             if message is None:
                 continue
-            came += 1
+            arrived += 1
             if message == self._fitting[rank]:
                 continue
             name, arguments, content = json.loads(message)
@@ -119,4 +119,4 @@ class StreamHandshake(Handshake):
                     "rank sends what the other expects.",
                     [rank],
                 )
-        return came == len(self._expected)
+        return arrived == len(self._expected)

@@ -1,4 +1,4 @@
-"""Where NCCL's and CUDA's libraries are: opened when a communicator needs them, never before."""
+"""NCCL's and CUDA's libraries, opened when a communicator needs them, never before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTALL = "pip install nvidia-nccl-cu12, or nvidia-nccl-cu13, as the driver's C
 
 
 class NcclMissing(BackendUnavailable):
-    """There is no NCCL that can be used; all else that it takes may be there."""
+    """No usable NCCL was found; the driver and the GPU may work."""
 
 
 def open_cuda() -> Cuda:
@@ -36,12 +36,12 @@ def open_cuda() -> Cuda:
 def open_nccl() -> Nccl:
     """Return NCCL's library, 2.18 or newer.
 
-    The first that can be used of: the one that TAGI_DDP_LIBNCCL names, and then no other; what this
+    That is the one that TAGI_DDP_LIBNCCL names, or else the first usable one of: the one that this
     process has loaded already; that of PyPI's wheels for CUDA 12 or 13; the system's.
 
     Raises NcclMissing.
     """
-    # Connect all ranks when they meet, and not in the first operation, which would wait for them.
+    # Connect all ranks in `init`, not in the first operation, which would wait for them.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     chosen = setting("LIBNCCL")
     if chosen == STUB:
@@ -62,7 +62,7 @@ def open_nccl() -> Nccl:
 def local_device(local_rank: int) -> int:
     """Return the number of the device for a local rank.
 
-    That is the same, unless the launcher shows each rank one device, which then is number 0. Raises
+    It is the local rank, or 0 if the launcher shows each rank one device. Raises
     BackendUnavailable.
     """
     return 0 if open_cuda().device_count == 1 else local_rank

@@ -1,4 +1,4 @@
-"""Operations of NCCL: the call that enqueues them, and their end, awaited or not."""
+"""Operations of NCCL, from the call that enqueues them to their end, awaited or not."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.errors import CommunicatorError, Timeout, what_happened
+from tagi_ddp.communicators.errors import REENTERED, CommunicatorError, Timeout, what_happened
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
+from tagi_ddp.communicators.operation_queue import Inside
 
-_MOMENT = 0.05  # seconds
+_MOMENT = 0.05  # seconds for which the helper may hold the lock
 
 
 @dataclass(eq=False)
 class NcclWork:
     """An operation, or several as one: the `Work` of a call with buffers on a device.
 
-    stream: the caller's; None for host objects. enqueue: the calls of NCCL. after: finishes the
-    result, in the caller's stream. buffers: kept until the end. messages: a text for each rank that
-    must know more of this call than that it is the same; expected: the texts of those ranks.
+    stream: the caller's; None for host objects. enqueue: the calls of NCCL. after: steps to finish
+    the result, in the caller's stream. buffers: kept until the end. messages: a text for each rank
+    that compares more than the calls; expected: the texts that fit from those ranks.
     """
 
     stream: int | None = None
@@ -34,14 +35,14 @@ class NcclWork:
     expected: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Prepare; `begin` follows when the operation is in its stream."""
+        """Prepare; call `begin` once the operation is in its stream."""
         self._handshake: StreamHandshake | None = None
         self._lock = threading.Lock()
         self._complete = False
         self._error: CommunicatorError | None = None
 
     def gather(self, works: Sequence[NcclWork]) -> None:
-        """Become a group of operations, which have the same stream; else raise ValueError."""
+        """Become a group of operations of one stream; raise ValueError if they have several."""
         streams = {work.stream for work in works}
         if len(streams) > 1:
             raise ValueError(
@@ -60,19 +61,20 @@ class NcclWork:
         operation: NcclOperation,
         handshake: StreamHandshake,
         where: str,
+        inside: Inside,
         fail: Callable[[CommunicatorError, str], None],
     ) -> None:
         """Follow ``operation``, which has been enqueued; ``fail`` breaks the communicator."""
         self.number = call.number
         self._call, self._operation, self._where, self._fail = call, operation, where, fail
-        self._handshake = handshake
+        self._inside, self._handshake = inside, handshake
 
     def finish(self) -> None:
-        """Carry out what is left to do with the result, before anything else uses it."""
+        """Run the steps in ``after`` on the result, before anything else uses it."""
         steps = self.after
         if not steps:
             return
-        self.settle(self.stream)
+        self.order_before(self.stream)
         for step in steps:
             step()
         if self.stream is not None:
@@ -81,15 +83,22 @@ class NcclWork:
     def wait(self, timeout: float | None = None) -> None:
         """Block until complete; raise its error if it failed.
 
-        ``timeout`` in seconds limits this wait only: the operation goes on after the `Timeout`.
+        ``timeout`` in seconds limits this wait only: the operation continues after the `Timeout`.
         """
-        if self._handshake is None:  # a group of no operations
+        if self._handshake is None:  # It is a group of no operations.
             return
+        if self._inside.here:
+            raise CommunicatorError(f"{self._where}: {REENTERED}")
+        with self._inside:
+            self.await_end(timeout)
+
+    def await_end(self, timeout: float | None = None) -> None:
+        """Do what `wait` does, inside of another operation of this thread."""
         limit = self._call.limit if timeout is None else timeout
         end = time.monotonic() + limit
         while not self._poll(end):
             if timeout is None and not math.isinf(self._call.deadline):
-                end = self._call.deadline + 1.0  # it began late, and ends by its own limit
+                end = self._call.deadline + 1.0  # It began late, and ends by its own limit.
             else:
                 missing = self._call.waits_for()
                 what = f"not complete in {limit:g} s"
@@ -97,7 +106,7 @@ class NcclWork:
                     what += ": the work before it in the caller's stream is not"
                 text = f"{self._where}: {what}. It goes on; wait again."
                 raise Timeout(text, missing)
-        self.enqueue, self.buffers, self.after = [], [], []  # keep nothing alive
+        self.enqueue, self.buffers, self.after = [], [], []  # Keep none of them alive.
 
     def done(self) -> bool:
         """Return, without blocking, whether it is complete or has failed."""
@@ -107,15 +116,15 @@ class NcclWork:
             return True
 
     def order(self) -> None:
-        """Put what the caller's stream gets from now on behind it; the host does not wait.
+        """Make later work in the caller's stream wait for it; the host does not wait.
 
         If it fails, the next operation raises the error. For host objects, `wait`.
         """
-        if self.buffers:  # it has not been awaited
-            self.settle(self.stream)
+        if self.buffers:  # It has not been awaited.
+            self.order_before(self.stream)
 
-    def settle(self, stream: int | None) -> None:
-        """Put what ``stream`` gets from now on behind it; None: wait on the host."""
+    def order_before(self, stream: int | None) -> None:
+        """Make later work in ``stream`` wait for it; None: wait on the host."""
         if stream is None:
             self.wait()
         elif self._handshake is not None:
@@ -138,7 +147,7 @@ class NcclWork:
     def _poll(self, end: float) -> bool:
         if self._handshake is None:
             return True
-        # The thread that looks after works has the lock for a moment.
+        # The helper of the communicator holds the lock for a moment.
         if not self._lock.acquire(timeout=max(_MOMENT, end - time.monotonic())):
             return False
         try:

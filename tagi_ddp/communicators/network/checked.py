@@ -1,7 +1,7 @@
 """Communicators over another library, made safe by a `ControlChannel` beside it.
 
-An engine may hang, crash or mix up data when ranks fail or do not call the same. So the ranks tell
-each other over the channel what they call, how it ends, and that they are still there.
+A library may hang, crash or mix up data if ranks fail or make different calls. So the ranks send
+each other over the channel what they call, how it ends, and that they are alive.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.mesh import Listener, best_address
 from tagi_ddp.communicators.control.notes import Failure, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
-from tagi_ddp.communicators.guard import last_words
+from tagi_ddp.communicators.guard import uncaught_error
 
 W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
 
-_SETUP = 1  # number of the handshake of what opens an engine, behind that of the control channel
+_SETUP = 1  # the number of the handshake that opens a library; 0 is that of its channel
 
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks of a part of a communicator, as ``rank`` of them sees it.
+    """Some ranks of a communicator, of which this one is number ``rank``.
 
-    ``ranks`` are their numbers in the whole. ``connect`` makes their control channel. ``token`` is
-    known to them alone.
+    ``ranks`` are their numbers in the whole. ``connect`` makes their control channel. No other
+    rank knows ``token``.
     """
 
     rank: int
@@ -48,23 +48,23 @@ class Members:
 
 
 class CheckedCommunicator(BaseCommunicator[E, R]):
-    """A rank with a control channel; a subclass adds the engine and its collectives."""
+    """A rank with a control channel; a subclass adds the library and its collectives."""
 
     def __init__(self, rank: int, size: int, timeout: float, channel: ControlChannel) -> None:
-        """Make rank ``rank`` of ``size``; its engine is yet to be opened."""
+        """Make rank ``rank`` of ``size``; its library is not open yet."""
         super().__init__(rank, size, timeout)
         self._channel = channel
         self._others = [r for r in range(size) if r != rank]
-        self._copied = 0  # the last collective that used the engine
+        self._copied = 0  # the last collective that used the library
         self._sent: defaultdict[int, int] = defaultdict(int)
         _open.add(self)
 
     @abstractmethod
-    def _engine_send(self, handshake: Handshake, data: E, dst: int) -> None:
-        """Send to ``dst``, which receives now; ``handshake`` waits for the engine."""
+    def _library_send(self, handshake: Handshake, data: E, dst: int) -> None:
+        """Send to ``dst``, which receives now; ``handshake`` waits for the library."""
 
     @abstractmethod
-    def _engine_recv(self, handshake: Handshake, data: E, src: int) -> None:
+    def _library_recv(self, handshake: Handshake, data: E, src: int) -> None:
         """Receive from ``src``, which sends now."""
 
     @abstractmethod
@@ -72,24 +72,24 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Return a communicator of some of the ranks, all of which call this now."""
 
     @abstractmethod
-    def _engine_close(self, clean: bool) -> None:
-        """Free the engine; unless ``clean``, without waiting for what may be stuck in it."""
+    def _library_close(self, clean: bool) -> None:
+        """Free the library; unless ``clean``, do not wait for operations that may be stuck."""
 
     def check(self) -> None:
-        """Raise what this rank knows already that would end the next operation; nobody waits."""
+        """Raise the error that would end the next operation, if it is known; do not wait."""
         super().check()
         self._handshake(Call("check", "", 0.0, number=self._numbers["collectives"] + 1)).check()
 
     def _send(self, call: Call, data: E, dst: int) -> None:
         handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
         handshake.compare()
-        self._engine_send(handshake, data, dst)
+        self._library_send(handshake, data, dst)
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
         handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
         handshake.compare()
-        self._engine_recv(handshake, data, src)
+        self._library_recv(handshake, data, src)
         handshake.leave()
 
     def _barrier(self, call: Call) -> None:
@@ -133,7 +133,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         peers: list[int] | None = None,
         series: tuple[Series, Series] = (Series.COLLECTIVE, Series.COLLECTIVE),
     ) -> Handshake:
-        """Return what brings ``peers`` together, or all other ranks, for ``call``."""
+        """Return the handshake for ``call`` with ``peers``, or with all other ranks."""
         return Handshake(
             self._channel,
             self._where(call.title),
@@ -147,12 +147,12 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         self._channel.fail(Failure(type(error).__name__, error.ranks, reason))
 
     def _leave(self) -> None:
-        # The others may still be reading what this rank's engine sent.
+        # The others may still be reading data that this rank has sent.
         with self._channel.sending() as notes:
             notes.acknowledge(self._copied)
         self._channel.until(self._all_through, time.monotonic() + self.timeout)
         clean = self._failure is None and not notes.failures
-        self._engine_close(clean)
+        self._library_close(clean)
         self._channel.close()
         _open.discard(self)
 
@@ -167,10 +167,10 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         )
 
     def end_with_process(self) -> None:
-        """Close; abort first, so that the others learn the reason, if an error ends the process."""
+        """Close; if the process ends by an error or in an operation, abort before."""
         if self._is_forked():
             return
-        reason = last_words()
+        reason = uncaught_error()
         if reason is None and self._inside:
             reason = "the process ends while another thread is in an operation"
         if reason is not None:
@@ -183,7 +183,7 @@ _open: weakref.WeakSet[CheckedCommunicator[Any, Any]] = weakref.WeakSet()
 
 @atexit.register
 def close_all() -> None:
-    """Close every open communicator of this process, which ends."""
+    """Close every open communicator at the end of this process."""
     for communicator in list(_open):
         communicator.end_with_process()
 
@@ -196,17 +196,17 @@ def open_channel(
     exchange: Callable[[bytes], Sequence[bytes]],
     secret: bytes = b"",
 ) -> ControlChannel:
-    """Return this rank's control channel to all others, which run on ``hosts``.
+    """Return this rank's control channel to all others; rank r runs on ``hosts[r]``.
 
-    ``where`` begins the text of an error. ``exchange(record)`` returns every rank's record; it
-    raises what keeps it from that. ``secret`` is the job's, where strangers may read records.
+    ``where`` begins the text of an error. ``exchange(record)`` returns every rank's record, or
+    raises. ``secret`` is the job's, if strangers may read records.
     """
     with closing(Listener(secret, one_host=len(set(hosts)) == 1)) as listener:
         records = exchange(listener.record)
         channel, missing = _connect(listener, rank, records, hosts, call)
     if missing:
         raise Timeout(f"{where}: {timeout_text(missing, call.limit)}", missing)
-    # Not every rank has neighbours on other hosts, which tell it by what address they reach it.
+    # Only neighbours on other hosts know this host's address, and not every rank has one.
     others = [r for r in range(len(hosts)) if r != rank]
     series = Series.SETUP, Series.SETUP
     handshake = Handshake(channel, where, call, others, series, lambda: None)
@@ -218,7 +218,7 @@ def open_channel(
 def _connect(
     listener: Listener, rank: int, records: Sequence[bytes], hosts: Sequence[str], call: Call
 ) -> tuple[ControlChannel, list[int]]:
-    """Return this rank's channel, and the neighbours that did not come; then it is closed."""
+    """Return this rank's channel and the missing neighbours; if there are any, it is closed."""
     connections, missing = listener.connect(rank, records, call.deadline)
     channel = ControlChannel(connections, rank, hosts)
     if missing:
@@ -228,11 +228,11 @@ def _connect(
     return channel, missing
 
 
-def opened(communicator: W, open_engine: Callable[[W, Call], None], call: Call) -> W:
-    """Return ``communicator`` once ``open_engine`` has opened it; if that fails, all learn why."""
+def opened(communicator: W, open_library: Callable[[W, Call], None], call: Call) -> W:
+    """Return ``communicator`` once ``open_library`` has run; report a failure to all ranks."""
     call = replace(call, name="init", number=_SETUP)
     try:
-        open_engine(communicator, call)
+        open_library(communicator, call)
         handshake = communicator._handshake(replace(call, number=0))
         handshake.compare()
         handshake.leave()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements, cut, elements
 from tagi_ddp.communicators.call import Call
@@ -19,20 +21,20 @@ from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan,
 from tagi_ddp.communicators.topology import Topology
 
 PartOf = Callable[["NetworkCommunicator", Call, Members], Communicator]
-"""Connects some of the ranks of a communicator, all of which call this."""
+"""Connects some ranks of a communicator, all of which call this."""
 
 OpenLibrary = Callable[[ControlChannel, Call], Library]
-"""Connects the ranks of a control channel by a library; the call is what errors name."""
+"""Connects the ranks of a control channel by a library; errors name the call."""
 
 _PIECE = 1 << 23  # bytes of each rank that a reduce_scatter receives at a time
 
 
 @dataclass(frozen=True)
 class Sites:
-    """The places where ranks run, and how they use them.
+    """The locations of ranks, and the means by which they communicate there.
 
-    memory: the ranks of a host share its memory. levels: ranks of several hosts, of which some
-    share one, use two levels.
+    memory: the ranks of a host share its memory. levels: ranks use two levels if there are several
+    hosts and some ranks share one.
     """
 
     topology: Topology
@@ -41,41 +43,59 @@ class Sites:
 
     @property
     def in_memory(self) -> bool:
-        """Memory does all that the ranks need: they share it and run on one host."""
+        """True if all ranks run on one host and share its memory."""
         return self.memory and self.topology.one_host
 
     @property
     def two_levels(self) -> bool:
-        """The ranks use two levels: they do so, and some share a host."""
+        """True if the ranks use two levels."""
         locations = self.topology.locations
         return self.memory and self.levels and len({one.host for one in locations}) < len(locations)
 
     def part(self, ranks: Sequence[int]) -> Sites:
-        """Return those of some of the ranks."""
+        """Return the sites of some ranks."""
         locations = tuple(self.topology.locations[rank] for rank in ranks)
         return replace(self, topology=Topology(locations))
 
 
 class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
-    """A rank whose operations are those of a library, between ranks that all call the same."""
+    """A rank whose data a library moves, once all ranks have made the same call."""
 
     _elements = staticmethod(elements)
 
     library: Library
-    """It moves the data, once `open` has connected the ranks."""
+    """The library that moves the data; `open` makes it."""
 
     def __init__(
         self, backend: str, timeout: float, channel: ControlChannel, sites: Sites, part_of: PartOf
     ) -> None:
-        """Make a rank of those that ``channel`` connects; `open` comes next."""
+        """Make a rank of the group of ``channel``; call `open` next."""
         self.backend, self._part_of = backend, part_of
         super().__init__(channel.rank, len(sites.topology.locations), timeout, channel)
         self.sites = sites
 
     def open(self, open_library: OpenLibrary, call: Call) -> None:
-        """Connect the ranks by a library; ``call`` is what errors name."""
+        """Connect the ranks by a library; errors name ``call``."""
         self.library = open_library(self._channel, call)
         self.concurrent = self.library.concurrent
+
+    def empty(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32"
+    ) -> npt.NDArray[Any]:
+        """Return zeros, in shared memory if the ranks of this host have it."""
+
+        def allocate() -> npt.NDArray[Any]:
+            handshake = self._enter(call)
+            zeros = self._zeros(handshake, like)
+            self._done(handshake, call)
+            return zeros
+
+        like = np.empty(shape, dtype)
+        call = self._call("empty", f"{like.dtype.name}{list(like.shape)}", None)
+        return self._submit(call, allocate, False).result()
+
+    def _zeros(self, handshake: Handshake, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.zeros_like(like)
 
     def _all_reduce(
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
@@ -117,10 +137,10 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             own = pieces[self.rank]
             sent = [piece.size for piece in pieces]
             rows = np.empty((self.size, own.size), own.dtype)
-            given, came = np.concatenate(pieces), rows.reshape(-1)
+            packed, flat = np.concatenate(pieces), rows.reshape(-1)
             received = [own.size] * self.size
             exchange = self.library.all_to_all
-            handshake.wait_for(exchange(given, came, sent, received, max(sent), call.left()))
+            handshake.wait_for(exchange(packed, flat, sent, received, max(sent), call.left()))
             out = target.array[begin : begin + step]
             reduce_rows(list(rows), source.dtype, op, out, self.size)
         self._done(handshake, call)
@@ -173,11 +193,11 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             )
         self._done(handshake, call)
 
-    def _engine_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
+    def _library_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
         if data.count:
             handshake.wait_for(self.library.send(data.array, dst, handshake.left()))
 
-    def _engine_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
+    def _library_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
         if data.count:
             handshake.wait_for(self.library.recv(data.array, src, handshake.left()))
 
@@ -191,7 +211,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         return handshake
 
     def _gather_few(self, call: Call, array: np.ndarray, most: int) -> list[np.ndarray]:
-        """Return ``most`` elements of each rank, of few bytes, in one step with the comparison."""
+        """Return ``most`` elements of each rank, gathered in one step with the comparison."""
         handshake = self._handshake(call)
         ready, rows = self.library.compare(handshake.digest, array.view(np.uint8))
         handshake.compare(ready)
@@ -202,6 +222,6 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         self._copied = call.number
         handshake.leave()
 
-    def _engine_close(self, clean: bool) -> None:
-        if hasattr(self, "library"):  # else `open` has failed
+    def _library_close(self, clean: bool) -> None:
+        if hasattr(self, "library"):  # Else `open` has failed.
             self.library.close(clean)

@@ -1,4 +1,4 @@
-"""From ranks that can exchange records to their communicator."""
+"""Connections between ranks that can exchange records: by memory, a library, or two levels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tagi_ddp.communicators.two_level import TwoLevelCommunicator
 from tagi_ddp.environment import two_levels
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Returns every rank's record, in rank order, of the ranks that each give theirs."""
+"""Sends this rank's record to all; returns every rank's, in rank order."""
 
 
 def connect(
@@ -38,19 +38,18 @@ def connect(
 ) -> Communicator:
     """Return the communicator of rank ``rank`` of ``size``; a call of all ranks.
 
-    Ranks of one host share its memory. Ranks of several hosts use a library, and where they share
-    hosts, two levels.
+    Ranks of one host share its memory. Ranks of several hosts use a library, and two levels if some
+    share a host.
 
     Args:
-        backend: the name that was asked for.
+        backend: the requested name.
         rank, size: of this process.
-        call: its deadline is when all must have come.
-        exchange: how the ranks find each other.
+        call: all ranks must connect before its deadline.
+        exchange: returns all ranks' records, before any rank is connected.
         open_library: connects the ranks, once they have a control channel.
-        secret: the job's, where strangers may read what ``exchange`` carries.
-        levels: ranks that share hosts use two levels, unless TAGI_DDP_TWO_LEVELS is 0; else they
-            do if it is 1.
-        release: is called when the ranks have found each other, before any of them returns.
+        secret: the job's, if strangers may read the records.
+        levels: True: two levels unless TAGI_DDP_TWO_LEVELS is 0; False: only if it is 1.
+        release: is called once ``exchange`` is not needed any more, before any rank returns.
     """
     own = [
         astuple(Location.of_this_process(size)),
@@ -95,7 +94,7 @@ def part_of(whole: NetworkCommunicator, call: Call, members: Members) -> Communi
 def _in_memory(
     backend: str, rank: int, sites: Sites, token: str, call: Call, timeout: float
 ) -> Communicator:
-    """Return the communicator of ranks of one host that alone know ``token``."""
+    """Return the shared-memory communicator of ranks of one host, which alone know ``token``."""
     size = len(sites.topology.locations)
     found = shm.create(rank, size, token, call.left(), backend=backend)
     found.timeout = timeout

@@ -1,6 +1,6 @@
 """Gloo's collectives and messages over TCP, by a process group of torch.distributed.
 
-GLOO_SOCKET_IFNAME, a list of network interfaces, overrules the choice among this host's addresses.
+GLOO_SOCKET_IFNAME, a list of network interfaces, overrides the choice among this host's addresses.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
 
 from torch._C import _distributed_c10d as c10d
 
-_ADDRESS = 30.0  # seconds in which the addresses of all ranks must come
-_STUCK = 1.0  # seconds after which a thread that waits though connections were cut is left alone
-_MORE = 60.0  # seconds that gloo waits longer than its caller, who knows better who is late
+_ADDRESS = 30.0  # seconds in which the addresses of all ranks must arrive
+_STUCK = 1.0  # seconds after which a thread that still waits on cut connections is abandoned
+_MORE = 60.0  # seconds that gloo waits longer than its caller, which names the late ranks
 _MESSAGE, _UNUSED = 0, 1  # tags
-# Gathers of slices that differ in length by more travel as broadcasts.
+# A gather that padding would lengthen by more than this factor is done by broadcasts.
 _PADDED = 1.25
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -48,7 +48,7 @@ _OPS: dict[str, Any] = {
 
 
 class GlooLibrary:
-    """Gloo's connections between the ranks of a control channel, made when they are first used."""
+    """Gloo's connections between the ranks of a control channel, made on first use."""
 
     name = "gloo"
     concurrent = True
@@ -56,8 +56,8 @@ class GlooLibrary:
     reducible = ("float32", "float64", "int8", "uint8", "int32", "int64")
 
     def __init__(self, channel: ControlChannel, call: Call) -> None:
-        """Listen for the other ranks; ``call`` is what they all do now."""
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has none
+        """Listen for the other ranks, which make the same ``call``."""
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub
         options._threads = 2
         options._devices = _devices(channel.address)
         options._timeout = timedelta(seconds=call.left())
@@ -65,8 +65,8 @@ class GlooLibrary:
         self._rank, self._size = channel.rank, len(channel.hosts)
         self._group: Any = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         self._used = self._cut = False
-        # No wait for a message ends early without cutting connections: threads wait for them.
-        self._messages = {way: OperationQueue(f"tagi_ddp gloo {way}") for way in ("in", "out")}
+        # Waits for messages end early only by cutting connections, so threads wait.
+        self._messages = {key: OperationQueue(f"tagi_ddp gloo {key}") for key in ("in", "out")}
         _groups.add(self)
 
     def compare(
@@ -95,15 +95,15 @@ class GlooLibrary:
                 self.broadcast(part, root, limit) for root, part in enumerate(parts) if part.size
             ]
             return lambda seconds: all(ready(seconds) for ready in works)
-        given, whole = array, out
+        padded, whole = array, out
         if most * self._size > out.size:
-            given = np.concatenate([array, np.zeros(most - array.size, array.dtype)])
+            padded = np.concatenate([array, np.zeros(most - array.size, array.dtype)])
             whole = np.empty(most * self._size, out.dtype)
         options = c10d.AllgatherOptions()
         gather = self._group._allgather_base
-        ready = self._begin(gather, limit, _bytes(whole), _bytes(given), options)
+        ready = self._begin(gather, limit, _bytes(whole), _bytes(padded), options)
 
-        def place(seconds: float) -> bool:
+        def unpad(seconds: float) -> bool:
             if not ready(seconds):
                 return False
             if whole is not out:
@@ -112,7 +112,7 @@ class GlooLibrary:
                     part[...] = row[: part.size]
             return True
 
-        return place
+        return unpad
 
     def all_to_all(
         self,
@@ -149,17 +149,17 @@ class GlooLibrary:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError:
                 if not work.is_completed():
-                    return False  # the wait has timed out, not the operation
-                work.wait()  # raises the operation's own error, if it has one
+                    return False  # The wait has timed out, not the operation.
+                work.wait()  # It raises the error of the operation, if it has one.
             return True
 
         return ready
 
     def _message(
-        self, way: str, operation: Callable[..., Any], array: np.ndarray, other: int, limit: float
+        self, name: str, operation: Callable[..., Any], array: np.ndarray, other: int, limit: float
     ) -> Ready:
         self._require()
-        queue, longer = self._messages[way], timedelta(seconds=limit + _MORE)
+        queue, longer = self._messages[name], timedelta(seconds=limit + _MORE)
         ticket = queue.ticket(_Early)
         queue.start(ticket, lambda: operation([_bytes(array)], other, _MESSAGE).wait(longer))
 
@@ -182,7 +182,7 @@ class GlooLibrary:
         self._cut = True
         last = [self._group]
         self._group = self._store = None
-        # What is stuck ends by its own limit, and nobody waits for it.
+        # A stuck operation ends by its own limit, for which no other thread waits.
         end = threading.Thread(target=_end, args=(last, self._rank, cut), daemon=True)
         if clean:
             for queue in self._messages.values():
@@ -197,8 +197,7 @@ class GlooLibrary:
 def _end(last: list[Any], rank: int, cut: bool) -> None:
     """Drop the last reference to a group, whose destructor waits for its threads.
 
-    To ``cut`` lets what waits for other ranks fail before: a wait that times out cuts the
-    connections of the group.
+    If ``cut``, their waits end before: a wait that times out cuts the connections of the group.
     """
     if cut:
         nothing, other = _bytes(np.empty(1, np.uint8)), (rank + 1) % last[0].size()
@@ -211,7 +210,7 @@ _groups: weakref.WeakSet[GlooLibrary] = weakref.WeakSet()
 
 
 def _keep_in_fork() -> None:
-    """Keep groups in a fork: freed there they would wait for threads that a fork does not have."""
+    """Keep groups alive in a fork, where their destructors would wait for missing threads."""
     for library in _groups:
         if library._group is None:
             continue
@@ -222,7 +221,7 @@ os.register_at_fork(after_in_child=_keep_in_fork)
 
 
 class _ChannelStore(c10d.Store):
-    """The store that gloo needs while it connects, by messages of the control channel."""
+    """The store that gloo needs to connect, over the control channel."""
 
     def __init__(self, channel: ControlChannel) -> None:
         super().__init__()
@@ -247,11 +246,11 @@ class _ChannelStore(c10d.Store):
             time.monotonic() + (_ADDRESS if timeout is None else timeout.total_seconds()),
         )
         if missing := [key for key in keys if key not in notes.values]:
-            raise RuntimeError(f"no address came for {missing}")
+            raise RuntimeError(f"no address arrived for {missing}")
 
 
 class _Early(Exception):
-    """A wait for a message that is not complete yet."""
+    """The error of a wait for a message that is not complete yet."""
 
 
 def _devices(address: str) -> Sequence[Any]:
@@ -267,7 +266,7 @@ def _bytes(array: np.ndarray) -> torch.Tensor:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Return the array's memory as a tensor; a read-only one is only read from."""
+    """Return the array's memory as a tensor, which must not be written to if it is read-only."""
     if not array.flags.writeable:
         memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
         array = np.ctypeslib.as_array(memory).view(array.dtype)

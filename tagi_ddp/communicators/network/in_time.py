@@ -1,4 +1,4 @@
-"""Calls of C and C++ that nothing ends, and that wait for other processes."""
+"""Time limits for calls of C and C++ that wait for other processes without one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class Late(Exception):
-    """A call has not returned in time; its thread goes on waiting."""
+    """A call has not returned in time; its thread still waits."""
 
 
 def in_time(call: Callable[[], T], limit: float) -> T:
-    """Return what ``call`` returns, or raise what it raises; `Late` after ``limit`` seconds.
+    """Return the result of ``call``, or raise its error; raise `Late` after ``limit`` seconds.
 
     It runs in another thread, so signals are handled meanwhile.
     """

@@ -1,4 +1,4 @@
-"""The few calls of another library that moves the data between ranks on a network."""
+"""The interface of a library that moves data between ranks on a network."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class Library(Protocol):
     """The collectives and messages of a library, over connections of their own.
 
     Arrays are flat and of one dtype. All ranks make the same calls, which have been compared. Each
-    method begins an operation, which may take ``limit`` seconds, and returns what waits for it and
-    may raise a RuntimeError.
+    method begins an operation, which may take ``limit`` seconds, and returns a function that waits
+    for it and may raise a RuntimeError.
     """
 
     name: str
-    """Of the backend."""
+    """The name of the backend."""
 
     concurrent: bool
-    """Operations may be called from another thread than that of the script."""
+    """True if operations may be called from another thread than that of the script."""
 
     @property
     def reducible(self) -> Collection[str]:
-        """The dtypes, as numpy names them, of which it can make sums, minima and maxima."""
+        """The dtypes, by numpy's names, that it can reduce by sum, minimum and maximum."""
         ...
 
     few: int
-    """Bytes of each rank that `compare` can bring together at the same time; 0: none."""
+    """The bytes of each rank that `compare` can gather at the same time; 0: none."""
 
     def compare(
         self, digest: bytes, data: np.ndarray | None = None
     ) -> tuple[Ready | None, np.ndarray]:
-        """Begin to compare 8 bytes of all ranks, and to bring together at most ``few`` others.
+        """Begin to compare the 8 bytes ``digest`` of all ranks, and to gather their ``data``.
 
-        Either all ranks give ``data``, some perhaps no bytes, or none does. Returns what waits, and
-        may raise `Differ`, and then the data of all ranks in rows of ``few`` bytes. None: the
-        control channel compares calls faster.
+        Either all ranks pass ``data``, at most ``few`` bytes each, or none does. Returns a function
+        that waits and may raise `Differ`, and the data in rows of ``few`` bytes, by rank. None for
+        the function: the control channel compares calls faster.
         """
         ...
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         """Reduce the arrays of all ranks in place, of a dtype that is `reducible`.
 
-        A mean is left a sum. All ranks get the same bits, but for those of a NaN.
+        A mean remains a sum. All ranks get the same bits, except those of a NaN.
         """
         ...
 
@@ -74,7 +74,7 @@ class Library(Protocol):
     ) -> Ready:
         """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` from it.
 
-        ``most`` elements are sent by any rank to another at most, the same number on all ranks.
+        No rank sends more than ``most`` elements to another. ``most`` is equal on all ranks.
         """
         ...
 
@@ -91,5 +91,5 @@ class Library(Protocol):
         ...
 
     def close(self, clean: bool) -> None:
-        """Free everything; unless ``clean``, without waiting for what may be stuck."""
+        """Free everything; unless ``clean``, do not wait for operations that may be stuck."""
         ...

@@ -1,7 +1,7 @@
 """Ranks that an MPI launcher started, by mpi4py.
 
-MPI must end the whole job when a rank fails: a process that ends with an error, or with a broken
-communicator, would wait in MPI_Finalize for ranks that do not come. So it aborts the job instead.
+A process that ends with an error, or with a broken communicator, aborts the whole job. Else it
+would wait in MPI_Finalize for ranks that never call it.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from tagi_ddp.communicators.network.mpi_library import MPI, start
 from tagi_ddp.communicators.operation_queue import OperationQueue
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
-_MOST = (1 << 31) - 1  # elements that MPI, whose counts are C's ints, takes at a time
-# Bytes beyond which a thread waits in MPI's blocking call: those are the ones that sites tune, and
-# Open MPI's others take up to five times as long. Fewer bytes take less time by polling.
+_MOST = (1 << 31) - 1  # elements of one call: MPI's counts are C's ints
+# Bytes beyond which a thread waits in MPI's blocking call. Sites tune those, and Open MPI's other
+# calls take up to five times as long. Polling is faster for fewer bytes.
 _LARGE = 1 << 16
-_COPIES = 3  # of a group, so that what belongs to different operations never matches
-# Bytes of each rank that travel with the comparison of the calls, between so many ranks at most.
+_COPIES = 3  # of a group: data of collectives, small gathers and messages must not match
+# Bytes of each rank that a comparison of calls can gather, and the most ranks for which it does.
 _FEW, _SOME = 4096, 8
 _SPIN = 0.005  # seconds of polling before the pauses begin
 _POLLS = 8
-_PAUSES = (0.0001, 0.001)  # seconds between two polls: at first, and when they take long
+_PAUSES = (0.0001, 0.001)  # seconds between two polls, the shortest and the longest
 _MESSAGE = 0  # the tag of messages
 _FINALIZE = 2.0  # seconds that MPI may take to end after it has lost a rank
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 
 _process = os.getpid()
 _broken = False
-_outlives = False  # whether this process goes on in other groups when one is broken
-_pending: set[_Poll] = set()  # MPI may write to their buffers, even when nothing waits
+_outlives = False  # True if this process continues in other groups when one is broken
+_pending: set[_Poll] = set()  # MPI may write to their buffers, even if nothing waits.
 _made: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class MpiLibrary:
-    """MPI communicators of the same ranks: for collectives, for few bytes, and for messages."""
+    """MPI communicators of the same ranks: for collectives, small gathers, and messages."""
 
     name = "mpi"
     reducible = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -64,7 +64,7 @@ class MpiLibrary:
         self._communicators = communicators
         self._collectives, self._few, self._messages = communicators
         for each in communicators:
-            each.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises
+            each.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises the errors.
         self.few = _FEW if self._few.size <= _SOME else 0
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._thread = OperationQueue("tagi_ddp MPI")
@@ -82,9 +82,9 @@ class MpiLibrary:
         own[: len(digest)] = np.frombuffer(digest, np.uint8)
         own[len(digest) : len(digest) + data.size] = data
         rows = np.empty((self._few.size, own.size), np.uint8)
-        words, data = np.split(rows, [len(digest)], axis=1)
+        digests, data = np.split(rows, [len(digest)], axis=1)
         ready = _Poll([self._few.Iallgather(own, rows)]).ready
-        return _compared(ready, lambda: all(word.tobytes() == digest for word in words)), data
+        return _compared(ready, lambda: all(each.tobytes() == digest for each in digests)), data
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         return self._in_parts(
@@ -92,17 +92,17 @@ class MpiLibrary:
         )
 
     def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
-        words = _words(array)
-        return self._in_parts(lambda part: self._begin("bcast", part.nbytes, part, root), words)
+        data = _unsigned(array)
+        return self._in_parts(lambda part: self._begin("bcast", part.nbytes, part, root), data)
 
     def all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
     ) -> Ready:
-        given, words = _words(array), _words(out)
+        source, target = _unsigned(array), _unsigned(out)
         if out.size <= _MOST:
-            return self._begin("allgatherv", out.nbytes, given, [words, counts])
-        parts = cut(words, counts)
-        parts[self._collectives.rank][...] = given
+            return self._begin("allgatherv", out.nbytes, source, [target, counts])
+        parts = cut(target, counts)
+        parts[self._collectives.rank][...] = source
         return _one_by_one(
             [partial(self.broadcast, part, root, limit) for root, part in enumerate(parts)]
         )
@@ -116,47 +116,47 @@ class MpiLibrary:
         most: int,
         limit: float,
     ) -> Ready:
-        given, words = _words(array), _words(out)
+        source, target = _unsigned(array), _unsigned(out)
         step = _MOST // len(sent)
         if most <= step:
             size = most * len(sent) * array.itemsize
-            return self._begin("alltoallv", size, [given, sent], [words, received])
-        goes, comes = cut(given, sent), cut(words, received)
+            return self._begin("alltoallv", size, [source, sent], [target, received])
+        sources, targets = cut(source, sent), cut(target, received)
 
         def exchange(begin: int) -> Ready:
-            now = [part[begin : begin + step] for part in goes]
-            into = [part[begin : begin + step] for part in comes]
-            landed = np.empty(sum(part.size for part in into), words.dtype)
+            now = [part[begin : begin + step] for part in sources]
+            into = [part[begin : begin + step] for part in targets]
+            packed = np.empty(sum(part.size for part in into), target.dtype)
             lengths = [part.size for part in into]
             ready = self._begin(
                 "alltoallv",
                 _LARGE + 1,
                 [np.concatenate(now), [part.size for part in now]],
-                [landed, lengths],
+                [packed, lengths],
             )
 
-            def place(seconds: float) -> bool:
+            def unpack(seconds: float) -> bool:
                 if not ready(seconds):
                     return False
-                for part, came in zip(into, cut(landed, lengths), strict=True):
-                    part[...] = came
+                for part, received_now in zip(into, cut(packed, lengths), strict=True):
+                    part[...] = received_now
                 return True
 
-            return place
+            return unpack
 
         return _one_by_one([partial(exchange, begin) for begin in range(0, most, step)])
 
     def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
         begin = self._messages.Isend
-        return _Poll([begin(part, dst, _MESSAGE) for part in _parts(_words(array))]).ready
+        return _Poll([begin(part, dst, _MESSAGE) for part in _parts(_unsigned(array))]).ready
 
     def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
         begin = self._messages.Irecv
-        return _Poll([begin(part, src, _MESSAGE) for part in _parts(_words(array))]).ready
+        return _Poll([begin(part, src, _MESSAGE) for part in _parts(_unsigned(array))]).ready
 
     def part(self, ranks: list[int], channel: ControlChannel, call: Call) -> MpiLibrary:
         group = self._collectives.group.Incl(ranks)
-        try:  # all of them are here, so MPI does not wait for long
+        try:  # All of them call this now, so MPI does not wait long.
             return MpiLibrary(
                 *(self._collectives.Create_group(group, tag) for tag in range(_COPIES))
             )
@@ -188,7 +188,7 @@ class MpiLibrary:
     def close(self, clean: bool) -> None:
         global _broken
         self._thread.close(None if clean else 0.0)
-        # A script may have finalized MPI before its model goes.
+        # A script may have finalized MPI before its model closes.
         if clean and not MPI.Is_finalized():
             for each in self._communicators:
                 each.Free()
@@ -196,7 +196,7 @@ class MpiLibrary:
 
 
 class _Poll:
-    """Requests of MPI that are under way at once, and only advance while they are polled."""
+    """Concurrent requests of MPI, which only advance while they are polled."""
 
     def __init__(self, requests: list[MPI.Request]) -> None:
         self._requests = requests
@@ -227,11 +227,11 @@ class _Poll:
 
 
 class _Early(Exception):
-    """A wait for a call that is not complete yet."""
+    """The error of a wait for a call that is not complete yet."""
 
 
 def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:
-    """Return what waits for ``ready`` and then raises Differ unless all are the ``same``."""
+    """Return a function that waits for ``ready`` and then raises Differ unless ``same()``."""
 
     def compared(seconds: float) -> bool:
         if not ready(seconds):
@@ -244,7 +244,7 @@ def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:
 
 
 def _one_by_one(begins: Sequence[Callable[[], Ready]]) -> Ready:
-    """Return what waits for operations that begin one after the other."""
+    """Return a function that waits for operations, which begin one after the other."""
     left = list(reversed(begins))
     under_way: list[Ready] = []
 
@@ -261,17 +261,17 @@ def _one_by_one(begins: Sequence[Callable[[], Ready]]) -> Ready:
 
 
 def _parts(array: np.ndarray) -> list[np.ndarray]:
-    """Return a flat array in parts that MPI takes at a time; of no elements, none."""
+    """Split a flat array into parts for one call of MPI each; an empty one has none."""
     return [array[begin : begin + _MOST] for begin in range(0, array.size, _MOST)]
 
 
-def _words(array: np.ndarray) -> np.ndarray:
-    """Return the same memory as integers, which every MPI knows."""
+def _unsigned(array: np.ndarray) -> np.ndarray:
+    """Return the same memory as unsigned integers, which every MPI supports."""
     return array.view(f"uint{8 * array.itemsize}")
 
 
-def place(timeout: float) -> LaunchEnvironment:
-    """Return this process's place in MPI's world, of which no launcher tells."""
+def world_environment(timeout: float) -> LaunchEnvironment:
+    """Return this process's launch environment in MPI's world, if no launcher sets one."""
     start("init (mpi)", timeout)
     world = MPI.COMM_WORLD
     return LaunchEnvironment("mpi", world.rank, world.size, world.rank, 0)
@@ -282,8 +282,8 @@ def create(
 ) -> Communicator:
     """Return this rank's communicator over copies of MPI's world.
 
-    Raises BackendUnavailable when MPI's world is another than the one asked for, Timeout when MPI
-    itself does not start in time.
+    Raises BackendUnavailable if MPI's world is not the requested one, Timeout if MPI itself does
+    not start in time.
     """
     deadline = time.monotonic() + timeout
     start(f"init on rank {rank} of {world_size} (mpi)", timeout)
@@ -304,7 +304,7 @@ def wrap(
 ) -> Communicator:
     """Return a communicator of the ranks of ``group`` over copies of it.
 
-    By ``deadline``, as time.monotonic() counts; None: within ``timeout`` seconds.
+    The limit is ``deadline``, a time of time.monotonic(); None: ``timeout`` seconds from now.
     """
     if group == MPI.COMM_NULL:
         raise ValueError("this rank is in no group: it got MPI.COMM_NULL")
@@ -336,7 +336,7 @@ def wrap(
     library = MpiLibrary(*copies)
     communicator = connect("mpi", rank, size, call, exchange, lambda *_: library, levels=False)
     if not isinstance(communicator, NetworkCommunicator):
-        library.close(clean=True)  # the host's memory does all
+        library.close(clean=True)  # The ranks use their host's memory instead.
     _made.add(communicator)
     return communicator
 
@@ -362,10 +362,10 @@ def _end_job() -> None:
     """End all ranks if this one ends with an error, as MPI_Finalize would wait for the others."""
     close_all()
     error = getattr(sys, "last_value", None)
-    if os.getpid() != _process:  # a fork, which does not speak for its rank
+    if os.getpid() != _process:  # A fork must not end its parent's job.
         if error is not None:
             _flush()
-            os._exit(1)  # MPI_Finalize would wait for threads that a fork does not have
+            os._exit(1)  # MPI_Finalize would wait for threads that a fork lacks.
         return
     failed = error is not None or _broken or any(_has_failed(each) for each in _made)
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
@@ -374,7 +374,7 @@ def _end_job() -> None:
         _flush()
         MPI.COMM_WORLD.Abort(1)
     elif _outlives:
-        # Open MPI 5.0 sometimes waits for the dead here, and nothing ends that.
+        # Open MPI 5.0 sometimes waits for dead ranks here, without end.
         thread = threading.Thread(target=ctypes.CDLL(MPI.__file__).MPI_Finalize, daemon=True)
         thread.start()
         thread.join(_FINALIZE)

@@ -1,4 +1,4 @@
-"""MPI's library by mpi4py, loaded in a way that fits the engine and lets `start` decide when."""
+"""MPI's library by mpi4py, loaded so that it fits the engine; `start` initializes it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
 import mpi4py
 
 if "mpi4py.MPI" not in sys.modules:
-    # `start` does it, as it may wait for other ranks. MPI ends with the process in any case.
+    # `start` initializes MPI, which may wait for other ranks. MPI ends with the process.
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 
-from mpi4py import MPI  # loads the library
+from mpi4py import MPI  # This loads the library.
 
 __all__ = ["MPI", "start"]
 
 
 def start(where: str, timeout: float) -> None:
-    """Start MPI unless it has been; in C it waits for all ranks, and nothing ends that.
+    """Start MPI unless it has been started; this waits for all ranks.
 
-    ``where`` begins the text of an error.
+    ``timeout`` limits it, unless only this thread may use MPI. ``where`` begins an error's text.
     """
     if MPI.Is_initialized():
         return
     name = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
     level: int = getattr(MPI, f"THREAD_{name.upper()}")
-    if level < MPI.THREAD_MULTIPLE:  # the script's wish: this thread alone may use MPI
+    if level < MPI.THREAD_MULTIPLE:  # The script allows MPI on this thread only.
         MPI.Init_thread(level)
         return
     # ctypes, unlike mpi4py, lets other threads run meanwhile.
@@ -47,4 +47,4 @@ def start(where: str, timeout: float) -> None:
             "timeout= if they are only slow. End this process: MPI cannot be started again."
         ) from None
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
-        communicator.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py does so, too.

@@ -1,7 +1,7 @@
-"""How gloo's ranks find each other: by records in a store of torch.distributed.
+"""Rendezvous of gloo's ranks through records in a store of torch.distributed.
 
-torch's default process group stays alone. A call of the store can wait for ever, if what listens
-there does not answer, so all calls run in another thread.
+torch's default process group is not used. A call of the store can wait for ever if the listener
+does not answer, so all calls run in another thread.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tagi_ddp.communicators.network.gloo import GlooLibrary
 from tagi_ddp.communicators.network.in_time import Late, in_time
 from tagi_ddp.environment import job_secret, rendezvous_endpoint
 
-_STORE_SLICE = 0.01  # seconds between two looks at the store
-_MORE = 1.0  # seconds after which a call of the store is stuck
-# What names a job on all of its hosts alike.
+_STORE_SLICE = 0.01  # seconds between two reads of the store
+_MORE = 1.0  # seconds after its limit at which a call of the store counts as stuck
+# Variables with the name of a job, equal on all of its hosts.
 _JOB_NAMES = ("TAGI_DDP_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
 
 
 def create(rank: int, world_size: int, job: str | None, timeout: float) -> Communicator:
     """Return this rank's communicator; ranks find each other at `rendezvous_endpoint`.
 
-    torchrun's agent listens there, or else rank 0 does, beside a default process group if there is
-    one. Raises BackendUnavailable when the variables are not set.
+    torchrun's agent listens there, or else rank 0, together with a default process group if there
+    is one. Raises BackendUnavailable if the variables are not set.
     """
     _check_interfaces()
     call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
@@ -49,7 +49,7 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> Commu
     prefix = f"tagi_ddp/{hmac.digest(job_secret(), name, 'sha256').hex()}"
     store = _environment_store(rank, call.deadline)
     rendezvous = _Rendezvous(PrefixStore(prefix, store), rank, world_size, call)
-    del store  # which the rendezvous lets go of
+    del store  # The rendezvous drops the last reference.
     return rendezvous.connect()
 
 
@@ -60,7 +60,7 @@ def wrap(group: dist.ProcessGroup, timeout: float = DEFAULT_TIMEOUT) -> Communic
 
 
 def connect(store: Store, rank: int, size: int, timeout: float) -> Communicator:
-    """Return a communicator of the ranks that have ``store`` in common."""
+    """Return a communicator of the ranks that share ``store``."""
     _check_interfaces()
     call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
     return _Rendezvous(store, rank, size, call).connect()
@@ -92,7 +92,7 @@ class _Rendezvous:
     def _release(self) -> None:
         """Drop the store before any rank returns.
 
-        Neither the next `init` nor torch's own groups at its address find these keys.
+        The next `init` and torch's own groups at its address must not find these keys.
         """
         self._store = None
 
@@ -100,21 +100,21 @@ class _Rendezvous:
         assert self._store is not None
         store, left = self._store, self._call.left()
         try:
-            return in_time(lambda: self._meet(store, record.decode()), left + _MORE)
+            return in_time(lambda: self._exchange_in(store, record.decode()), left + _MORE)
         except Late:
-            what = "the store at which the ranks find each other, rank 0's it may be, is silent"
+            what = "the store at which the ranks find each other, perhaps rank 0's, is silent"
             raise Timeout(f"{self._where}: {what}", [0]) from None
         except dist.DistError as error:
-            what = f"the store at which the ranks meet is gone, with rank 0 it may be: {error}"
+            what = f"the store of the ranks' rendezvous is gone, perhaps with rank 0: {error}"
             raise PeerLost(f"{self._where}: {what}", [0]) from error
 
-    def _meet(self, store: Store, record: str) -> Sequence[bytes]:
-        # Each rank counts its own exchanges, which come in the same order on all ranks.
+    def _exchange_in(self, store: Store, record: str) -> Sequence[bytes]:
+        # Each rank counts its own exchanges, which have the same order on all ranks.
         order = store.add(f"tagi_ddp/{self._rank}", 1)
         names = [f"tagi_ddp/{order}/{r}" for r in range(self._size)]
         every = f"tagi_ddp/{order}/all"
         self._write(store, names[self._rank], record)
-        # Rank 0 alone reads those of all, or a thousand ranks would ask a million times.
+        # Only rank 0 reads all records: a thousand ranks would read a million.
         wanted = names if self._rank == 0 else [every]
         found: dict[str, str] = {}
         while True:
@@ -137,7 +137,7 @@ class _Rendezvous:
         what = timeout_text(ranks, self._call.limit)
         if strangers := [r for r in ranks if store.check([names[r]])]:
             what += (
-                f" What stands there for rank {strangers[0]} is not signed with this job's secret: "
+                f" The store's record of rank {strangers[0]} is not signed with this job's secret: "
                 "give all ranks the same TAGI_DDP_SECRET or TAGI_DDP_SECRET_FILE."
             )
         return Timeout(f"{self._where}: {what}", ranks)
@@ -149,7 +149,7 @@ class _Rendezvous:
         store.set(name, f"{self._signature(name, text)} {text}")
 
     def _read(self, store: Store, name: str) -> str | None:
-        """Return what the rank wrote that has the secret, whatever others put there meanwhile."""
+        """Return the record ``name`` if it is signed with the secret, else None."""
         if not store.check([name]):
             return None
         signed, _, record = store.get(name).decode(errors="replace").partition(" ")
@@ -157,11 +157,11 @@ class _Rendezvous:
         return record if hmac.compare_digest(signed.encode(), signature.encode()) else None
 
 
-@functools.cache  # once for all communicators of a process
+@functools.cache  # It warns once for all communicators of a process.
 def _warn_of_strangers() -> None:
     warnings.warn(
-        "this job has no secret: whoever reaches the port at which its ranks meet can join or "
-        "disturb it. On a machine or network that you share with others, set TAGI_DDP_SECRET on "
+        "this job has no secret: anyone who reaches the port of its rendezvous can join or disturb "
+        "it. On a machine or network that you share with others, set TAGI_DDP_SECRET on "
         "all ranks, or TAGI_DDP_SECRET_FILE to the name of a file of mode 0600 (docs/security.md)",
         RuntimeWarning,
         stacklevel=2,
@@ -169,7 +169,7 @@ def _warn_of_strangers() -> None:
 
 
 def _check_interfaces() -> None:
-    """Raise BackendUnavailable when GLOO_SOCKET_IFNAME lists what this host does not have."""
+    """Raise BackendUnavailable if GLOO_SOCKET_IFNAME lists an interface that this host lacks."""
     here = [name for _, name in socket.if_nameindex()]
     chosen = chosen_interfaces()
     if not set(chosen) <= set(here):
@@ -180,7 +180,7 @@ def _check_interfaces() -> None:
 
 
 def _environment_store(rank: int, deadline: float) -> Store:
-    """Return the store by which the ranks find each other."""
+    """Return the store in which the ranks exchange records."""
     try:
         address, port = rendezvous_endpoint()
     except ValueError as error:
@@ -190,13 +190,13 @@ def _environment_store(rank: int, deadline: float) -> Store:
             f"({error})"
         ) from error
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    nobody = (
+    no_store = (
         f"init on rank {rank} (gloo): no store at {address}, port {port} "
         "(MASTER_ADDR, MASTER_PORT), where rank 0 should listen"
     )
     blamed = [0] if rank else []
     if not hosts and not _await_listener(address, port, deadline):
-        raise Timeout(nobody, blamed)  # a TCPStore would try for another second
+        raise Timeout(no_store, blamed)  # A TCPStore would retry for another second.
     limit = timedelta(seconds=max(0.01, deadline - time.monotonic()))
 
     def connect() -> Store:
@@ -214,17 +214,17 @@ def _environment_store(rank: int, deadline: float) -> Store:
     try:
         return in_time(connect, limit.total_seconds() + _MORE)
     except Late:
-        raise Timeout(f"{nobody}: what listens there is silent", blamed) from None
+        raise Timeout(f"{no_store}: what listens there is silent", blamed) from None
     except BackendUnavailable:
         raise
     except RuntimeError as error:
-        raise Timeout(f"{nobody}: {error}", blamed) from error
+        raise Timeout(f"{no_store}: {error}", blamed) from error
 
 
 def _loopback_port(address: str, port: int) -> int | None:
-    """Return a socket for a store that only this host's ranks look for; the store closes it.
+    """Return a socket for a store that only ranks of this host use; the store closes it.
 
-    None where ranks of other hosts may come, and where this process has a store there already.
+    None if ranks of other hosts may connect, or if this process has a store there already.
     """
     if address in ("127.0.0.1", "localhost"):
         with contextlib.suppress(OSError):
@@ -237,9 +237,9 @@ def _loopback_port(address: str, port: int) -> int | None:
 
 
 def _await_listener(address: str, port: int, deadline: float) -> bool:
-    """Return True when a store listens there, False at the deadline.
+    """Return True once a store listens there, False at the deadline.
 
-    A TCPStore that comes too early tries again after a third of a second or more.
+    A TCPStore that connects too early retries after a third of a second or more.
     """
     while (left := deadline - time.monotonic()) > 0:
         try:

@@ -1,7 +1,7 @@
-"""Ranks of an MPI job that go on without those that are lost: user-level failure mitigation.
+"""Ranks of an MPI job that continue without lost ones: user-level failure mitigation.
 
-With Open MPI that is ``mpirun --with-ft ulfm``, the environment of whose ranks says so. MPI tells
-which ranks are left when all of those shrink their group; new ones do not join.
+Open MPI has it under ``mpirun --with-ft ulfm``, which sets a variable of the ranks. When all
+remaining ranks shrink their group, MPI finds which these are. New ranks do not join.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class Survivors:
-    """The ranks that are left of MPI's world."""
+    """The remaining ranks of MPI's world."""
 
     def __init__(self, limit: float) -> None:
         """Start MPI, with all ranks, within ``limit`` seconds; raise BackendUnavailable, Timeout.
 
-        From here on an end of this process does not wait for the other ranks.
+        From here on the end of this process does not wait for other ranks.
         """
         if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112  (so Open MPI calls it)
             raise BackendUnavailable(
@@ -40,39 +40,39 @@ class Survivors:
         outlive_ranks()
         self._group: MPI.Intracomm = MPI.COMM_WORLD
 
-    def gather(self, words: list[int], limit: float) -> np.ndarray:
-        """Return what all ranks say, a row of as many words from each that is left, in their order.
+    def gather(self, values: list[int], limit: float) -> np.ndarray:
+        """Return the ``values`` of all remaining ranks, one row each, in rank order.
 
-        A call of all that are left; raises Timeout where one of them does not come in ``limit``
-        seconds.
+        A call of all remaining ranks, with equally many values. Raises Timeout if one of them does
+        not call within ``limit`` seconds.
         """
-        table = self._gathered(words, limit)
+        table = self._gathered(values, limit)
         while table is None:
             self._group = MPI.Intracomm(_in_time(self._group.Shrink, limit))
-            table = self._gathered(words, limit)
+            table = self._gathered(values, limit)
         return table
 
-    def _gathered(self, words: list[int], limit: float) -> np.ndarray | None:
+    def _gathered(self, values: list[int], limit: float) -> np.ndarray | None:
         """Return the rows, the same on all ranks; None: a rank is lost."""
-        table = np.empty((self._group.size, len(words)), np.int64)
+        table = np.empty((self._group.size, len(values)), np.int64)
 
         def gather() -> bool:
             try:
-                self._group.Allgather(np.array(words, np.int64), table)
+                self._group.Allgather(np.array(values, np.int64), table)
             except MPI.Exception:
-                self._group.Revoke()  # nobody waits for this one
+                self._group.Revoke()  # No rank must wait for this one.
                 return False
             return True
 
-        well = _in_time(gather, limit)
-        try:  # some may have got all, and others not
-            agreed = _in_time(lambda: self._group.Agree(int(well)), limit)
+        complete = _in_time(gather, limit)
+        try:  # Some ranks may have all rows, and others not.
+            agreed = _in_time(lambda: self._group.Agree(int(complete)), limit)
         except MPI.Exception:
             return None
         return table if agreed else None
 
     def connect(self, limit: float) -> Communicator:
-        """Return a communicator of the ranks that are left; raises PeerLost, Timeout."""
+        """Return a communicator of the remaining ranks; raises PeerLost, Timeout."""
         try:
             return wrap(self._group, limit)
         except MPI.Exception as error:
@@ -80,7 +80,7 @@ class Survivors:
 
 
 def _in_time(call: Callable[[], T], limit: float) -> T:
-    """Return what a call returns that nothing ends, or raise Timeout."""
+    """Return the result of a call that has no limit of its own, or raise Timeout."""
     try:
         return in_time(call, limit)
     except Late:

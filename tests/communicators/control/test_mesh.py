@@ -244,7 +244,7 @@ def test_messages_are_passed_on_by_who_does_not_wait() -> None:
         with channels[5].sending() as notes:
             notes.leave(Series.COLLECTIVE, 3)
             notes.acknowledge(3)
-        assert channels[5].until(lambda: notes.acknowledged == -1, 0.0), "the others are not through"
+        assert channels[5].until(lambda: notes.acknowledged == -1, 0.0)
         for channel in channels:
             with channel.sending() as each:
                 each.leave(Series.COLLECTIVE, 3)

@@ -31,7 +31,7 @@ def test_a_store_that_is_lost_is_rank_0s_loss() -> None:
         store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
         killer = threading.Timer(0.3, server.kill)
         killer.start()
-        with pytest.raises(PeerLost, match="the store at which the ranks meet is gone") as caught:
+        with pytest.raises(PeerLost, match="the store of the ranks' rendezvous is gone") as caught:
             connect(store, 1, 2, 30.0)
         killer.join()
     assert caught.value.ranks == (0,)
