@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from tagi_ddp.sequential.accelerate import accelerate
 
-# `import pytagi` works from here on, also where Python does not read our .pth file.
+# `import pytagi` works from here on, even if Python does not read our .pth file.
 _import_hook.install()
 
 __version__ = "0.1.0"
@@ -80,8 +80,8 @@ __all__ = [
     "reduce_metrics",
 ]
 
-# The packages that have the names above. All packages are imported when one is asked for: numpy
-# takes longer than most commands, and some need an extra.
+# The packages that define the names above. Packages are imported on first use: numpy takes longer
+# than most commands, and some packages need an extra.
 _HOMES = ("communicators", "data", "sequential", "launcher")
 _PACKAGES = (*_HOMES, "checkpoint", "optim", "parallel", "plan", "sharding", "sklearn", "strategy")
 

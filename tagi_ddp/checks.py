@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp._backend import are_variances
 
-FLOAT32 = np.dtype(np.float32)  # numpy looks it up of a type, which takes as long as all else
+FLOAT32 = np.dtype(np.float32)  # kept, as numpy would look it up for each call
 
 
 def integer(name: str, value: Any, low: int | None = None) -> int:
@@ -60,9 +60,9 @@ def seconds(name: str, value: Any) -> float:
 
 
 def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
-    """Return a flat, aligned array of float32, or, if they are kept, a flat tensor of a tensor.
+    """Return a flat, aligned array of float32; with ``keep_tensors``, a flat tensor for a tensor.
 
-    What a masked array masks becomes NaN.
+    Masked elements become NaN.
     """
     if type(value) is np.ndarray and value.dtype is FLOAT32 and value.flags.carray:
         return value if value.ndim == 1 else value.reshape(-1)
@@ -73,7 +73,7 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
             return flat
         value = flat.cpu().float().numpy()
     try:
-        if isinstance(value, np.ma.MaskedArray):  # NaN, too, is what was not observed
+        if isinstance(value, np.ma.MaskedArray):  # NaN marks what was not observed.
             value = np.ma.filled(value.astype(np.float32), np.nan)
         array = np.ascontiguousarray(value, dtype=np.float32).reshape(-1)
         return array if array.flags.aligned else array.copy()
@@ -91,10 +91,10 @@ def whole_numbers(name: str, value: ArrayLike) -> Any:
             f"{name} has {value.mask.sum()} masked elements: give a number for each observation, "
             "and NaN as the observation where there is none"
         )
-    given = np.asarray(value)
-    numbers = np.ascontiguousarray(given, np.int32).reshape(-1)
-    if given.dtype.kind not in "iu" and (numbers != given.reshape(-1)).any():
-        raise TypeError(f"{name} must be whole numbers, got an array of {given.dtype}")
+    array = np.asarray(value)
+    numbers = np.ascontiguousarray(array, np.int32).reshape(-1)
+    if array.dtype.kind not in "iu" and (numbers != array.reshape(-1)).any():
+        raise TypeError(f"{name} must be whole numbers, got an array of {array.dtype}")
     return numbers
 
 
@@ -107,21 +107,21 @@ def require_whole_samples(size: int, width: int) -> None:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of an array, a tensor or lists in lists; () of what has none."""
+    """Return the shape of an array, a tensor or nested lists; () for others."""
     try:
         if type(value) is np.ndarray:
             shape: tuple[int, ...] = value.shape
             return shape
         return tuple(value.shape if hasattr(value, "shape") else np.shape(value))
-    except (TypeError, ValueError):  # like lists of different lengths
+    except (TypeError, ValueError):  # for example lists of different lengths
         return ()
 
 
 def require_rows(name: str, shape: tuple[int, ...], sample: Sequence[int]) -> None:
-    """Raise ValueError if an array of this shape surely has other rows than samples of ``sample``.
+    """Raise ValueError if the rows of an array of this shape cannot be samples of ``sample``.
 
-    A flat array has no rows. The last dimensions of any other must make one sample, in its order.
-    The rows of an array of two dimensions may also be the steps of series.
+    A flat array has no rows. The last dimensions of other arrays must be those of a sample, in its
+    order. The rows of an array of two dimensions may also be the steps of series.
     """
     if len(shape) < 2 or 0 in shape:
         return
@@ -131,7 +131,7 @@ def require_rows(name: str, shape: tuple[int, ...], sample: Sequence[int]) -> No
     while size < width and first:
         first -= 1
         size *= shape[first]
-    own, expected = ([n for n in given if n != 1] for given in (shape[first:], sample))
+    own, expected = ([n for n in sizes if n != 1] for sizes in (shape[first:], sample))
     if size != width or (own != expected and sorted(own) == sorted(expected)):
         takes = ", ".join(map(str, sample))
         raise ValueError(
@@ -141,10 +141,10 @@ def require_rows(name: str, shape: tuple[int, ...], sample: Sequence[int]) -> No
 
 
 def require_variances(name: str, values: Any, means: Any = None) -> None:
-    """Raise ValueError unless variances, flat, are finite and not negative.
+    """Raise ValueError unless flat variances are finite and not negative.
 
-    That of a mean that is NaN, of ``means``, may be anything. Tensors on another device than the
-    CPU are not looked at, as that would wait for the device.
+    If one of ``means`` is NaN, its variance is not checked. Tensors on another device than the CPU
+    are not checked, as that would wait for the device.
     """
     if not isinstance(values, np.ndarray):
         if values.device.type != "cpu":
@@ -186,6 +186,6 @@ def positive(text: str, zero: bool = False) -> float:
 
 
 def _refusal(takes: str, text: str) -> Exception:
-    from argparse import ArgumentTypeError  # here, as scripts do not need it
+    from argparse import ArgumentTypeError  # imported here, as scripts do not need it
 
     return ArgumentTypeError(f"must be {takes}, got {text!r}")

@@ -1,21 +1,21 @@
-"""The launcher of this process, its rank and world size: read from the launcher's variables.
+"""The launcher of this process, its rank and world size, from the launcher's variables.
 
-The first of these whose variables are there decides, the innermost launcher first:
+The first of these whose variables are set decides, the innermost launcher first:
 
 1. ``tagi_ddp``: our own launcher (``TAGI_DDP_RANK``).
 2. ``torchrun`` (``TORCHELASTIC_RUN_ID``), which is started by mpirun or srun and never starts them.
 3. ``openmpi``: Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``).
 4. ``mvapich``: its mpirun_rsh (``MV2_COMM_WORLD_RANK``, since version 3 ``MVP_COMM_WORLD_RANK``).
 5. ``mpich``: Hydra, of MPICH, Intel MPI and relatives (``PMI_RANK`` with ``MPI_LOCALRANKID``).
-6. ``slurm``: a step of srun. The body of an sbatch script, an salloc shell, and what a user types
-   on the terminal of ``srun --pty`` carry ``SLURM_PROCID=0`` and the number of tasks too, but are
-   one process: they count as no launcher.
-7. ``pmi``: others that start ranks of MPI, like PALS and Flux (``PMI_RANK`` and ``PMI_SIZE``).
+6. ``slurm``: a step of srun. The body of an sbatch script, an salloc shell, and commands that a
+   user types on the terminal of ``srun --pty`` have ``SLURM_PROCID=0`` and the number of tasks,
+   too, but are one process: they count as no launcher.
+7. ``pmi``: other launchers of MPI, like PALS and Flux (``PMI_RANK`` and ``PMI_SIZE``).
 8. ``torchrun`` again: RANK and WORLD_SIZE set by hand, LOCAL_RANK and LOCAL_WORLD_SIZE if they are
    known, as in a notebook or in the pods of a Kubernetes job.
 
-``TAGI_DDP_JOB`` replaces the job key of any launcher. The key that keeps strangers out is
-`job_secret`.
+``TAGI_DDP_JOB`` replaces the job key of any launcher. `job_secret` is the key that keeps other
+users out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-# SLURM numbers the steps that srun did not start (batch, extern, interactive) from here.
+# SLURM numbers steps that srun did not start (batch, extern, interactive) from here.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
-# Ports for jobs that name none; jobs that share a node should not share a port.
+# Ports for jobs that name none. Jobs that share a node should not share a port.
 _FIRST_SLURM_PORT, _SLURM_PORTS = 20_000, 12_000
 
 # The variables of rank, world size, local rank and local world size.
@@ -50,37 +50,37 @@ _MVAPICH_NAMES = tuple(
     for version in ("MV2", "MVP")
 )
 
-# Launchers whose ranks learn their numbers from MPI, too.
+# Launchers whose ranks also get their numbers from MPI.
 _OF_MPI = ("openmpi", "mvapich", "mpich", "pmi", "mpi")
 
-# What launchers set that do not tell the number of ranks, or in a way that is not known here.
+# Variables of launchers that do not set the number of ranks, or set it in an unknown way.
 _SIGNS = ("PMIX_RANK", "PMI_RANK", "PMI_ID", "PALS_RANKID", "MPIRUN_RANK", "JSM_NAMESPACE_RANK")
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process's place among the processes that were started together.
+    """This process's launcher, and its rank among the processes that were started together.
 
     ``job`` is the same on all ranks of a job and differs between jobs that one user runs at once on
-    one host; any characters; None where the launcher offers nothing of the kind.
+    one host; any characters; None if the launcher has no such key.
     """
 
     launcher: str
-    """One of those above, "none", or "mpi" if MPI itself was asked."""
+    """One of the launchers above, "none", or "mpi" if the numbers are from MPI itself."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """The number among the ranks of this host; ``rank`` where nothing tells it."""
+    """The number among the ranks of this host; ``rank`` if it is not known."""
     local_world_size: int = 1
-    """The number of ranks of this host; 0 where nothing tells it."""
+    """The number of ranks of this host; 0 if it is not known."""
     job: str | None = None
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
-    """Return the place of this process; without a launcher, rank 0 of 1.
+    """Return the launcher and rank of this process; without a launcher, rank 0 of 1.
 
-    Raises ValueError, naming the variable, when the launcher's variables are malformed, incomplete
-    or contradict each other. Warns when two launchers claim different world sizes.
+    Raise ValueError that names the variable if the launcher's variables are malformed, incomplete
+    or contradict each other. Warn if two launchers set different world sizes.
     """
     if "TAGI_DDP_RANK" in environ:
         return _read(environ, "tagi_ddp", _OWN_NAMES, None)
@@ -109,7 +109,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
 def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks.
 
-    They are those of torch's default group, if that is initialised, else the launcher's.
+    They are those of torch's default group if that is initialised, else the launcher's.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -119,29 +119,29 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def warn_if_not_alone(environment: LaunchEnvironment) -> None:
-    """Warn (RuntimeWarning) in a world of one which a launcher that is not known has started."""
+    """Warn (RuntimeWarning) if an unknown launcher has started this process in a world of one."""
     names = [name for name in _SIGNS if name in os.environ]
     if environment.launcher == "none" and names and not _slurm_step(os.environ):
         warnings.warn(
-            f"{names[0]}={os.environ[names[0]]}, but no variable tells how many ranks there are: "
+            f"{names[0]}={os.environ[names[0]]}, but no variable has the number of ranks: "
             'this process counts as one alone. Use the backend "mpi", which asks MPI, or set RANK '
             f"and WORLD_SIZE; unset {names[0]} if it is left over from another job",
             RuntimeWarning,
-            stacklevel=1,  # said once, whoever asks,
+            stacklevel=1,  # It is shown once, for all callers.
         )
 
 
 def offers_mpi(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether MPI would learn its ranks from the launcher.
+    """Return whether MPI would get its ranks from the launcher.
 
-    srun tells them with ``--mpi=pmix`` or ``pmi2`` only; each task would be an MPI world of one.
+    srun sets them only with ``--mpi=pmix`` or ``pmi2``; else each task is an MPI world of one.
     """
     if environment.launcher == "slurm":
         return "PMIX_RANK" in environ or "PMI_RANK" in environ
     return environment.launcher in _OF_MPI
 
 
-# What users set, and what a rank may want to know of its launcher; docs/environment.md says more.
+# Variables that users or launchers set; docs/environment.md describes them.
 _SETTINGS = (
     "BASE_SEED",
     "ENGINE_ACCESS",
@@ -167,20 +167,20 @@ def setting(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def two_levels(environ: Mapping[str, str] = os.environ) -> str:
     """Return TAGI_DDP_TWO_LEVELS: "0": ranks of a host share no memory; "1": two levels; or "".
 
-    Raises ValueError for anything else.
+    Raise ValueError for other values.
     """
-    wish = setting("TWO_LEVELS", environ)
-    if wish not in ("", "0", "1"):
-        raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {wish!r}')
-    return wish
+    value = setting("TWO_LEVELS", environ)
+    if value not in ("", "0", "1"):
+        raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {value!r}')
+    return value
 
 
 def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the key by which the ranks of a job know each other; b"" if there is none.
+    """Return the key by which the ranks of a job recognise each other; b"" if there is none.
 
     It is made of TAGI_DDP_SECRET, any text, which our launcher sets to a random one, or of the file
-    that TAGI_DDP_SECRET_FILE names, which nobody but its owner may read. Raises ValueError, naming
-    the variable, if that is not so.
+    that TAGI_DDP_SECRET_FILE names. Raise ValueError that names the variable if the file cannot be
+    read, is empty, or is open to others than its owner.
     """
     text = environ.get("TAGI_DDP_SECRET", "").encode()
     name = environ.get("TAGI_DDP_SECRET_FILE")
@@ -201,14 +201,14 @@ def job_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 def rendezvous_endpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return host and port of rank 0, where ranks without MPI find each other.
 
-    MASTER_ADDR and MASTER_PORT, which torchrun and our launcher set; in a step of srun, the step's
-    first node, and a port that follows from the job's number. Raises ValueError that says what is
-    missing.
+    They are MASTER_ADDR and MASTER_PORT, which torchrun and our launcher set; else, in a step of
+    srun, the step's first node and a port computed from the job's number. Raise ValueError that
+    names what is missing.
     """
-    told = "MASTER_ADDR" in environ or "MASTER_PORT" in environ
-    if not told and _slurm_step(environ) == "ranks":
+    is_set = "MASTER_ADDR" in environ or "MASTER_PORT" in environ
+    if not is_set and _slurm_step(environ) == "ranks":
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        # "rack[3-5,9]-gpu,other": the first of each bracket, up to the comma outside of brackets.
+        # Of "rack[3-5,9]-gpu,other", take the first of each bracket up to the comma outside.
         host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).partition(",")[0].strip()
         job, step = environ.get("SLURM_JOB_ID", ""), environ["SLURM_STEP_ID"]
         if host and job.isdecimal():
@@ -222,7 +222,7 @@ def rendezvous_endpoint(environ: Mapping[str, str] = os.environ) -> tuple[str, i
 def warn_if_launcher_disagrees(
     environment: LaunchEnvironment, mpi_rank: int, mpi_size: int
 ) -> None:
-    """Warn (RuntimeWarning) when MPI's world is not the one that the launcher started."""
+    """Warn (RuntimeWarning) if MPI's world is not the one that the launcher started."""
     if (mpi_rank, mpi_size) == (environment.rank, environment.world_size):
         return
     warnings.warn(
@@ -236,10 +236,10 @@ def warn_if_launcher_disagrees(
 
 
 def warn_if_imported_mpi_disagrees(environment: LaunchEnvironment, backend: str) -> None:
-    """Do `warn_if_launcher_disagrees` if mpi4py is loaded and started already; never load it.
+    """Call `warn_if_launcher_disagrees` if mpi4py is loaded and started already; never load it.
 
-    Under a launcher that is none of MPI's, an MPI world of one is as it should be, unless
-    ``backend`` is "mpi".
+    An MPI world of one is correct under a launcher that is none of MPI's, unless ``backend`` is
+    "mpi".
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
@@ -258,7 +258,7 @@ def _read(
 ) -> LaunchEnvironment:
     """Read the four numbers from the variables of these names and check that they fit together.
 
-    Unless ``whole``, the number of this host's ranks may be left out, and then the local rank.
+    Unless ``whole``, the number of this host's ranks may be missing, and then the local rank, too.
     """
     rank, world_size, local_rank, local_world_size = names
     size = _integer(environ, world_size, launcher, 1)
@@ -305,7 +305,7 @@ def _integer(
 
 
 def _torchrun(environ: Mapping[str, str], whole: bool = True) -> LaunchEnvironment:
-    # The port and the restart count tell apart two jobs of one user-chosen run id.
+    # The port and the restart count distinguish two jobs with the same run id, which users choose.
     keys = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     parts = [environ[key] for key in keys if key in environ]
     return _read(environ, "torchrun", _TORCH_NAMES, "/".join(parts) or None, whole)
@@ -322,9 +322,9 @@ def _slurm_step(environ: Mapping[str, str]) -> str:
 def _is_typed(environ: Mapping[str, str]) -> bool:
     """Return whether a user of a terminal that ``srun --pty`` gives has started this process.
 
-    A shell on a terminal makes a process group of each command, and a script stays in that of
-    SLURM's task; Python's prompt is a user's, too. If a container numbers processes anew, this
-    counts as one of the ranks: to wait for them in vain is at least an error.
+    A shell on a terminal makes a process group for each command; a script stays in that of SLURM's
+    task. Python's prompt counts as typed, too. If a container renumbers processes, this process
+    counts as a rank: to wait for other ranks in vain at least ends in an error.
     """
     if "SLURM_PTY_PORT" not in environ:
         return False
@@ -336,7 +336,7 @@ def _is_typed(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
-    # The step's own number of tasks; older releases give it as SLURM_NTASKS only.
+    # The number of tasks of the step; older releases set only SLURM_NTASKS.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     name = "SLURM_STEP_TASKS_PER_NODE"
     counts = _tasks_per_node(environ.get(name, ""), name)
@@ -358,11 +358,11 @@ def _tasks_per_node(text: str, name: str) -> list[int]:
 
 
 def _hydra_job() -> str | None:
-    """Name Hydra's proxy on this host, an ancestor of all its ranks: no variable names the job."""
+    """Return a key of Hydra's proxy, an ancestor of this host's ranks; no variable has one."""
     pid = os.getpid()
     while pid > 1:
         try:
-            # "pid (comm) state ppid ... starttime ...": comm may hold spaces and brackets.
+            # It is "pid (comm) state ppid ... starttime ..."; comm may hold spaces and brackets.
             before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         except OSError:
             return None
@@ -386,12 +386,12 @@ def _warn_of_second_launcher(environ: Mapping[str, str], found: LaunchEnvironmen
 
 
 def shows_bars(stream: TextIO | None) -> bool:
-    """Tell whether a progress bar on ``stream`` is seen as one: on a terminal, or in a notebook.
+    """Return whether ``stream`` shows progress bars: it is a terminal, or in a notebook.
 
-    TAGI_DDP_TERMINAL, 1 or 0, knows better: it is of the launcher, which passes on what is written.
+    TAGI_DDP_TERMINAL, 1 or 0, overrides this: our launcher sets it and forwards the output.
     """
-    told = setting("TERMINAL")
-    if told in ("0", "1"):
-        return told == "1"
-    isatty = getattr(stream, "isatty", bool)  # a tee may have only write and flush
+    value = setting("TERMINAL")
+    if value in ("0", "1"):
+        return value == "1"
+    isatty = getattr(stream, "isatty", bool)  # A tee may have only write and flush.
     return type(stream).__module__.startswith("ipykernel") or isatty()

@@ -42,7 +42,7 @@ def test_mpi_tells_its_ranks_where_the_launcher_does_not():
     done = run_sums("auto", command=[*mpirun, *unset])
     assert done.stdout.splitlines() == ["0 1 single 1.0 0 1"] * 2
     for rank in range(2):  # each says it once
-        assert done.stderr.count(f"PMIX_RANK={rank}, but no variable tells how many ranks") == 1
+        assert done.stderr.count(f"PMIX_RANK={rank}, but no variable has the number of ranks") == 1
     assert 'Use the backend "mpi", which asks MPI' in done.stderr
 
 

@@ -1,8 +1,8 @@
-"""Safetensors files of arrays, each byte of which a checksum covers.
+"""Safetensors files of arrays, with checksums of every byte.
 
 The metadata have four texts: "checksum", of the header and its length; "checksums", of the arrays,
-in the order in which they lie in the file; "save", a label of what the file belongs to; and "tree",
-which is the caller's. Files of earlier versions have a tree alone.
+in the order of the file; "save", a label of the save that the file belongs to; and "tree", the
+caller's text. Files of earlier versions have a tree only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tagi_ddp.checkpoint.seal import UNSEALED, checksum, is_sealed, seal
 
 _METADATA, _TREE = "__metadata__", "tree"
 _KEYS = {*UNSEALED, "checksums", "save", _TREE}
-_PIECE = 1 << 22  # bytes that are read at a time to be verified
+_PIECE = 1 << 22  # bytes that are read at once to verify them
 
 
 class DamagedFile(ValueError):
-    """A file is no checkpoint, or not all of one, or not as it was written."""
+    """The error of a file that is no checkpoint, is incomplete, or is damaged."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Leaf:
 def write_arrays(file: BinaryIO, leaves: Mapping[str, Leaf], tree: str, save: str) -> None:
     """Write arrays, a tree and a label.
 
-    The format's own library keeps all of Python from running until it has written.
+    The format's own library would block all Python threads until it has written.
     """
     ordered = sorted(leaves.items(), key=lambda item: item[1].data.size % 8)
     sums = " ".join(checksum(leaf.data.data) for _, leaf in ordered)
@@ -63,7 +63,7 @@ def write_arrays(file: BinaryIO, leaves: Mapping[str, Leaf], tree: str, save: st
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Span:
     begin: int
     end: int
     checksum: str | None
@@ -73,7 +73,7 @@ class ArrayFile:
     """An open file whose header is verified; a context manager.
 
     Attributes:
-        tree: the tree that was given to `write_arrays`.
+        tree: the tree that `write_arrays` wrote.
         save: the label.
         sealed: False for a file of an earlier version, which has no checksums.
 
@@ -95,7 +95,7 @@ class ArrayFile:
             self.tree: str = metadata[_TREE]
             self.save: str = metadata["save"] if self.sealed else ""
             self._start = len(header)
-            self._places = _places(header[8:], metadata.get("checksums"))
+            self._spans = _spans(header[8:], metadata.get("checksums"))
             self._opened = opened.pop_all()
 
     def __enter__(self) -> ArrayFile:
@@ -125,19 +125,19 @@ class ArrayFile:
 
     def verify(self) -> None:
         """Read all arrays, and compare their checksums."""
-        for name in self._places:
+        for name in self._spans:
             self._verify(name)
 
     def _verify(self, name: str) -> None:
-        place = self._places[name]
-        if place.checksum is None:
+        span = self._spans[name]
+        if span.checksum is None:
             return
-        self._file.seek(self._start + place.begin)
-        left, sum_ = place.end - place.begin, 0
+        self._file.seek(self._start + span.begin)
+        left, sum_ = span.end - span.begin, 0
         while left and (piece := self._file.read(min(left, _PIECE))):
             left, sum_ = left - len(piece), zlib.crc32(piece, sum_)
-        if place.checksum != f"{sum_:08x}":
-            raise DamagedFile(f"{self._path} is damaged: {name} has another checksum")
+        if span.checksum != f"{sum_:08x}":
+            raise DamagedFile(f"{self._path} is damaged: the checksum of {name} does not match")
 
     def _read_header(self) -> bytes:
         """Return the header's length and the header."""
@@ -150,25 +150,25 @@ class ArrayFile:
 
 
 def _safe_open(path: Path, framework: str) -> Any:
-    from safetensors import safe_open  # imported on use: `import tagi_ddp` is quick
+    from safetensors import safe_open  # Imported on use: `import tagi_ddp` is quick.
 
     return safe_open(path, framework=framework)
 
 
-def _places(header: bytes, checksums: str | None) -> dict[str, _Place]:
-    """Return the place of each array in the file, by name, and its checksum if there are any."""
+def _spans(header: bytes, checksums: str | None) -> dict[str, _Span]:
+    """Return the bytes of each array in the data, by name, and its checksum if there is one."""
     entries = json.loads(header)
     entries.pop(_METADATA)
     offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
     ordered = sorted(offsets, key=offsets.__getitem__)
     sums = [None] * len(ordered) if checksums is None else checksums.split()
     pairs = zip(ordered, sums, strict=True)
-    return {name: _Place(offsets[name][0], offsets[name][1], sum_) for name, sum_ in pairs}
+    return {name: _Span(offsets[name][0], offsets[name][1], sum_) for name, sum_ in pairs}
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise DamagedFile that names a file for what its content makes the block raise."""
+    """Turn errors that a file's content causes in the block into DamagedFile with its name."""
     try:
         yield
     except (DamagedFile, OSError, MemoryError, ImportError):

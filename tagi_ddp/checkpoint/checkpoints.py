@@ -1,4 +1,4 @@
-"""Save all that a run is, in the background, and go on from there on any number of ranks."""
+"""Checkpoints of a whole run, saved in the background and resumed on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tagi_ddp.data import DistributedSampler
 T = TypeVar("T")
 
 REMEDY = "resume(fallback=True) goes on from the last whole checkpoint before it"
-_SHARE = 0.7  # of the communicator's timeout; after it a rank gives the disk up
+_SHARE = 0.7  # the part of the communicator's timeout for which a rank waits for the disk
 
 
 class Checkpoints(Closing):
@@ -40,24 +40,24 @@ class Checkpoints(Closing):
     ``for step, share in sampler.steps(256, 10, checkpoints.resume()):`` train on the share, then
     ``checkpoints.save(step + 1)``, every so many steps.
 
-    `save` copies the state in memory, and a thread writes the copy, each rank's to a file of its
-    own: safetensors, with all that are no arrays as JSON in its header, readable without this
-    package. Making it, and all methods, are collective calls.
+    `save` copies the state in memory. A thread writes the copy, each rank's to a file of its own: a
+    safetensors file, with all but arrays as JSON in its header, readable without this package. The
+    constructor and all methods are collective calls.
 
     Args:
-        folder: where ``<number>-step-<step>`` folders go, and ``latest``, a link to the last one.
-        parts: a DDPSequential; or a dict of such, and of what has ``state_dict`` and
-            ``load_state_dict``, as torch's modules and optimizers, `SyncSchedule` and `DASO`.
+        folder: of the ``<number>-step-<step>`` folders, and of ``latest``, a link to the last one.
+        parts: a DDPSequential; or a dict of those and of objects with ``state_dict`` and
+            ``load_state_dict``: torch's modules and optimizers, `SyncSchedule`, `DASO` and others.
         communicator: of all ranks, or a ProcessGroup; None: that of the first part that has one.
-        keep: how many whole checkpoints stay; the others go when a newer one is whole.
+        keep: the number of whole checkpoints to keep; older ones are removed.
         sampler: its length, seed, shuffling and sizes of global batches are saved and must be the
             same when resuming: with another size of the first batch it raises ValueError.
-        generators: of random numbers, by name, that the script draws from: numpy's, Python's,
-            torch's. The global ones of all three are always saved.
+        generators: the script's random number generators, by name: numpy's, Python's, torch's. The
+            global generators of all three are always saved.
 
     Raises:
-        CheckpointError: on all ranks: an argument is not as it must be, a torch module or optimizer
-            holds what cannot be saved, ranks differ, or another job saves into the folder.
+        CheckpointError: on all ranks: an argument is wrong, a torch module or optimizer holds
+            something that cannot be saved, ranks differ, or another job saves into the folder.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Checkpoints(Closing):
         sampler: DistributedSampler | None = None,
         generators: Mapping[str, Any] | None = None,
     ) -> None:
-        """Agree on the folder, and clear it of what was left half."""
+        """Compare the ranks' arguments, own the folder, and clear it of incomplete checkpoints."""
         self._parts = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
-        self._given = None if communicator is None else as_communicator(communicator)
-        self._made = self._given is not None and is_made_for(self._given, communicator)
+        self._explicit = None if communicator is None else as_communicator(communicator)
+        self._made = self._explicit is not None and is_made_for(self._explicit, communicator)
         self._keep = keep
         self._sampler = sampler
         self._generators = dict(generators or {})
@@ -84,11 +84,11 @@ class Checkpoints(Closing):
         self.extra: Any = None
         self._elastic = next((part for part in self._parts.values() if is_elastic(part)), None)
         self._joined = self._elastic is not None and self._elastic.joined
-        self._number = 0  # of the next checkpoint
+        self._number = 0  # the number of the next checkpoint
         self._owner = Owner(self._folder.path)
         try:
             number = None if self._joined else self._surviving(self._start)
-            if number is None:  # the others have begun before
+            if number is None:  # The other ranks have begun before.
                 self._arguments()
                 join(self._folder, self._owner, self._communicator, self._on_disk)
             self._number = number or 0
@@ -105,7 +105,7 @@ class Checkpoints(Closing):
         return [(name, str(value)) for name, value in self._run(0).items()]
 
     def _start(self) -> int:
-        """Begin with the folder; return the number of the next checkpoint."""
+        """Own and clear the folder; return the number of the next checkpoint."""
         self._agree(self._arguments)
         try:
             return enter(self._folder, self._owner, self._communicator, self._on_disk)
@@ -116,20 +116,20 @@ class Checkpoints(Closing):
     # --- saving -------------------------------------------------------------------------------
 
     def save(self, step: int, extra: Any = None) -> None:
-        """Save the run after ``step`` steps; returns when the state has been copied.
+        """Save the run after ``step`` steps; return once the state has been copied.
 
-        Waits for the checkpoint before, if that is still being written. In an elastic job only the
-        steps that were made are saved: this does nothing if a rank was lost and the last step comes
-        again, or if ranks stand at different steps since.
+        Wait for the previous checkpoint if it is still being written. An elastic job saves only
+        steps that were made: this does nothing if the last step is repeated because a rank was
+        lost, or if the ranks are at different steps since.
 
         Args:
-            step: how many steps have been made, the same on all ranks. Another number is a
-                ValueError in an elastic job, which counts them itself.
-            extra: what else this rank is to find again in `extra`: numbers, text, arrays and
-                tensors, in dicts, lists and tuples.
+            step: the number of steps made, the same on all ranks. An elastic job counts them itself
+                and raises ValueError for another number.
+            extra: further values of this rank, which `resume` puts into `extra`: numbers, text,
+                arrays and tensors, in dicts, lists and tuples.
 
         Raises:
-            CheckpointError: on all ranks, where one could not write the checkpoint before, or has
+            CheckpointError: on all ranks: one could not write the previous checkpoint, or has
                 something that cannot be saved.
             RuntimeError: on all ranks, between `backward` and `step`: `DDPSequential.run_state`.
         """
@@ -153,12 +153,12 @@ class Checkpoints(Closing):
     def check(self) -> None:
         """Check early that `save` can save all parts as they are now; nothing is written.
 
-        Raises CheckpointError on all ranks, which names what cannot be saved.
+        Raise CheckpointError, on all ranks, that names what cannot be saved.
         """
         self._surviving(partial(self._collect, check, None))
 
     def _collect(self, use: Callable[[Any], None], extra: Any) -> None:
-        """Call a function of all that this rank saves."""
+        """Call a function with all that this rank saves."""
         try:
             parts = states_of(self._parts)
         except BaseException as error:
@@ -182,7 +182,7 @@ class Checkpoints(Closing):
         self._folder.prune(self._keep)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is whole, and older ones are gone."""
+        """Wait until the last checkpoint is whole and older ones are removed."""
         self._surviving(self._wait)
 
     def _wait(self) -> None:
@@ -196,9 +196,9 @@ class Checkpoints(Closing):
         return []
 
     def close(self) -> None:
-        """Finish what is being written, and leave the folder to other jobs; may be called again.
+        """Wait for this rank's file and release the folder; may be called again.
 
-        Raises CheckpointError if this rank's file could not be written.
+        Raise CheckpointError if the file could not be written.
         """
         self._closed = True
         try:
@@ -206,13 +206,13 @@ class Checkpoints(Closing):
         except Exception as error:
             raise self._error_of(error) from error
         finally:
-            if self._given is not None and self._made:
-                self._given.close()
+            if self._explicit is not None and self._made:
+                self._explicit.close()
             if self._writing is None:
                 self._owner.release()
 
     def _finish(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the file that is being written."""
         if self._writing is not None:
             try:
                 self._writing.result()
@@ -221,7 +221,7 @@ class Checkpoints(Closing):
                     self._writing = None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Wait for all ranks' files if the block has ended well, and close."""
+        """Wait for all ranks' files if the block raised no error, and close."""
         try:
             if error is None:
                 self.wait()
@@ -231,20 +231,20 @@ class Checkpoints(Closing):
     # --- resuming -----------------------------------------------------------------------------
 
     def resume(self, step: int | None = None, *, fallback: bool = False) -> int:
-        """Go on from the last whole checkpoint; return how many steps had been made, 0 if none.
+        """Load the last whole checkpoint; return its number of steps, 0 if there is none.
 
-        On as many ranks as have saved it each has its own state again, to the bit. For another
-        number see `DDPSequential.load_run_state`; what other parts, generators and `extra` hold is
-        then given to all if it was the same on all. If not, parts are refused, generators stay as
-        they are, with a warning, and `extra` is rank 0's. A rank that joins an elastic job has its
-        state from the others, and is told their step.
+        On the number of ranks that saved it, each rank gets its own state again, bit for bit. For
+        another number see `DDPSequential.load_run_state`; other parts, generators and `extra` are
+        then loaded on all ranks if they were equal on all. If not, parts are refused, generators
+        keep their state, with a warning, and `extra` is rank 0's. A rank that joins an elastic job
+        takes the state and the step of the others.
 
-        All ranks verify all files, by checksums, before anything is loaded. A checkpoint that
+        The ranks verify the checksums of all files before anything is loaded. A checkpoint that
         lacks a file is left out, with a RuntimeWarning that names it.
 
         Args:
-            step: go on from that checkpoint, rather than from the last one.
-            fallback: go on from the one before, with a RuntimeWarning, if the last one is damaged.
+            step: load the checkpoint of this step instead of the last one.
+            fallback: load the one before, with a RuntimeWarning, if the last one is damaged.
 
         Raises:
             CheckpointError: on all ranks, and before anything is changed: there is no checkpoint of
@@ -252,14 +252,14 @@ class Checkpoints(Closing):
         """
         call = partial(self._resume, step, fallback)
         made = None if self._joined else self._surviving(call, changes=True)
-        if made is None and self._elastic is not None:  # other ranks have resumed before
+        if made is None and self._elastic is not None:  # The other ranks have resumed before.
             made = int(self._elastic.steps_made)
         return made or 0
 
     def _resume(self, step: int | None, fallback: bool) -> int:
         tried: set[Path] = set()
-        told: list[str] = []
-        found = self._choose(step, fallback, tried, told)
+        log: list[str] = []
+        found = self._choose(step, fallback, tried, log)
         while found is not None:
             loading = self._loading(found)
             try:
@@ -269,20 +269,20 @@ class Checkpoints(Closing):
                     raise
                 if not fallback:
                     raise CheckpointError(f"{error}. {REMEDY}") from error
-                told.append(f"{error}. It is left where it is")
+                log.append(f"{error}. It is left where it is")
                 tried.add(found.path)
                 self._folder.set_aside.add(found.path)
             else:
                 self._load(loading)
                 break
-            found = self._choose(step, fallback, tried, told)
+            found = self._choose(step, fallback, tried, log)
         if self._communicator.rank == 0:
-            for text in told:
+            for text in log:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
         return 0 if found is None else found.step
 
     def go_on(self, found: Checkpoint | None) -> None:
-        """Do what `resume` does, from a checkpoint of any folder that all ranks have found."""
+        """Load a checkpoint as `resume` does, from any folder; all ranks must have found it."""
 
         def check() -> list[Entry]:
             return [("checkpoint", "none" if found is None else found.path.name)]
@@ -313,14 +313,14 @@ class Checkpoints(Closing):
             raise
 
     def _choose(
-        self, step: int | None, fallback: bool, tried: set[Path], told: list[str]
+        self, step: int | None, fallback: bool, tried: set[Path], log: list[str]
     ) -> Checkpoint | None:
-        """Return the checkpoint that rank 0 finds."""
+        """Return, on all ranks, the checkpoint that rank 0 finds."""
         found: list[tuple[int, int]] = []
 
         def last() -> Checkpoint | None:
             self._folder.publish()
-            return self._folder.last(step, tried, told)
+            return self._folder.last(step, tried, log)
 
         def look() -> list[Entry]:
             if self._communicator.rank == 0:
@@ -328,7 +328,7 @@ class Checkpoints(Closing):
                 found.extend([] if chosen is None else [(chosen.number, chosen.step)])
             return [("step", str(step)), ("fallback", str(fallback))]
 
-        self._agree(list, wait=True)  # all ranks' files are there when rank 0 looks
+        self._agree(list, wait=True)  # All ranks' files exist when rank 0 looks.
         self._agree(look)
         for number, steps in all_gather_object(self._communicator, found)[0]:
             return self._folder.checkpoint(number, steps)
@@ -344,7 +344,7 @@ class Checkpoints(Closing):
                 )
 
     def _run(self, step: int) -> dict[str, Any]:
-        """Return what people, and `resume`, want to know of a checkpoint first."""
+        """Return the entries of run.json that describe the run, which `resume` compares."""
         return {
             "format": FORMAT,
             "step": step,
@@ -358,14 +358,14 @@ class Checkpoints(Closing):
 
     @property
     def _communicator(self) -> Communicator:
-        return self._given or communicator_of(self._parts)
+        return self._explicit or communicator_of(self._parts)
 
     def _surviving(self, call: Callable[[], T], changes: bool = False) -> T | None:
-        """Make a collective call, which an elastic job survives: `DDPSequential.survive`."""
+        """Make a collective call, in an elastic job by `DDPSequential.survive`."""
         return call() if self._elastic is None else self._elastic.survive(call, changes)
 
     def _agree(self, describe: Callable[[], list[Entry]], wait: bool = False) -> None:
-        """Let all ranks raise what one of them does, or that they differ."""
+        """Call a function on all ranks; all raise if one of them raises or the results differ."""
 
         def checked() -> list[Entry]:
             try:
@@ -387,7 +387,7 @@ class Checkpoints(Closing):
     def _limit(self) -> float:
         """The seconds for which a rank waits for the disk; the others wait longer for that rank.
 
-        Not in an elastic job, whose ranks go on without one that is late, and take it in again.
+        In an elastic job they do not: they go on without a late rank, and admit it again.
         """
         timeout = self._communicator.timeout
         return _SHARE * (timeout if self._elastic is None else max(timeout, DEFAULT_TIMEOUT))

@@ -13,9 +13,9 @@ class Call(Generic[T]):
     """A call in a thread of its own, which does not keep the process from ending.
 
     Args:
-        call: is called with no arguments.
-        limit: for how many seconds `result` waits, all calls of it together.
-        failure: begins the text of the error when they are over, like "x has not been written".
+        call: the function, which takes no arguments.
+        limit: the seconds for which `result` waits, in all its calls together.
+        failure: the beginning of the error's text at the limit, like "x has not been written".
     """
 
     def __init__(self, call: Callable[[], T], limit: float, failure: str) -> None:
@@ -39,7 +39,7 @@ class Call(Generic[T]):
         return self._done.is_set()
 
     def result(self) -> T:
-        """Return what the call returns, or raise its error; TimeoutError at the limit."""
+        """Return the result of the call or raise its error; raise TimeoutError at the limit."""
         if not self._done.wait(0 if self._late else self._limit):
             self._late = True
             raise TimeoutError(

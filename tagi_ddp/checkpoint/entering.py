@@ -1,4 +1,4 @@
-"""How the ranks of a job begin with a folder of checkpoints, which all of them must see."""
+"""The start of a job with a folder of checkpoints, which all its ranks must see."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tagi_ddp.communicators import Communicator, all_gather_object
 
 T = TypeVar("T")
 
-_SEEN = 10.0  # seconds after which a file that rank 0 has written must be there for all
-_PATIENCE = 3.0  # seconds in which a job that has ended must have left the folder
+_SEEN = 10.0  # seconds within which all ranks must see a file of rank 0
+_PATIENCE = 3.0  # seconds within which a job that has ended must release the folder
 
 
 def enter(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> int:
-    """Own a folder with a new job, and clear it; return the number of the next checkpoint.
+    """Own a folder for a new job and clear it; return the number of the next checkpoint.
 
-    A collective call. CheckpointError, on all ranks, if another job owns it, or not all see it.
+    A collective call. All ranks raise CheckpointError if another job owns it or a rank misses it.
     """
     token = folder.path / f"{SEEN}{secrets.token_hex(8)}"
     failure = f"{folder.path} has not been read"
@@ -53,7 +53,7 @@ def enter(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> int
         seen, problem = _attempt(partial(disk, partial(follow, name), failure))
     everyone = all_gather_object(comm, (seen, problem))
     if first:
-        with suppress(OSError):  # the next start removes it
+        with suppress(OSError):  # The next start removes it.
             disk(partial(token.unlink, True), failure)
     for _, text in everyone:
         if text:
@@ -67,7 +67,7 @@ def enter(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> int
 
 
 def join(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> None:
-    """Become a rank of the job that owns a folder; CheckpointError if another one does."""
+    """Become a rank of the job that owns a folder; CheckpointError if another job owns it."""
     call = partial(owner.join, _patience(comm))
     _, problem = _attempt(partial(disk, call, f"{folder.path} has not been read"))
     if problem:

@@ -11,7 +11,7 @@ class CheckpointError(RanksDiffer):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether an error comes from a file that is not as it was written."""
+    """Return whether an error comes from a file that is damaged or cannot be read."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, TimeoutError):

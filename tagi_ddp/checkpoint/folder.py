@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are whole, which is the last one, which may go."""
+"""A folder of checkpoints: finds those that are whole and the last one, removes old ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tagi_ddp.checkpoint.tree import read_tree
 from tagi_ddp.engine.whole_file import whole_file
 
 LATEST = "latest"
-SEEN = ".seen."  # begins the name of a file by which ranks find out whether all see the folder
+SEEN = ".seen."  # prefix of a file by which ranks check that all of them see the folder
 FORMAT = 4
-FORMATS = (2, 3, 4)  # that are read; before 4 there are no checksums, in 2 an OrderedDict is a dict
+FORMATS = (2, 3, 4)  # readable; before 4 without checksums, in 2 an OrderedDict is a dict
 _RUN = "run.json"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _SAVING = re.compile(rf"\.saving-{_NAME.pattern}-\w*")
@@ -35,7 +35,7 @@ class Checkpoint:
 
     Attributes:
         number: its number, in the order in which checkpoints were begun.
-        step: the number of steps that had been made.
+        step: the number of steps made before it.
         path: the folder.
     """
 
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @property
     def run(self) -> dict[str, Any]:
-        """The content of run.json; DamagedFile if that is not as it was written."""
+        """The content of run.json; DamagedFile if that is damaged."""
         path = self.path / _RUN
         text = path.read_bytes()
         try:
@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def whole(self) -> bool:
-        """True if all ranks' files are there, and of one save; their arrays are not read."""
+        """True if all ranks' files exist and are of one save; their arrays are not read."""
         try:
             if self.lacks() is not None:
                 return False
@@ -79,7 +79,7 @@ class Checkpoint:
         return True
 
     def lacks(self) -> Path | None:
-        """Return the first file that is not there; DamagedFile if run.json does not tell."""
+        """Return the first file that is missing, or None; DamagedFile if run.json is damaged."""
         try:
             ranks = self.ranks
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class Checkpoint:
                 pass
 
     def verify(self, rank: int) -> None:
-        """Read all of a rank's file; DamagedFile unless it is as it was written."""
+        """Read all of a rank's file; raise DamagedFile if it is damaged."""
         with self._open(rank) as file:
             file.verify()
             sealed = file.sealed
@@ -106,7 +106,7 @@ class Checkpoint:
         file = ArrayFile(path)
         if file.save != label(run, rank):
             file.__exit__(None, None, None)
-            raise DamagedFile(f"{path} is of another save, or of another rank, than {_RUN} tells")
+            raise DamagedFile(f"{path} is of another save, or of another rank, than {_RUN} says")
         return file
 
     def file_of(self, rank: int) -> Path:
@@ -115,18 +115,18 @@ class Checkpoint:
 
 
 def label(run: dict[str, Any], rank: int) -> str:
-    """Return the label of a rank's file in the save that ``run`` tells of; "" if it has no id."""
+    """Return the label of a rank's file in the save of ``run``; "" if the save has no id."""
     return f"{run['save']}/{rank}" if "save" in run else ""
 
 
 class Folder:
     """A folder of checkpoints ``<number>-step-<steps>`` and a link ``latest``; of one run.
 
-    Ranks write a checkpoint in a hidden folder, which gets its name when all files are in it.
+    Ranks write a checkpoint into a hidden folder, which is renamed once it has all files.
 
     Attributes:
         path: the folder.
-        set_aside: checkpoints that are known to be damaged; they stay, and are not counted.
+        set_aside: paths of damaged checkpoints, which `prune` neither removes nor counts.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -134,46 +134,46 @@ class Folder:
         self.set_aside: set[Path] = set()
 
     def all(self) -> list[Checkpoint]:
-        """Return all that were whole once, the oldest first."""
+        """Return all checkpoints that were whole once, the oldest first."""
         return sorted(self._matching(_NAME))
 
     def whole(self) -> list[Checkpoint]:
-        """Return those that are whole, as far as `Checkpoint.whole` tells, the oldest first."""
+        """Return the checkpoints that are whole, by `Checkpoint.whole`, the oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.whole]
 
-    def last(self, step: int | None, tried: Collection[Path], told: list[str]) -> Checkpoint | None:
-        """Return the last one that lacks no file; None if there is none.
+    def last(self, step: int | None, tried: Collection[Path], log: list[str]) -> Checkpoint | None:
+        """Return the last checkpoint that lacks no file; None if there is none.
 
         Args:
-            step: after so many steps; None: any.
-            tried: folders of some that are known to be damaged.
-            told: gets a text of each that lacks a file.
+            step: the checkpoint's number of steps; None: any.
+            tried: paths of damaged checkpoints, which are skipped.
+            log: a list, to which a text is added for each checkpoint that lacks a file.
 
         Raises ValueError if there is none of this step, or all are damaged.
         """
-        there = self.all()
-        for checkpoint in reversed(there):
+        found = self.all()
+        for checkpoint in reversed(found):
             if step not in (None, checkpoint.step) or checkpoint.path in tried:
                 continue
             missing = None
-            with suppress(DamagedFile):  # of which people are told when it is verified
+            with suppress(DamagedFile):  # Its verification reports the damage.
                 missing = checkpoint.lacks()
             if missing is None:
                 return checkpoint
             text = f"{checkpoint.path} lacks {missing.name}: it is not used"
-            if text not in told:
-                told.append(text)
+            if text not in log:
+                log.append(text)
         if step is not None and not tried:
-            raise ValueError(f"step is {step}, but there are those of {[c.step for c in there]}")
+            raise ValueError(f"step is {step}, but there are those of {[c.step for c in found]}")
         if tried:
             raise ValueError(
-                f"no whole checkpoint is left in {self.path}: {'; '.join(told)}. All stay where "
+                f"no whole checkpoint is left in {self.path}: {'; '.join(log)}. All stay where "
                 "they are: give another folder to begin anew"
             )
         return None
 
     def at(self, path: Path) -> Checkpoint:
-        """Return the one of a path, or of a link to one; FileNotFoundError if it lacks a file."""
+        """Return the checkpoint at a path or a link; FileNotFoundError if it lacks a file."""
         real = Path(os.path.realpath(path))
         match = _NAME.fullmatch(real.name)
         found = Checkpoint(int(match[1]), int(match[2]), real) if match else None
@@ -184,7 +184,7 @@ class Folder:
         return found
 
     def checkpoint(self, number: int, step: int) -> Checkpoint:
-        """Return one that is to be written."""
+        """Return a checkpoint that is still to be written."""
         return Checkpoint(number, step, self.path / f"{number:06}-step-{step}")
 
     def next_number(self) -> int:
@@ -204,9 +204,9 @@ class Folder:
         write: Callable[[BinaryIO], None],
         run: dict[str, Any],
     ) -> None:
-        """Write the file of a rank, and, as rank 0, ``run``, which holds "step" and "ranks".
+        """Write the file of a rank and, for rank 0, ``run``, which holds "step" and "ranks".
 
-        "save" in it is an id, of which the rank's file has the `label`.
+        If ``run`` has "save", the id of the save, the rank's file has its `label`.
         """
         saving = self.saving(checkpoint, run)
         saving.path.mkdir(parents=True, exist_ok=True)
@@ -218,26 +218,26 @@ class Folder:
         self._publish(saving)
 
     def publish(self) -> None:
-        """Give all hidden ones their names whose files have been written."""
+        """Rename all hidden checkpoints that lack no file."""
         for saving in list(self._matching(_SAVING)):
             self._publish(saving)
 
     def _publish(self, saving: Checkpoint) -> bool:
-        """Return whether it lacks no file; every rank that finds that may call it."""
+        """Rename a hidden checkpoint if it lacks no file; return whether. All ranks may call it."""
         try:
             if saving.lacks() is not None:
                 return False
         except DamagedFile:
-            pass  # its name is what people, and `resume`, need to hear of it
+            pass  # Rename it, for `resume` to report the damage.
         number = saving.number
         while True:
             target = self.checkpoint(number, saving.step)
             number += 1
             if any(other.number == target.number for other in self.all()):
-                continue  # of another job
+                continue  # Another job has used the number.
             try:
                 os.rename(saving.path, target.path)
-            except FileNotFoundError:  # another rank has
+            except FileNotFoundError:  # Another rank has renamed it.
                 return True
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -254,7 +254,7 @@ class Folder:
         os.replace(link, self.path / LATEST)
 
     def clear(self) -> None:
-        """Remove what a run has left that did not end well, but for what is, or was, whole."""
+        """Remove the remains of an interrupted run, except checkpoints that are or were whole."""
         for saving in list(self._matching(_SAVING)):
             if not self._publish(saving):
                 shutil.rmtree(saving.path, ignore_errors=True)
@@ -265,13 +265,13 @@ class Folder:
                 left.unlink(missing_ok=True)
 
     def prune(self, keep: int) -> None:
-        """Remove all that are whole but the last ``keep``; let ``latest`` be the last of all."""
+        """Remove all whole checkpoints but the last ``keep``; link ``latest`` to the last one."""
         found = [each for each in self.all() if each.path not in self.set_aside]
         if last := next((each for each in reversed(found) if each.whole), None):
             self._point_to(last)
         if len(found) > keep:
             for checkpoint in [each for each in found if each.whole][:-keep]:
-                # Nobody finds it half removed.
+                # Renamed first: nobody finds it half removed.
                 removed = self.path / f"{_REMOVED}{secrets.token_hex(8)}"
                 with suppress(FileNotFoundError):
                     os.rename(checkpoint.path, removed)

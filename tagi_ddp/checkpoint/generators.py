@@ -1,4 +1,4 @@
-"""The states of generators of random numbers."""
+"""States of random number generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# How those that are no numpy.random.Generator are asked, modules with a global one among them.
+# Methods of generators other than numpy.random.Generator, and of modules with a global generator.
 _METHODS = (
     ("getstate", "setstate"),  # random.Random, random
     ("get_state", "set_state"),  # torch.Generator, numpy.random.RandomState, numpy.random
@@ -19,10 +19,10 @@ _GPU = "global cuda"
 
 
 def global_generators(saved: Container[str] = ()) -> dict[str, Any]:
-    """Return the modules with a global generator that this rank has now.
+    """Return the modules with a global generator that this rank has now, by name.
 
-    torch's is there once torch is imported, that of the present GPU once CUDA is in use, or if it
-    is among ``saved``.
+    torch is among them once it is imported; torch.cuda, for the present GPU, once CUDA is in use,
+    or if it is available and among ``saved``.
     """
     found = {"global python": random, "global numpy": np.random}
     if (torch := sys.modules.get("torch")) is not None:
@@ -39,14 +39,14 @@ def states(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_of(generator: Any) -> Any:
-    """Return numbers, text, arrays and tensors; TypeError if it is none that is known."""
+    """Return a state of numbers, text, arrays and tensors; TypeError for unknown generators."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return getattr(generator, _methods_of(generator)[0])()
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Let it go on from where `state_of` was called."""
+    """Set a generator to a state that `state_of` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
@@ -54,7 +54,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def check_state(name: str, generator: Any, state: Any) -> None:
-    """Raise ValueError unless a generator can take a state; it stays as it is."""
+    """Raise ValueError unless a generator can take a state; its own state is kept."""
     before = state_of(generator)
     try:
         set_state(generator, state)

@@ -1,4 +1,4 @@
-"""Load a checkpoint, all ranks together, once all of it has been read and checked."""
+"""The loading of a checkpoint by all ranks, once all of it has been read and checked."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ T = TypeVar("T")
 
 
 class Together(Protocol):
-    """Calls a function on each rank; all raise CheckpointError if one of them raises an error."""
+    """A function that calls another on each rank; all raise CheckpointError if one raises."""
 
     def __call__(self, describe: Callable[[], list[Entry]]) -> None:
-        """Call it."""
+        """Call ``describe``."""
         ...
 
 
 class OnDisk(Protocol):
-    """Returns what a function returns that waits for the disk; TimeoutError at a limit."""
+    """A function that calls another, which waits for the disk; TimeoutError at a limit."""
 
     def __call__(self, call: Callable[[], T], failure: str) -> T:
-        """Call it; ``failure`` begins the text of the error."""
+        """Return the result of ``call``; ``failure`` begins the text of the error."""
         ...
 
 
 class Loading:
-    """The parts of a run, and a checkpoint of it.
+    """The parts of a run, and the checkpoint to load into them.
 
     Args:
         found: the checkpoint.
         check_run: raises ValueError if it is of another run.
         parts, sampler, generators: as for `Checkpoints`.
         communicator: of all ranks.
-        agree, disk: what waits for the other ranks, and for the disk.
+        agree, disk: the calls that wait for the other ranks, and for the disk.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Loading:
         self._extra: Any = None
 
     def check(self) -> None:
-        """Read and check all that `load` loads; CheckpointError on all ranks."""
+        """Read and check all that `load` loads; raise CheckpointError on all ranks."""
         self._agree(self._verify)
         self._agree(self._read_entries)
         try:
@@ -80,12 +80,12 @@ class Loading:
                 self._loads.append(part.check_run_state(partial(self._entry, name), self._ranks))
         except CommunicatorError:
             raise
-        except Exception as error:  # on all ranks
+        except Exception as error:  # All ranks raise it.
             folder = str(self._found.path.parent)
             raise CheckpointError(f"{error}. The folder is {folder!r}") from error
 
     def load(self) -> Any:
-        """Load all; return what `save` was given as ``extra``."""
+        """Load all; return the ``extra`` of `save`."""
         self._agree(self._load_others)
         for load in self._loads:
             load()
@@ -96,8 +96,8 @@ class Loading:
                 of.set_state(generator, state)
             elif name in self._own:
                 warnings.warn(
-                    f"the generator {name!r} was another one on each of the ranks, and there are "
-                    "other ranks now: it stays as it is. Seed it by rank and step",
+                    f"the generator {name!r} differed between the ranks, and the number of ranks "
+                    "has changed: it keeps its present state. Seed it by rank and step",
                     RuntimeWarning,
                     stacklevel=4,
                 )
@@ -106,7 +106,7 @@ class Loading:
     # --- checks ---------------------------------------------------------------------------------
 
     def _verify(self) -> list[Entry]:
-        """Verify the files that are this rank's: all ranks verify all."""
+        """Verify this rank's share of the files; together, the ranks verify all."""
         self._read(self._check_run)
         self._ranks = self._read(lambda: self._found.ranks)
         for rank in range(self._comm.rank, self._ranks, self._comm.size):
@@ -120,8 +120,8 @@ class Loading:
             state = self._read(partial(of_parts.entry_of, found, own, "parts", name))
             if state is None:
                 raise ValueError(
-                    f"{name} was another one on each of the {self._ranks} ranks that saved it: "
-                    "resume on as many"
+                    f"{name} differed between the {self._ranks} ranks that saved it: resume on as "
+                    "many"
                 )
             self._states[name] = fitted(part, state)
             of_parts.check_state(name, part, self._states[name])
@@ -139,7 +139,7 @@ class Loading:
         return []
 
     def _matching(self) -> dict[str, tuple[Any, Any]]:
-        """Return the generators that are here and have been saved, with their states."""
+        """Return the generators that exist here and were saved, with their saved states."""
         saved = self._generators
         here = {**of.global_generators(saved), **self._own}
         return {name: (here[name], saved[name]) for name in here.keys() & saved.keys()}

@@ -1,7 +1,7 @@
 """States of torch modules by the names that they have without wrappers.
 
-torch.compile puts "_orig_mod." into the names of what it wraps, DistributedDataParallel and
-DataParallel put "module.". A state without these loads into the module however it is wrapped.
+torch.compile adds "_orig_mod." to the names in a module, DistributedDataParallel and DataParallel
+add "module.". A state without these prefixes loads into the module with any wrapper.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _COMPILED = "_orig_mod."
 
 
 def state_of(part: Any) -> Any:
-    """Return what ``part.state_dict()`` returns, of a module by the names without wrappers."""
+    """Return ``part.state_dict()``, with a module's names as they are without wrappers."""
     state = part.state_dict()
     wrapped = _wrapped(part)
     return _renamed(state, lambda name: _bare(name, wrapped)) if wrapped else state
 
 
 def fitted(part: Any, state: Any) -> Any:
-    """Return a state by the names of ``part``, which `state_of` or ``state_dict`` has returned."""
+    """Return a state of `state_of` or ``state_dict`` with the names that ``part`` has."""
     wrapped = _wrapped(part)
     if not isinstance(state, Mapping) or not (
         wrapped or any(_COMPILED in name for name in state if isinstance(name, str))
@@ -30,7 +30,7 @@ def fitted(part: Any, state: Any) -> Any:
         return state
     prefixes = {prefix for prefix, _ in part.named_modules(remove_duplicate=False)}
     names = prefixes | set(part.state_dict())
-    # Of a wrapper and what it wraps, which have the same bare name, the latter is longer.
+    # A wrapper and its module have the same bare name; the longer name, the module's, is kept.
     own: dict[str, str] = {_bare(name, wrapped): name for name in sorted(names, key=len)}
 
     def name_of(name: str) -> str:
@@ -42,11 +42,11 @@ def fitted(part: Any, state: Any) -> Any:
 
 
 def _wrapped(part: Any) -> list[str]:
-    """Return the names, each with a dot, of the modules of a part that wrappers hold."""
+    """Return the names, each with a dot, of the modules inside the wrappers of a part."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(part, torch.nn.Module):
         return []
-    compiling = sys.modules.get("torch._dynamo.eval_frame")  # which is slow to import
+    compiling = sys.modules.get("torch._dynamo.eval_frame")  # It is slow to import.
     kinds: dict[type, str] = {
         torch.nn.parallel.DistributedDataParallel: "module.",
         torch.nn.DataParallel: "module.",
@@ -62,7 +62,7 @@ def _wrapped(part: Any) -> list[str]:
 
 
 def _bare(name: str, wrapped: list[str]) -> str:
-    """Return a name without the wrappers' parts of it."""
+    """Return a name without the prefixes of wrappers."""
     name += "."
     for prefix in wrapped:
         if name.startswith(prefix):
@@ -72,7 +72,7 @@ def _bare(name: str, wrapped: list[str]) -> str:
 
 
 def _renamed(state: Mapping[str, Any], name_of: Callable[[str], str]) -> Any:
-    """Return a state of other names, also of the modules whose versions are beside it."""
+    """Return a state with other names, also in its metadata, the versions of modules."""
     renamed: Any = OrderedDict((name_of(name), value) for name, value in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:

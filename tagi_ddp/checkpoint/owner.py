@@ -1,8 +1,8 @@
-"""One job owns a folder of checkpoints at a time, by a lock of its file ``.lock``.
+"""Ownership of a folder of checkpoints by one job at a time, through a lock on its file ``.lock``.
 
-All ranks hold a shared lock; the first one to begin a job takes an exclusive one before. The
-system drops the locks of a process that ends. They belong to a process, and go when it closes any
-descriptor of the file: so a process has one for each folder, however often it opens that.
+All ranks hold a shared lock; the rank that begins the job takes an exclusive one before. The system
+drops the locks of a process when it ends, or closes any descriptor of the file. So a process has
+one descriptor for each folder, even if it opens the folder several times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FolderInUse(ValueError):
 
 @dataclass
 class _Held:
-    """A descriptor of a lock file, and by how many it is used."""
+    """A descriptor of a lock file, and the number of its users."""
 
     descriptor: int
     count: int = 0
@@ -44,7 +44,7 @@ _jobs: dict[str, str] = {}  # by folder, the last job that this process has been
 
 
 def _forget() -> None:
-    """Begin anew in a child, which has none of its parent's locks."""
+    """Drop the parent's state in a forked child, which has none of its locks."""
     global _lock
     _lock = threading.Lock()
     for held in _held.values():
@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Owner:
-    """A rank's part in the ownership of a folder, until `release`."""
+    """A rank's share in the ownership of a folder, until `release`."""
 
     def __init__(self, folder: Path) -> None:
         self._key = os.path.realpath(folder)
@@ -66,9 +66,9 @@ class Owner:
         self._use: _Held | None = None
 
     def begin(self, patience: float) -> None:
-        """Own the folder with a new job, or as a rank of the one that owns it.
+        """Own the folder for a new job, or as a rank of the job that owns it.
 
-        Raises FolderInUse if another one still does after ``patience`` seconds; OSError.
+        Raise FolderInUse if another job still owns it after ``patience`` seconds; OSError.
         """
         held = self._open()
         if not self._wait(held, fcntl.LOCK_EX, patience):
@@ -79,7 +79,7 @@ class Owner:
         record = {"job": job, "process": os.getpid(), "host": socket.gethostname(), "since": now}
         os.ftruncate(held.descriptor, 0)
         os.pwrite(held.descriptor, json.dumps(record).encode(), 0)
-        self._take(held, fcntl.LOCK_SH)
+        self._acquire(held, fcntl.LOCK_SH)
 
     def join(self, patience: float) -> None:
         """Become a rank of the job that owns the folder; raises as `begin`."""
@@ -89,7 +89,7 @@ class Owner:
             _jobs[self._key] = _record(held).get("job", "")
 
     def release(self) -> None:
-        """Own the folder no more; may be called again."""
+        """Give up the ownership; may be called again."""
         with _lock:
             held, self._use = self._use, None
             if held is None:
@@ -111,9 +111,9 @@ class Owner:
             return held
 
     def _wait(self, held: _Held, kind: int, patience: float) -> bool:
-        """Return whether the lock was had; False if this rank's job owns the folder already."""
+        """Wait for the lock; return False instead if this rank's job owns the folder already."""
         deadline = time.monotonic() + patience
-        while not self._take(held, kind):
+        while not self._acquire(held, kind):
             if self._is_own(held):
                 return False
             if time.monotonic() > deadline:
@@ -123,8 +123,8 @@ class Owner:
             time.sleep(_TURN)
         return True
 
-    def _take(self, held: _Held, kind: int) -> bool:
-        """Return whether the lock could be had, or there are no locks on this file system."""
+    def _acquire(self, held: _Held, kind: int) -> bool:
+        """Return whether the lock was free; True as well if this file system has no locks."""
         try:
             fcntl.lockf(held.descriptor, kind | fcntl.LOCK_NB)
         except OSError as error:
@@ -139,23 +139,23 @@ class Owner:
         return True
 
     def _is_own(self, held: _Held) -> bool:
-        """Return whether the job that owns the folder is this rank's, whose lock it then shares."""
+        """Return whether this rank's job owns the folder; if so, share its lock."""
         with _lock:
             own = _jobs.get(self._key)
-        if own is None or _record(held).get("job") != own or not self._take(held, fcntl.LOCK_SH):
+        if own is None or _record(held).get("job") != own or not self._acquire(held, fcntl.LOCK_SH):
             return False
         return _record(held).get("job") == own
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a descriptor is of the file that lies at a path now."""
+    """Return whether a descriptor is that of the file at a path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False
 
 
 def _record(held: _Held) -> dict[str, Any]:
-    """Return what the owner has written; {} if it is just about to."""
+    """Return the record of the owner; {} if it is not written yet."""
     with suppress(ValueError):
         record = json.loads(os.pread(held.descriptor, 4096, 0))
         return record if isinstance(record, dict) else {}

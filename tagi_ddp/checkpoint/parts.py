@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: models, and what has ``state_dict`` and ``load_state_dict``."""
+"""Parts of a checkpoint: models, and objects with ``state_dict`` and ``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def check_part(name: str, part: Any) -> None:
 
 
 def check_held(name: str, part: Any) -> None:
-    """Raise TypeError if a torch module or optimizer holds already what cannot be saved.
+    """Raise TypeError if a torch module or optimizer already holds something that cannot be saved.
 
-    Those whose ``state_dict`` may wait for other ranks are not checked, nor lazy parameters.
+    Lazy parameters are not checked, nor modules whose ``state_dict`` may wait for other ranks.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -64,9 +64,9 @@ def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_state(name: str, part: Any, state: Any) -> None:
-    """Raise ValueError if a torch module would refuse a state after it has loaded some of it.
+    """Raise ValueError if a torch module would refuse a state after loading some of it.
 
-    Modules that load their states in ways of their own are not checked.
+    Modules with loading code or hooks of their own are not checked.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(part, torch.nn.Module):
@@ -104,17 +104,17 @@ def check_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
 
 
 def is_elastic(part: Any) -> bool:
-    """Tell whether it is a model of an elastic job."""
+    """Return whether a part is a model of an elastic job."""
     return has_run_state(part) and part.elastic
 
 
 def has_run_state(part: Any) -> bool:
-    """Return whether it has a state of each rank, as models do."""
+    """Return whether a part has a state for each rank, as models do."""
     return hasattr(type(part), "check_run_state")
 
 
 def communicator_of(parts: Mapping[str, Any]) -> Communicator:
-    """Return that of the first part that has one; ValueError if there must be one."""
+    """Return the first communicator of a part; ValueError if several ranks have none."""
     for part in parts.values():
         for name in ("communicator", "comm"):
             found = getattr(part, name, None)
@@ -129,14 +129,14 @@ def communicator_of(parts: Mapping[str, Any]) -> Communicator:
 
 
 def run_state_of(checkpoint: Checkpoint, part: str, rank: int, name: str) -> Any:
-    """Return an entry of what a part's ``run_state`` returned on a rank."""
+    """Return an entry of the ``run_state`` of a part on a rank."""
     return read_tree(checkpoint.file_of(rank), "parts", part, name)
 
 
 def generators_of(checkpoint: Checkpoint, rank: int | None) -> dict[str, Any]:
-    """Return the states of this rank's generators; without a rank None of those that differ.
+    """Return the states of a rank's generators; without a rank, None for those that differ.
 
-    Which global generators a rank has saved depends on what it had imported.
+    The global generators that a rank saved depend on what it had imported.
     """
     ranks = range(checkpoint.ranks) if rank is None else [rank]
     first, *others = [read_tree(checkpoint.file_of(each), "generators") for each in ranks]
@@ -149,7 +149,7 @@ def generators_of(checkpoint: Checkpoint, rank: int | None) -> dict[str, Any]:
 
 
 def entry_of(checkpoint: Checkpoint, rank: int | None, *path: str) -> Any:
-    """Return an entry of this rank's file; without a rank that of all, None where they differ."""
+    """Return an entry of a rank's file; without a rank, that of all, or None if they differ."""
     if rank is not None:
         return read_tree(checkpoint.file_of(rank), *path)
     first = read_tree(checkpoint.file_of(0), *path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 _FIELD, _EMPTY = "checksum", "0" * 8
-UNSEALED = {_FIELD: _EMPTY}  # the first field of what `seal` is given
+UNSEALED = {_FIELD: _EMPTY}  # the first field of the JSON that `seal` takes
 _MARK = f'"{_FIELD}": "'.encode()
 
 
@@ -15,19 +15,19 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def seal(data: bytes) -> bytes:
-    """Write the checksum of ``data`` into its first field, which `UNSEALED` is."""
+    """Return ``data`` with its checksum in the first field, which must be `UNSEALED`."""
     begin, end = _digits(data)
     return data[:begin] + checksum(data).encode() + data[end:]
 
 
 def is_sealed(data: bytes) -> bool:
-    """Return whether ``data`` holds a checksum; ValueError if that is not its own."""
+    """Return whether ``data`` holds a checksum; raise ValueError if it does not match."""
     if _MARK not in data:
         return False
     begin, end = _digits(data)
     own = checksum(data[:begin] + _EMPTY.encode() + data[end:]).encode()
     if data[begin:end] != own:
-        raise ValueError("its checksum is another one")
+        raise ValueError("its checksum does not match")
     return True
 
 

@@ -1,7 +1,7 @@
 """Nested dicts, lists and tuples of arrays and plain values, in memory and in a safetensors file.
 
-Arrays lie in the file as such, all else as JSON in its header. Nothing is ever unpickled. A value
-that is read has the type that was written; one whose type the file cannot hold is refused.
+Arrays are stored as such, all else as JSON in the header. Nothing is ever unpickled. A value that
+is read has the type that was written; a value is refused if the file cannot hold its type.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DTYPES = {  # as safetensors names them
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }
-# Those that all versions of safetensors know. Tensors of others of 8 or 16 bits lie as integers.
+# Dtypes that all versions of safetensors know. Others of 8 or 16 bits are stored as integers.
 _OF_TORCH = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", **_DTYPES}
 _PLAIN = (type(None), bool, int, float, complex, str)
 _ATTRIBUTED: tuple[type[dict[Any, Any]], ...] = (OrderedDict, Counter)  # dicts with attributes
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set, tuple)}
-_LONG = 1024  # bits of an int from which on it is written in hex: Python limits decimal digits
-_DEPTH = 100  # of trees; those that hold themselves have no end
+_LONG = 1024  # bits; a longer int is written in hex, as Python limits decimal digits
+_DEPTH = 100  # the limit for trees; one that holds itself has no end
 _TAKES = (
     "give numbers, text, arrays and tensors, in dicts, lists and tuples, of these types and of no "
     "subclass; a Counter, an OrderedDict and a defaultdict of a builtin are dicts here"
@@ -39,14 +39,14 @@ _TAKES = (
 
 
 class Snapshot:
-    """A copy of a tree, in memory that is used again for the next one."""
+    """A copy of a tree, in memory that the next copy uses again."""
 
     def __init__(self) -> None:
         self._header: Any = None
         self._leaves: dict[str, Leaf] = {}
 
     def take(self, tree: Any) -> None:
-        """Copy a tree; TypeError, naming what it is, where something cannot be saved."""
+        """Copy a tree; raise TypeError that names the value if one cannot be saved."""
         found: dict[str, Leaf] = {}
         self._header = _encode(tree, "", found)
         kept, self._leaves = self._leaves, {}
@@ -63,7 +63,7 @@ class Snapshot:
 
 
 def check(tree: Any, name: str = "") -> None:
-    """Raise TypeError, naming it, if something in a tree cannot be saved; no array is copied."""
+    """Raise TypeError that names the value if a tree cannot be saved; no array is copied."""
     _encode(tree, f"/{name}" if name else "", None)
 
 
@@ -71,7 +71,7 @@ def equal(a: Any, b: Any) -> bool:
     """Return whether two trees are the same in value and type, their arrays bit for bit."""
     leaves: tuple[dict[str, Leaf], dict[str, Leaf]] = {}, {}
     headers = (
-        # As text, in which 1, 1.0 and True differ.
+        # 1, 1.0 and True differ as text.
         json.dumps(_encode(tree, "", found), sort_keys=True)
         for tree, found in zip((a, b), leaves, strict=True)
     )
@@ -107,7 +107,7 @@ def _inner(header: Any) -> Any:
 
 
 def _encode(value: Any, name: str, leaves: dict[str, Leaf] | None, depth: int = 0) -> Any:
-    """Return ``value`` as JSON has it, and put its arrays into ``leaves``; None: leave them out."""
+    """Return ``value`` as JSON, and add its arrays to ``leaves``; None: leave them out."""
     if depth > _DEPTH:
         raise TypeError(f"{name[1:40]}... is nested more than {_DEPTH} deep, or holds itself")
 
@@ -127,17 +127,17 @@ def _encode(value: Any, name: str, leaves: dict[str, Leaf] | None, depth: int = 
                     f"keys are text, numbers of at most {_LONG} bits, and tuples of them"
                 )
         return {"$items": [[inner(key, key), inner(part, key)] for key, part in value.items()]}
-    if kind in _ATTRIBUTED:  # modules' states have an attribute, the versions of their parts
+    if kind in _ATTRIBUTED:  # States of modules have an attribute, the modules' versions.
         return {f"${kind.__name__}": [inner(dict(value)), inner(vars(value), "__dict__")]}
     if kind is defaultdict:
         factory = value.default_factory
-        told = None if factory is None else str(getattr(factory, "__name__", ""))
-        if told is not None and _FACTORIES.get(told) is not factory:
+        builtin = None if factory is None else str(getattr(factory, "__name__", ""))
+        if builtin is not None and _FACTORIES.get(builtin) is not factory:
             raise TypeError(
                 f"{name[1:]} is a defaultdict of {factory!r}, which cannot be saved: give one of "
                 f"{', '.join(_FACTORIES)} or None, or a dict"
             )
-        return {"$defaultdict": [inner(dict(value)), told]}
+        return {"$defaultdict": [inner(dict(value)), builtin]}
     if kind in (list, tuple):
         parts = [inner(part, index) for index, part in enumerate(value)]
         return {"$tuple": parts} if kind is tuple else parts
@@ -145,8 +145,8 @@ def _encode(value: Any, name: str, leaves: dict[str, Leaf] | None, depth: int = 
     if leaves is None:
         return None
     tag, leaf = _leaf(value)
-    name = name.encode(errors="replace").decode()  # a file has no half a character
-    while name in leaves:  # "a/b" next to "a" with "b" in it
+    name = name.encode(errors="replace").decode()  # A file cannot hold a lone surrogate.
+    while name in leaves:  # The key "a/b" may be beside a key "a" with "b" in it.
         name += "'"
     leaves[name] = leaf
     return {tag: name}
@@ -179,11 +179,11 @@ def _check_leaf(value: Any, name: str) -> None:
             value.layout != torch.strided
             or value.is_nested
             or value.is_meta
-            or dtype.startswith("q")  # quantized: its scale is beside its numbers
+            or dtype.startswith("q")  # A quantized tensor has its scale beside its numbers.
             or (dtype not in _OF_TORCH and not value.is_complex() and value.itemsize > 2)
         ):
             raise TypeError(
-                f"{name[1:]} is a tensor of {value.dtype}, {value.layout}: it has no file"
+                f"{name[1:]} is a tensor of {value.dtype}, {value.layout}, which cannot be saved"
             )
     elif type(value) is np.ndarray or isinstance(value, np.generic):
         part = value.real if value.dtype.kind == "c" else value
@@ -215,7 +215,7 @@ def _tensor_leaf(value: Any) -> tuple[str, Leaf]:
         tag = f"${dtype} tensor"
         parts = parts.view(torch.uint8 if value.itemsize == 1 else torch.uint16)
     flat = parts.cpu().resolve_neg().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # of a single element, which any stride leaves contiguous
+    if flat.stride(0) != 1:  # A single element is contiguous with any stride.
         flat = flat.clone(memory_format=torch.contiguous_format)
     kind = _OF_TORCH[str(parts.dtype).removeprefix("torch.")]
     return tag, Leaf(kind, tuple(parts.shape), flat.view(torch.uint8).numpy())

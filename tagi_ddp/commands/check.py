@@ -1,7 +1,7 @@
-"""What a check is, and how it is run.
+"""Checks of the doctor, each run in a process of its own.
 
-A broken library crashes or hangs whatever loads it. So each check runs in a process of its own, all
-at once and with one limit, and whatever happens to it is what is found.
+A broken library crashes or hangs any process that loads it. All checks run at once, with one time
+limit; a check that crashes or hangs is a finding, too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, Literal
 Status = Literal["ok", "missing", "broken"]
 
 _KILL = 5.0  # seconds for the kernel to carry out SIGKILL
-_LONGEST = 1000  # characters of a detail, which may hold another library's text
+_LONGEST = 1000  # maximum length of a detail, which may hold another library's text
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
-    ``status`` is "ok"; "missing": not there, but optional; or "broken": there but cannot work, or
-    required and not there. ``remedy`` is empty if all is well; ``facts`` are for the verdict.
+    ``status`` is "ok"; "missing": absent, but optional; or "broken": present but unusable, or
+    absent though required. ``remedy`` is empty if all is well; ``facts`` are for the verdict.
     """
 
     status: Status
@@ -44,7 +44,7 @@ Findings = Mapping[str, Finding]
 
 @dataclass(frozen=True)
 class Check:
-    """How to find out, and what to do about what is not well, if nothing better is known."""
+    """A check, and the remedy for a finding that has none of its own."""
 
     run: Callable[[], Finding]
     remedy: str
@@ -53,7 +53,7 @@ class Check:
 def run_all(checks: Mapping[str, Check], limit: float) -> dict[str, Finding]:
     """Run ``checks``, for ``limit`` seconds at most, and return what they found, by their names."""
     with ExitStack() as stack:
-        # What a killed process started may write to the last moment.
+        # Children of a killed process may still write to it.
         temporary = TemporaryDirectory(prefix="tagi_ddp-", ignore_cleanup_errors=True)
         folder = Path(stack.enter_context(temporary))
         processes = {
@@ -70,17 +70,17 @@ def run_all(checks: Mapping[str, Check], limit: float) -> dict[str, Finding]:
 
 
 class Process:
-    """The process of one check; a context that ends it. Its files are in ``folder``."""
+    """The process of one check, with its files in ``folder``; a context manager that ends it."""
 
     def __init__(self, name: str, check: Check, folder: Path) -> None:
-        """Start it."""
+        """Start the process."""
         self._remedy = check.remedy
-        # Files, not pipes: processes that inherit them are not waited for.
+        # Files, not pipes: a child that inherits a pipe would keep it open.
         self._report = folder / f"{name}.json"
         self._errors = folder / f"{name}.err"
-        # Open MPI, started without mpirun, leaves its files.
-        places = {"TMPDIR": str(folder), "OMPI_MCA_btl_sm_backing_directory": str(folder)}
-        # It finds this package where this process found it.
+        # Open MPI leaves its files behind when it is started without mpirun.
+        folders = {"TMPDIR": str(folder), "OMPI_MCA_btl_sm_backing_directory": str(folder)}
+        # The process finds this package where this one found it.
         code = (
             f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
             "from tagi_ddp.commands.checks import run_check; run_check()"
@@ -91,8 +91,8 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=report,
                 stderr=errors,
-                env={**os.environ, **places},
-                start_new_session=True,  # a group to end, and no Ctrl-C of the terminal
+                env={**os.environ, **folders},
+                start_new_session=True,  # a group to end, without the terminal's Ctrl-C
             )
 
     def __enter__(self) -> Process:
@@ -100,13 +100,13 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it, and what it has started."""
+        """End the process and those that it started."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(_KILL)
 
     def finding(self, deadline: float, limit: float) -> Finding:
-        """Wait for the check's finding, or make one of what happened to it."""
+        """Return the check's finding, or one about how the process ended."""
         try:
             status = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -118,17 +118,17 @@ class Process:
         what = f"its check ended with exit status {status}"
         if status < 0:
             what = f"its check was ended by signal {-status} ({signal.strsignal(-status)})"
-        last_words = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
-        return Finding("broken", ": ".join([what, *last_words]))
+        last_line = self._errors.read_text(errors="replace").strip().splitlines()[-1:]
+        return Finding("broken", ": ".join([what, *last_line]))
 
 
 def report(check: Check, parent: int) -> None:
-    """Write what a check finds to standard output; in a process that ends with ``parent``."""
+    """Run a check and write its finding to standard output; end if the process ``parent`` does."""
     from tagi_ddp.launcher.rank_process import die_with_parent
 
     die_with_parent(parent)
     output = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no finding
+    os.dup2(2, 1)  # Output of libraries is no finding.
     try:
         finding = check.run()
     except Exception as error:

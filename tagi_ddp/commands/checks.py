@@ -1,4 +1,4 @@
-"""The checks of the doctor: each returns a finding, or fails, which is one too."""
+"""The checks of the doctor; each returns a finding, and an error counts as one."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ def _torch() -> Finding:
 
     build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs only"
     detail = f"{torch.__version__}, {build}"
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        return Finding("ok", "; ".join([detail, "no CUDA", *[str(w.message) for w in said]]))
+        return Finding("ok", "; ".join([detail, "no CUDA", *[str(w.message) for w in caught]]))
     try:
         for number in range(torch.cuda.device_count()):
             torch.ones(1, device=f"cuda:{number}").item()
@@ -105,7 +105,7 @@ def _mpi() -> Finding:
         return Finding("missing", detail, "for mpirun and srun: pip install mpi4py")
     from tagi_ddp.engine.loader import preload
 
-    with contextlib.suppress(ImportError):  # the engine's check tells it
+    with contextlib.suppress(ImportError):  # The engine's check reports it.
         preload()  # as in a script that imports the engine first
     try:
         import tagi_ddp.communicators.network.mpi  # noqa: F401  (starts MPI)
@@ -123,20 +123,20 @@ def _mpi() -> Finding:
         beside = shutil.which("mpirun", path=scripts) is not None
         remedy = f"export PATH={scripts}:$PATH" if beside else "put this MPI's mpirun on PATH"
         return Finding("missing", f"{detail}; no mpirun on PATH", f"{remedy}; srun needs none")
-    said = _version(mpirun)
-    detail += f"; {mpirun}: {said}"
-    numbers = [re.findall(r"\d+\.\d+", text)[:1] for text in (library, said)]
+    version = _version(mpirun)
+    detail += f"; {mpirun}: {version}"
+    numbers = [re.findall(r"\d+\.\d+", text)[:1] for text in (library, version)]
     if all(numbers) and numbers[0] != numbers[1]:
         remedy = f"this mpirun is another MPI's: put that of {library} first on PATH"
         return Finding("broken", detail, remedy)
-    if os.geteuid() == 0 and "Open MPI" in said and not _ROOT_ALLOWED.issubset(os.environ):
+    if os.geteuid() == 0 and "Open MPI" in version and not _ROOT_ALLOWED.issubset(os.environ):
         detail += "; as root: mpirun --allow-run-as-root"
     return Finding("ok", detail)
 
 
 def _version(mpirun: str) -> str:
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
-    return said.strip().partition("\n")[0]
+    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10)
+    return done.stdout.strip().partition("\n")[0]
 
 
 def _gloo() -> Finding:
@@ -153,7 +153,7 @@ def _shared_memory() -> Finding:
     with create(0, 1, f"doctor-{secrets.token_hex(8)}", 10.0) as communicator:
         communicator.all_reduce(communicator.empty(1 << 20))
     detail = "a communicator of one rank works"
-    with contextlib.suppress(OSError):  # ours needs no file system
+    with contextlib.suppress(OSError):  # Our shared memory needs no file system.
         free = _gigabytes(shutil.disk_usage("/dev/shm").free)
         detail += f"; free in /dev/shm, for MPI and NCCL: {free}"
     return Finding("ok", detail)
@@ -197,7 +197,7 @@ def _nccl() -> Finding:
         chosen = setting("LIBNCCL")
         there = any(map(os.path.exists, nccl_candidates())) if not chosen else chosen != STUB
         remedy = f"unset TAGI_DDP_LIBNCCL, which is {chosen}" if chosen else ""
-        reason = str(error).partition(". pip install")[0]  # the rest is our remedy
+        reason = str(error).partition(". pip install")[0]  # The check has its own remedy.
         return Finding("broken" if there else "missing", reason, remedy)
     number = nccl.version
     return Finding("ok", f"{number // 10000}.{number // 100 % 100}.{number % 100} in {nccl.path}")
@@ -206,16 +206,16 @@ def _nccl() -> Finding:
 def _launcher() -> Finding:
     from tagi_ddp.environment import detect
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        environment = detect()  # the error of variables that do not fit says what to do
+        environment = detect()  # Its error says what to do if variables do not fit together.
     detail = f"{environment.launcher}: rank {environment.rank} of {environment.world_size}"
-    detail = "; ".join([detail, *[str(warning.message) for warning in said]])
-    return Finding("broken" if said else "ok", detail)
+    detail = "; ".join([detail, *[str(warning.message) for warning in caught]])
+    return Finding("broken" if caught else "ok", detail)
 
 
 def compute_on_gpus(found: Findings) -> Finding:
-    """Tell whether torch can compute on the devices that CUDA shows."""
+    """Return the finding on whether torch can compute on the devices that CUDA shows."""
     if not found["CUDA"].facts.get("devices"):
         return Finding("missing", "there is no device", "for GPUs: see CUDA")
     if found["torch"].facts.get("cuda"):

@@ -1,4 +1,4 @@
-"""``tagi-ddp doctor``: what of this package can work here, and what to do for the rest."""
+"""``tagi-ddp doctor``: a report of what works on this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tagi_ddp.checks import positive
 from tagi_ddp.commands.check import Finding, Findings, run_all
 
-# What needs a GPU; the last one follows from the others.
+# The checks that need a GPU; the last one follows from the others.
 _GPU_CHECKS = ("CUDA", "NCCL", "compute on GPUs")
 
 
@@ -45,14 +45,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def examine(limit: float) -> dict[str, Finding]:
     """Run all checks, for ``limit`` seconds at most, and return what they found, by their names."""
-    from tagi_ddp.commands.checks import CHECKS, compute_on_gpus  # other commands need none
+    from tagi_ddp.commands.checks import CHECKS, compute_on_gpus  # Other commands do not need them.
 
     found = run_all(CHECKS, limit)
     return {**found, "compute on GPUs": compute_on_gpus(found)}
 
 
 def readiness(found: Findings) -> dict[str, bool]:
-    """Tell for which kinds of training this machine is ready."""
+    """Return whether this machine is ready, for each kind of training."""
     ok = {name for name, finding in found.items() if finding.status == "ok"}
     one_process = ok >= {"tagi_ddp", "engine"}
     return {
@@ -73,16 +73,16 @@ def as_json(found: Findings) -> str:
 
 
 def _grouped(found: Findings) -> dict[str, Finding]:
-    """Return the findings, those about GPUs as one where there is nothing of them."""
+    """Return the findings; merge those about GPUs into one if all of them are "missing"."""
     if any(found[name].status != "missing" for name in _GPU_CHECKS):
         return dict(found)
     detail = "; ".join(f"{name}: {found[name].detail}" for name in _GPU_CHECKS[:-1])
-    rest = {name: finding for name, finding in found.items() if name not in _GPU_CHECKS}
-    return {**rest, "GPUs": Finding("missing", detail, found["CUDA"].remedy)}
+    others = {name: finding for name, finding in found.items() if name not in _GPU_CHECKS}
+    return {**others, "GPUs": Finding("missing", detail, found["CUDA"].remedy)}
 
 
 def as_text(found: Findings) -> str:
-    """Return the report as a table, what to do, and the verdict."""
+    """Return the report as text: a table, the remedies, and the verdict."""
     found = _grouped(found)
     width = max(map(len, found))
     lines = [f"{name:{width}}  {f.status:7}  {f.detail}" for name, f in found.items()]

@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     end_by_signals()
     if arguments[:1] == ["run"]:
-        keep_for_ranks()  # also while the ranks are not started yet
-    if arguments != ["--version"]:  # which need not wait for numpy
+        keep_for_ranks()  # They may arrive before the ranks are started.
+    if arguments != ["--version"]:  # The version need not wait for numpy.
         _add_commands(parser)
     options = parser.parse_args(arguments or ["--help"])
     status: int = options.command(options)

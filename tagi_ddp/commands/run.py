@@ -30,8 +30,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         usage="tagi-ddp run [-n N] [--timeout S] [--max-restarts N]"
         " [--nnodes K --node-rank R --rendezvous HOST:PORT] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Run a Python script on several processes of this host, the ranks; "
-        "DDPConfig.from_env() in it finds the rank. Output lines carry the rank. When a rank fails "
-        "all are ended. OMP_NUM_THREADS is set to cores / N unless it is set already. With "
+        "DDPConfig.from_env() in it finds the rank. Output lines begin with the rank. When a rank "
+        "fails all are ended. OMP_NUM_THREADS is set to cores / N unless it is set already. With "
         "--nnodes, run it on each of K hosts, numbered by --node-rank, to make one job of them: "
         "node 0 is HOST and listens at PORT, and all need the same TAGI_DDP_SECRET or "
         "TAGI_DDP_SECRET_FILE.",
@@ -77,14 +77,14 @@ def _run(parser: CommandParser, options: argparse.Namespace) -> int:
 def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     _note_misplaced(parser, options)
     if not options.module and not os.path.exists(options.target):
-        _say(f"there is no script {options.target!r}")
+        _print(f"there is no script {options.target!r}")
         return 2
     try:
         nodes = _nodes(options)
         if nodes is None:
             _refuse_tasks(options.target)
     except ValueError as error:
-        _say(str(error))
+        _print(str(error))
         return 2
     end = None if options.timeout is None else time.monotonic() + options.timeout
     restarts = Restarts(options.max_restarts)
@@ -93,22 +93,22 @@ def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
             restarts.left -= 1
             nodes = _nodes(options, nodes.job if nodes is not None else "")
     except TimeoutError as error:
-        _say(str(error))
+        _print(str(error))
         return 124
     except Ended as ended:
         name = signal.Signals(ended.number).name
         what = "interrupted" if ended.number == signal.SIGINT else f"received {name}"
-        _say(f"{what}; all ranks were ended")
+        _print(f"{what}; all ranks were ended")
         return 128 + ended.number
-    except BrokenPipeError:  # of `tagi-ddp run ... | head`
+    except BrokenPipeError:  # The reader has ended: `tagi-ddp run ... | head`.
         return 128 + signal.SIGPIPE
     except OSError as error:
-        _say(error.strerror or str(error))
+        _print(error.strerror or str(error))
         return 2
     return status
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Print a line on stderr, if that is open and can be written to."""
     if sys.stderr is not None:
         with suppress(OSError):
@@ -116,7 +116,7 @@ def _say(text: str) -> None:
 
 
 def _drop_unwritten() -> None:
-    """Drop what cannot be written, which would change the exit status when Python flushes it."""
+    """Drop output that cannot be written: Python would flush it at exit and change the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -126,20 +126,20 @@ def _drop_unwritten() -> None:
 
 
 def _note_misplaced(parser: CommandParser, options: argparse.Namespace) -> None:
-    """Print a note of options of this command behind the script, which gets them."""
-    words = options.arguments
+    """Print a note about options of this command that stand behind the script, which gets them."""
+    arguments = options.arguments
     target = f"-m {options.target}" if options.module else options.target
-    for index, word in enumerate(words):
-        if word == "--":
+    for index, text in enumerate(arguments):
+        if text == "--":
             return
-        name, action, alone = parser.find(word)
+        name, action, alone = parser.find(text)
         default = action is not None and getattr(options, action.dest, None) == action.default
-        if not word.startswith(name) or not default or action is None or action.nargs == 0:
+        if not text.startswith(name) or not default or action is None or action.nargs == 0:
             continue
-        given = " ".join(words[index : index + 1 + alone])
-        _say(
-            f"note: {given} stands behind {options.target}, so the script gets it. For tagi-ddp "
-            f"run it stands before: tagi-ddp run {given} {target}"
+        option = " ".join(arguments[index : index + 1 + alone])
+        _print(
+            f"note: {option} stands behind {options.target}, so the script gets it. For tagi-ddp "
+            f"run it stands before: tagi-ddp run {option} {target}"
         )
 
 
@@ -158,13 +158,13 @@ def _attempt(
         # The rank has printed its traceback itself.
         text = f"rank {error.rank} failed first" if error.traceback else str(error)
         then = "ended, and start again" if restarts.left else "ended"
-        _say(f"{text}; all ranks were {then}")
+        _print(f"{text}; all ranks were {then}")
         return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
     return 0
 
 
 def _refuse_tasks(target: str) -> None:
-    """Raise ValueError in one of several tasks of another launcher."""
+    """Raise ValueError if this is one of several tasks of another launcher."""
     outer = detect()
     if outer.world_size > 1 and outer.launcher != "tagi_ddp":
         raise ValueError(
@@ -184,16 +184,16 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 
 def _nodes(options: argparse.Namespace, job: str = "") -> Nodes | None:
-    """Return this host's part in a job of several, None if it is the only one; see `Nodes`.
+    """Return this host's node in a job of several hosts; None if there is one host; see `Nodes`.
 
-    Raises ValueError that says which option is wrong or missing.
+    Raise ValueError that names the option that is wrong or missing.
     """
-    given = {"--node-rank": options.node_rank, "--rendezvous": options.rendezvous}
+    values = {"--node-rank": options.node_rank, "--rendezvous": options.rendezvous}
     if options.nnodes is None:
-        if named := [name for name, value in given.items() if value is not None]:
+        if named := [name for name, value in values.items() if value is not None]:
             raise ValueError(f"{named[0]} needs --nnodes, the number of hosts")
         return None
-    if missing := [name for name, value in given.items() if value is None]:
+    if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(f"--nnodes {options.nnodes} needs {missing[0]}")
     if not 0 <= options.node_rank < options.nnodes:
         raise ValueError(

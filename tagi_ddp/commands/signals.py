@@ -8,11 +8,11 @@ import time
 from types import FrameType
 
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-_AGAIN = 1.0  # seconds in which another ending signal is the same one
+_AGAIN = 1.0  # seconds within which a second ending signal counts as the same one
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 
 for_ranks: list[int] = []
-"""Signals that have arrived for the ranks and are not sent to them yet, in order of arrival."""
+"""Signals for the ranks that have not been sent to them yet, in order of arrival."""
 
 
 _ended_at = -math.inf
@@ -27,7 +27,7 @@ class Ended(SystemExit):
 
 
 def end_by_signals() -> None:
-    """Raise `Ended` on a signal that ends this command, after which started processes are ended."""
+    """Raise `Ended` on signals that end this command, which then ends its processes."""
     for number in _ENDING:
         _handle(number, _end)
 
@@ -39,12 +39,12 @@ def keep_for_ranks() -> None:
 
 
 def _handle(number: signal.Signals, handler: signal._HANDLER) -> None:
-    if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored, which stays
+    if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP; keep that.
         signal.signal(number, handler)
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    # A closed terminal and `timeout` send it twice. One that comes later ends the ranks' grace.
+    # A closed terminal and `timeout` send it twice. A later one ends the ranks' grace period.
     global _ended_at
     now = time.monotonic()
     if now - _ended_at > _AGAIN:

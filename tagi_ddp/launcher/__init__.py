@@ -1,4 +1,4 @@
-"""Starts the ranks of one host, forwards what they print, and ends all when one fails."""
+"""Launcher of a host's ranks: forwards their output and ends all of them if one fails."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def standard_descriptors() -> Iterator[None]:
-    """Keep /dev/null open at those of the numbers 0 to 2 that are closed.
+    """Open /dev/null at each of the descriptors 0 to 2 that is closed, during the block.
 
-    A pipe that got such a number could not be passed to a rank, which has its own streams there.
+    Otherwise a pipe could get such a number, at which a rank has its own standard stream.
     """
     opened = []
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # always the lowest free number
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # It is the lowest free number.
         opened.append(descriptor)
     os.close(descriptor)
     try:

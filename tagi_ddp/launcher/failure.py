@@ -1,4 +1,4 @@
-"""How a rank has failed, and the error that tells of it."""
+"""Failures of ranks, and the error that reports them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 class LaunchError(RuntimeError):
     """A rank failed; all others were ended.
 
-    ``rank`` is the first that failed, ``exitcode`` its exit status, or minus the number of the
-    signal that killed it, ``traceback`` its Python traceback, "" when there is none.
+    ``rank`` is the first rank that failed, ``exitcode`` its exit status or minus the number of the
+    signal that killed it, and ``traceback`` its Python traceback, "" if there is none.
     """
 
     def __init__(self, message: str, rank: int, exitcode: int, traceback: str = "") -> None:
@@ -25,14 +25,14 @@ class LaunchError(RuntimeError):
 
 @dataclass
 class Restarts:
-    """How many times more a rank, or all of them, may be started again."""
+    """The number of restarts left, of a single rank or of all."""
 
     left: int
 
 
 @dataclass
 class Failure:
-    """What is known of a rank that has failed; ``time`` is by this host's monotonic clock."""
+    """The failure of a rank; ``time`` is read from this host's monotonic clock."""
 
     rank: int
     text: str
@@ -42,8 +42,8 @@ class Failure:
     traceback: str = ""
 
     def order(self) -> tuple[bool, bool, float]:
-        """Put the likeliest cause first.
+        """Return a sort key that puts the likeliest cause first.
 
-        A killed rank is noticed after the fact, maybe after the errors that it caused in others.
+        The launcher may notice a killed rank only after the errors that its death caused in others.
         """
         return self.consequence, self.exitcode >= 0, self.time

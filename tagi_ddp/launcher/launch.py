@@ -1,4 +1,4 @@
-"""Run a function on several processes of this host, from a script or a notebook."""
+"""`launch`: a function on several processes of this host, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def launch(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``nprocs`` new Python processes, the ranks, and wait for all.
 
-    The ranks are fresh interpreters, never forks. ``fn`` travels by cloudpickle: closures, lambdas
-    and functions of a script or a notebook cell work, and take what they refer to along as copies.
-    Inside, `DDPConfig.from_env` finds the rank, as does torch.distributed (``env://``).
-    OMP_NUM_THREADS is set to cores / nprocs unless it is set already. What the ranks print appears
-    here line by line, with the rank in front. When it returns or raises, the ranks are gone, and
-    all that they started but for what left their process group, as ``start_new_session`` does. If
-    this process is killed the ranks are gone, too, but not what they started.
+    The ranks are fresh interpreters, never forks. ``fn`` is sent by cloudpickle: closures, lambdas
+    and functions of a script or a notebook cell work, with copies of what they refer to. In ``fn``,
+    `DDPConfig.from_env` and torch.distributed (``env://``) find the rank. OMP_NUM_THREADS is set to
+    cores / nprocs unless it is set already. The ranks' output appears here line by line, behind the
+    rank's number. When this returns or raises, the ranks have ended, with all processes that they
+    started, except those that left their process group (``start_new_session``). If this process is
+    killed, the ranks end, but not the processes that they started.
 
     Args:
-        fn: what to call; its result must be picklable.
+        fn: the function; its result must be picklable.
         nprocs: number of ranks; may exceed the number of cores.
         args: positional arguments, the same for all ranks.
         kwargs: keyword arguments, the same for all ranks.
@@ -45,10 +45,10 @@ def launch(
         the ranks' results, in rank order.
 
     Raises:
-        OSError: what the ranks print cannot be written; all were ended.
-        LaunchError: a rank failed. The text holds the first one's number and its traceback, or the
+        OSError: the ranks' output cannot be written; all were ended.
+        LaunchError: a rank failed. The text has the first such rank's number and traceback, or the
             signal or exit status that ended it; the other ranks are ended within seconds.
-        TimeoutError: naming the ranks that were still running.
+        TimeoutError: ``timeout`` is over; the text names the ranks that were still running.
         TypeError: ``fn`` or an argument cannot be pickled, or an argument is of the wrong type.
         ValueError: ``nprocs`` or ``timeout`` is out of range.
     """
@@ -62,7 +62,7 @@ def launch(
     if timeout is not None:
         timeout = seconds("timeout", timeout)
     call = _pickled(fn, tuple(args), dict(kwargs or {}))
-    # Source text of functions that have no file, such as notebook cells, for the tracebacks.
+    # Tracebacks need the source text of functions without a file, such as notebook cells.
     sources = {
         name: entry
         for name, entry in linecache.cache.items()
@@ -77,7 +77,7 @@ def launch(
 
 
 def _memory_file() -> BinaryIO:
-    """Return a file that only this user can open by way of /proc."""
+    """Return a file in memory; only this user can open it, through /proc."""
     descriptor = os.memfd_create("tagi_ddp.launch")
     os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
     return open(descriptor, "wb")

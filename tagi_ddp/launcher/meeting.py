@@ -1,7 +1,7 @@
-"""How a rank and the launcher of its elastic job talk: what either says, and the rank's side.
+"""Messages between a rank and the launcher of its elastic job, and the rank's side of them.
 
-By a socket that the rank has from its launcher and nobody else, so its end is the rank's. Each
-message is JSON, in a packet of its own.
+They use a socket that only the rank and its launcher have, so its end is the end of the rank. Each
+message is one packet of JSON.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 from tagi_ddp.launcher.roll_call import Call
 
-MOST_BYTES = 1 << 16  # of a message
-_SLACK = 30.0  # seconds that the launcher may take to leave out those who did not come in time
+MOST_BYTES = 1 << 16  # the limit of a message
+_SLACK = 30.0  # seconds that the launcher may take to leave out ranks that did not join in time
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A rank's place in its next group.
+class Assignment:
+    """A rank's number in its next group, and the group.
 
-    number: of the group. source: the rank whose state is the latest; behind: those that take it.
-    stayed: how many ranks, the first ones, were in the group before. address, port: where rank 0
-    can listen, as all ranks reach it.
+    number: of the group. source: the rank with the latest state; behind: the ranks that copy it.
+    stayed: the number of ranks, the first ones, that were in the group before. address, port: at
+    which rank 0 can listen and all ranks reach it.
     """
 
     number: int
@@ -44,42 +44,42 @@ class Seat:
     port: int
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Seat:
-        """Return what `message` has told."""
-        return cls(**{**told, "behind": tuple(told["behind"])})
+    def of(cls, values: dict[str, Any]) -> Assignment:
+        """Return the assignment of a `message`."""
+        return cls(**{**values, "behind": tuple(values["behind"])})
 
     def enter(self, job: str) -> None:
-        """Let this process's environment tell the place, as rank of a group of ``job``."""
-        place = (self.rank, self.size, self.local_rank, self.local_size)
-        name = f"{job}/{self.number}"  # no group hears what is left of another
-        os.environ.update(variables(*place, name, self.address, self.port))
+        """Set the environment of this process to the assignment, in a group of ``job``."""
+        numbers = (self.rank, self.size, self.local_rank, self.local_size)
+        name = f"{job}/{self.number}"  # Groups of different names do not connect.
+        os.environ.update(variables(*numbers, name, self.address, self.port))
 
     def message(self) -> str:
-        """Return what tells a rank of it."""
+        """Return the assignment as a message to the rank."""
         return json.dumps({"seat": asdict(self)})
 
 
 def variables(
     rank: int, size: int, local_rank: int, local_size: int, job: str, address: str, port: int
 ) -> dict[str, str]:
-    """Return the variables that tell a rank its place, as torchrun sets them, too."""
-    place = {
+    """Return the environment variables of a rank, also those of torchrun."""
+    numbers = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
     }
     return {
-        **place,
-        **{f"TAGI_DDP_{name}": value for name, value in place.items()},
+        **numbers,
+        **{f"TAGI_DDP_{name}": value for name, value in numbers.items()},
         "TAGI_DDP_JOB": job,
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
 
 
-class Meeting:
-    """This rank's side of the socket."""
+class LauncherConnection:
+    """A rank's connection to the launcher of its job."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -88,9 +88,9 @@ class Meeting:
         self._call: Call | None = None
 
     def called(self, progress: int, exchanging: bool) -> bool:
-        """Return whether this rank should come at once; it has taken ``progress`` updates.
+        """Return whether this rank, with ``progress`` updates, should join the next group now.
 
-        That is where it would exchange with ranks that do not, or if one waits that has taken less.
+        It should when ``exchanging``, or if a waiting rank has fewer updates; not for new ranks.
         """
         call = self._last_call()
         if call is None or call.joins:
@@ -99,48 +99,48 @@ class Meeting:
 
     @property
     def awaited(self) -> bool:
-        """True if ranks wait to join, and nothing else has happened."""
+        """True if new ranks wait to join, and there is no other reason for a group."""
         call = self._last_call()
         return call is not None and call.joins
 
-    def come(
+    def join(
         self,
         progress: int | None,
         blamed: Sequence[int],
         patience: float,
         done: bool,
         admits: bool,
-    ) -> Seat | None:
-        """Return the place in the next group, once that is known; None: all have been done.
+    ) -> Assignment | None:
+        """Join the next group; return the assignment in it, or None if all ranks are done.
 
-        The arguments are those of `roll_call.Coming`. Raises ConnectionError where the launcher is
-        gone, TimeoutError where it does not answer.
+        The arguments are those of `roll_call.JoinRequest`. Raise ConnectionError if the launcher is
+        gone, TimeoutError if it does not answer.
         """
-        told = {
+        request = {
             "progress": progress,
             "blamed": list(blamed),
             "patience": patience,
             "done": done,
             "admits": admits,
         }
-        self._connection.send(json.dumps({"come": told}).encode())
+        self._connection.send(json.dumps({"come": request}).encode())
         deadline = time.monotonic() + patience + _SLACK
         while self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             message = self._receive()
             if "seat" in message:
                 self._call = None
-                return Seat.of(message["seat"])
+                return Assignment.of(message["seat"])
             if "over" in message:
                 return None
         raise TimeoutError(f"the launcher did not answer within {patience + _SLACK:g} s")
 
     def outlive(self, value: bool) -> None:
-        """Ask the launcher to let this rank go on, or not, when another that has asked is lost."""
-        with contextlib.suppress(OSError):  # it is gone, and then this rank is, too
+        """Set whether this rank goes on when another rank with this setting is lost."""
+        with contextlib.suppress(OSError):  # This rank ends with the launcher.
             self._connection.send(json.dumps({"outlives": value}).encode())
 
     def _last_call(self) -> Call | None:
-        """Return what the launcher has asked for last, since this rank became one of its group."""
+        """Return the launcher's last call since this rank joined its group."""
         while self._poll.poll(0):
             message = self._receive()
             if "call" in message:
@@ -155,18 +155,18 @@ class Meeting:
         return message
 
 
-_meeting: Meeting | None = None
+_connection: LauncherConnection | None = None
 
 
-def open_meeting(descriptor: int) -> None:
-    """Take the socket of this process's launcher, before anything else runs."""
-    global _meeting
+def open_launcher_connection(descriptor: int) -> None:
+    """Open this process's connection to its launcher, before anything else runs."""
+    global _connection
     connection = socket.socket(fileno=descriptor)
-    _meeting = Meeting(connection)
-    # The kernel closes it, as its end means the rank's; without this Python warns at exit.
+    _connection = LauncherConnection(connection)
+    # The kernel closes it, as its end means the rank's end. Without this, Python warns at exit.
     atexit.register(connection.detach)
 
 
-def meeting() -> Meeting | None:
-    """Return how this process meets the other ranks of its job; None: it has no such launcher."""
-    return _meeting
+def launcher_connection() -> LauncherConnection | None:
+    """Return this process's connection to its launcher; None if it has none."""
+    return _connection

@@ -1,9 +1,9 @@
-"""The launchers of a job's hosts: where their ranks stand, and that all end when one fails.
+"""Connections between the launchers of a job's hosts, which number the ranks and report failures.
 
-Node 0's launcher listens; each of the others connects to it, and proves that it has the job's
-secret. They tell it of their ranks' failures and ends, and it tells them when the job is over. A
-lost connection is a lost host. What the ranks of an elastic job say goes on to node 0, and what it
-tells them comes back.
+Node 0's launcher listens. Each of the others connects to it and proves that it has the job's
+secret. They report the failures and ends of their ranks, and node 0 announces the end of the job. A
+lost connection is a lost host. Messages of an elastic job's ranks are forwarded to node 0, and its
+answers back to the ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.elastic import number_of
 from tagi_ddp.launcher.failure import Failure
 
-_MEET = DEFAULT_TIMEOUT  # seconds in which all launchers must come
+_CONNECT = DEFAULT_TIMEOUT  # seconds within which all launchers must connect
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_NAME = "tagi-ddp run"  # what they ask for at the port where they meet
+_NAME = "tagi-ddp run"  # the nonce of the listener and of the calls to it
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks of this host stand in their job, and where rank 0 listens."""
+class HostAssignment:
+    """The numbers of a host's ranks in their job, and the address of rank 0."""
 
     first: int
     world_size: int
@@ -47,15 +47,15 @@ class Place:
 class Nodes:
     """Node ``node_rank`` of ``count``; node 0 listens at its ``rendezvous``, host and port.
 
-    ``job`` is the name of the job that this launcher was in before, and starts again; "": none.
+    ``job`` is the name of the job that this launcher restarts; "" if it starts its first.
     """
 
     def __init__(
         self, count: int, node_rank: int, rendezvous: tuple[str, int], job: str = ""
     ) -> None:
-        """Prepare; `join` meets the others.
+        """Read the job's secret; `join` connects to the others.
 
-        Raises ValueError if there is no job secret: whoever reached the port could join the job.
+        Raise ValueError if there is none: anyone who reaches the port could join the job.
         """
         self._secret = job_secret()
         if not self._secret:
@@ -67,62 +67,62 @@ class Nodes:
         self._node_rank = node_rank
         self._address, self._port = rendezvous
         self.job = job
-        """The name of the job that this launcher is in, or was in before; "": of none."""
-        self._others: dict[int, Connection] = {}  # of node 0 all, of any other node 0
+        """The name of this launcher's present job, or of its last one; "" if there is none."""
+        self._others: dict[int, Connection] = {}  # all others on node 0; node 0 on the others
         self._firsts = [0] * count  # the first rank of each node
         self._running: set[int] = set()
-        self._told: set[tuple[int, float]] = set()  # failures that node 0 has been told of
-        self._ended: set[str] = set()  # ranks of this host
-        self._counts = [0] * count  # how many ranks each has
-        self._ends: dict[int, tuple[str, int]] = {}  # where a node's rank could listen
+        self._reported: set[tuple[int, float]] = set()  # failures that node 0 knows
+        self._ended: set[str] = set()  # ended ranks of this host that node 0 knows
+        self._counts = [0] * count  # the number of ranks of each node
+        self._endpoints: dict[int, tuple[str, int]] = {}  # where a node's rank can listen
         self.failures: list[Failure] = []
-        """What node 0 has heard of the other nodes' ranks."""
-        self._said: list[tuple[str, dict[str, Any] | None]] = []
-        self._passed: list[tuple[str, str]] = []
+        """The failures of other nodes' ranks, on node 0."""
+        self._from_ranks: list[tuple[str, dict[str, Any] | None]] = []
+        self._for_ranks: list[tuple[str, str]] = []
         self._survived: list[int] = []
         self.lost: list[int] = []
         """The numbers of ranks whose host is lost."""
         self.over = False
-        """Whether node 0 has said that the job is over, because of `verdict`."""
+        """True if node 0 has ended the job, because of `verdict`."""
         self.verdict: Failure | None = None
 
     @property
     def decides(self) -> bool:
-        """Whether this is node 0, which says when the job is over."""
+        """True on node 0, which decides when the job is over."""
         return self._node_rank == 0
 
     @property
     def running(self) -> bool:
-        """Whether, as far as node 0 knows, another node's ranks run."""
+        """True if another node's ranks run, as far as node 0 knows."""
         return bool(self._running)
 
-    def join(self, nprocs: int, port: int) -> Place:
-        """Return the place of this host's ``nprocs`` ranks; on node 0, rank 0 can use ``port``.
+    def join(self, nprocs: int, port: int) -> HostAssignment:
+        """Connect all nodes; return the numbers of this host's ``nprocs`` ranks.
 
-        Raises TimeoutError that names the nodes that did not come, OSError if node 0 cannot listen,
-        or if it leads another job than the one that this launcher was in.
+        On node 0, rank 0 can listen at ``port``. Raise TimeoutError that names the nodes that did
+        not connect, OSError if node 0 cannot listen or leads another job than this launcher's.
         """
-        deadline = time.monotonic() + _MEET
+        deadline = time.monotonic() + _CONNECT
         if self.decides:
             others = list(range(1, self._count))
-            found = self._admit(others, deadline)
+            found = self._accept(others, deadline)
             if missing := [node for node in others if node not in found]:
                 raise self._absent(missing)
-            guests = [found[node] for node in others]
-            counts = [nprocs, *(guest["ranks"] for guest in guests)]
-            # Kubernetes may call this host localhost, where other hosts would not find rank 0.
-            names = [self._address, *(guest["address"] for guest in guests)]
+            hellos = [found[node] for node in others]
+            counts = [nprocs, *(hello["ranks"] for hello in hellos)]
+            # Kubernetes may name this host localhost, at which other hosts do not find rank 0.
+            names = [self._address, *(hello["address"] for hello in hellos)]
             self._address = next((name for name in names if name not in _LOOPBACK), names[0])
             self._counts = counts
             self._firsts = [sum(counts[:node]) for node in range(self._count)]
-            self._ends = {0: (self._address, port)}
-            for node, guest in zip(others, guests, strict=True):
+            self._endpoints = {0: (self._address, port)}
+            for node, hello in zip(others, hellos, strict=True):
                 with socket.socket(fileno=os.dup(self._others[node].fileno())) as end:
-                    host = end.getpeername()[0].removeprefix("::ffff:")  # IPv4 by a socket of both
-                self._ends[node] = host, guest["port"]
-            place = Place(0, sum(counts), new_job(), "", "", port)
+                    host = end.getpeername()[0].removeprefix("::ffff:")  # IPv4 on a socket of IPv6
+                self._endpoints[node] = host, hello["port"]
+            assignment = HostAssignment(0, sum(counts), new_job(), "", "", port)
             for node in others:
-                self._send(node, {"place": asdict(replace(place, first=self._firsts[node]))})
+                self._send(node, {"place": asdict(replace(assignment, first=self._firsts[node]))})
             self._running = set(others)
         else:
             self._call(deadline)
@@ -137,30 +137,30 @@ class Nodes:
                 )
             if "place" not in answer:
                 raise TimeoutError("node 0 has given up: its tagi-ddp run says why")
-            place = Place(**answer["place"])
+            assignment = HostAssignment(**answer["place"])
             self._running = {self._node_rank}
-        self.job = place.job
-        # The secret itself does not travel; hosts may know node 0 by different names.
-        secret = hmac.digest(self._secret, place.job.encode(), "sha256").hex()
-        return replace(place, secret=secret, address=self._address)
+        self.job = assignment.job
+        # The secret itself is not sent. Each host keeps its own name of node 0.
+        secret = hmac.digest(self._secret, assignment.job.encode(), "sha256").hex()
+        return replace(assignment, secret=secret, address=self._address)
 
     def _absent(self, nodes: list[int]) -> TimeoutError:
         return TimeoutError(
-            f"nodes {nodes} of {self._count} did not come to {self._address}, port {self._port}, "
-            f"within {_MEET:g} seconds: give tagi-ddp run on all nodes the same --nnodes and "
+            f"nodes {nodes} of {self._count} did not connect to {self._address}, port {self._port},"
+            f" within {_CONNECT:g} seconds: give tagi-ddp run on all nodes the same --nnodes and "
             "--rendezvous, and the same secret"
         )
 
-    def _admit(self, others: list[int], deadline: float) -> dict[int, dict[str, Any]]:
-        """Connect, as node 0, to the others; return the first message of each.
+    def _accept(self, others: list[int], deadline: float) -> dict[int, dict[str, Any]]:
+        """Accept the connections of the others on node 0; return the first message of each.
 
-        A launcher that was in another job before, and waits to start that again, is refused.
+        A launcher that waits to restart another job is refused.
         """
         try:
             listener = mesh.Listener(self._secret, port=self._port, nonce=_NAME)
         except OSError as error:
-            where = f"node 0 cannot listen at port {self._port}"
-            raise OSError(error.errno, f"{where}: {error.strerror}") from error
+            problem = f"node 0 cannot listen at port {self._port}"
+            raise OSError(error.errno, f"{problem}: {error.strerror}") from error
         found: dict[int, dict[str, Any]] = {}
         with closing(listener):
             while len(found) < len(others) and time.monotonic() < deadline:
@@ -182,69 +182,69 @@ class Nodes:
             raise self._absent([0])
         self._others[0] = connection
 
-    def end_of(self, rank: int) -> tuple[int, str, int]:
-        """Return, as node 0, a rank's node, and where a rank could listen there."""
+    def endpoint_of(self, rank: int) -> tuple[int, str, int]:
+        """Return a rank's node, and the address and port of a rank there, on node 0."""
         node = self.node_of(rank)
-        return node, *self._ends[node]
+        return node, *self._endpoints[node]
 
     def node_of(self, rank: int) -> int:
-        """Return, as node 0, where a rank is."""
+        """Return the node of a rank, on node 0."""
         return bisect_right(self._firsts, rank) - 1
 
-    def say(self, name: str, message: dict[str, Any] | None) -> None:
-        """Pass on to node 0 what a rank has said; None: it has ended."""
+    def forward_from_rank(self, name: str, message: dict[str, Any] | None) -> None:
+        """Send a rank's message to node 0; None: the rank has ended."""
         self._send(0, {"says": [name, message]})
 
-    def tell(self, name: str, text: str) -> None:
-        """Pass on to a rank, as node 0, what it is told."""
+    def forward_to_rank(self, name: str, text: str) -> None:
+        """Send a message to a rank's node, on node 0."""
         self._send(self.node_of(number_of(name)), {"tell": [name, text]})
 
     def survive(self, outlives: Callable[[int], bool]) -> list[Failure]:
-        """Let other nodes' ranks that the job outlives be lost, as node 0, and return how."""
+        """Drop and return the failures that the job outlives, on node 0; inform their nodes."""
         survived = [failure for failure in self.failures if outlives(failure.rank)]
         self.failures = [failure for failure in self.failures if failure not in survived]
         for failure in survived:
             self._send(self.node_of(failure.rank), {"survived": failure.rank})
         return survived
 
-    def take_said(self) -> list[tuple[str, dict[str, Any] | None]]:
-        """Return what node 0 has heard that ranks, by name, have said; None: they have ended."""
-        said, self._said = self._said, []
-        return said
+    def take_from_ranks(self) -> list[tuple[str, dict[str, Any] | None]]:
+        """Return new (rank's name, message) on node 0; None: the rank has ended."""
+        messages, self._from_ranks = self._from_ranks, []
+        return messages
 
-    def take_told(self) -> list[tuple[str, str]]:
-        """Return what this node has heard from node 0 for its ranks, by name."""
-        told, self._passed = self._passed, []
-        return told
+    def take_for_ranks(self) -> list[tuple[str, str]]:
+        """Return new (rank's name, message) of node 0 for this node's ranks."""
+        messages, self._for_ranks = self._for_ranks, []
+        return messages
 
     def take_survived(self) -> list[int]:
-        """Return ranks of this node without which, node 0 says, the others go on."""
+        """Return failed ranks of this node without which the others go on, by node 0's decision."""
         survived, self._survived = self._survived, []
         return survived
 
     def exchange(self, failures: list[Failure], ended: list[str], done: bool) -> None:
-        """Tell node 0 of this host's ``failures``, who has ended, if it is done; hear what is new.
+        """Send this host's ``failures``, ``ended`` ranks and ``done`` to node 0; receive messages.
 
-        It hears of an end after the failure, so that it takes none for a success.
+        A failure is sent before the rank's end, which node 0 would else count as a success.
         """
         if not self.decides:
             for failure in failures:
-                if (failure.rank, failure.time) not in self._told:
-                    self._told.add((failure.rank, failure.time))
+                if (failure.rank, failure.time) not in self._reported:
+                    self._reported.add((failure.rank, failure.time))
                     self._send(0, {"failure": asdict(failure)})
             for name in set(ended) - self._ended:
-                self.say(name, None)
+                self.forward_from_rank(name, None)
             self._ended.update(ended)
             if done and self._running:
                 self._running = set()
                 self._send(0, {})
         numbers = {connection: node for node, connection in self._others.items()}
-        while not self.over and (there := wait(list(self._others.values()), 0)):
-            for connection in there:
+        while not self.over and (ready := wait(list(self._others.values()), 0)):
+            for connection in ready:
                 assert isinstance(connection, Connection)
-                self._take(numbers[connection], self._receive(numbers[connection]))
+                self._handle(numbers[connection], self._receive(numbers[connection]))
 
-    def _take(self, node: int, message: dict[str, Any]) -> None:
+    def _handle(self, node: int, message: dict[str, Any]) -> None:
         if "failure" in message:
             self.failures.append(Failure(**message["failure"] | {"time": time.monotonic()}))
         elif "verdict" in message:
@@ -252,30 +252,30 @@ class Nodes:
             if message["verdict"] is not None:
                 self.verdict = Failure(**message["verdict"])
         elif "says" in message:
-            self._said.append(tuple(message["says"]))
+            self._from_ranks.append(tuple(message["says"]))
         elif "tell" in message:
-            self._passed.append(tuple(message["tell"]))
+            self._for_ranks.append(tuple(message["tell"]))
         elif "survived" in message:
             self._survived.append(message["survived"])
         else:
             self._running.discard(node)
 
     def end(self, verdict: Failure | None) -> None:
-        """Tell all, as node 0, that the job is over."""
+        """Send the end of the job to all nodes, on node 0."""
         for node in list(self._others):
             self._send(node, {"verdict": verdict and asdict(verdict)})
 
     def close(self) -> None:
-        """Leave the others, who take this host for lost unless the job is over."""
+        """Close all connections; the others count this host as lost unless the job is over."""
         for connection in self._others.values():
             connection.close()
 
     def _send(self, node: int, message: dict[str, Any]) -> None:
-        with suppress(OSError, KeyError):  # what reads finds the end
+        with suppress(OSError, KeyError):  # The next receive finds the end.
             self._others[node].send_bytes(json.dumps(message).encode())
 
     def _receive(self, node: int) -> dict[str, Any]:
-        """Return a message of ``node``, at its end that it is lost."""
+        """Return a message of ``node``; at the end of its connection, one that it is lost."""
         try:
             message: dict[str, Any] = json.loads(self._others[node].recv_bytes())
         except (OSError, EOFError):
@@ -290,7 +290,7 @@ class Nodes:
 
 
 def _hello_of(connection: Connection) -> dict[str, Any]:
-    """Return the first message of a node; an empty one if it is gone."""
+    """Return the first message of a node; {} if the node is gone."""
     with suppress(OSError, EOFError):
         hello: dict[str, Any] = json.loads(connection.recv_bytes())
         return hello

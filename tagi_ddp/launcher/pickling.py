@@ -1,4 +1,4 @@
-"""How functions and their results travel between a launcher and the ranks that it has started."""
+"""Pickling of functions and of their results, for a launcher and its ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def dumps(value: object) -> bytes:
-    """Pickle with what it refers to, and with the names of source files, for tracebacks."""
-    import cloudpickle  # imported on use: `import tagi_ddp` is quick
+    """Pickle a value with all that it refers to, and with source file names for tracebacks."""
+    import cloudpickle  # Imported on use: `import tagi_ddp` is quick.
 
     script = sys.modules.get("__mp_main__")
     # The script has this name in a process that multiprocessing has spawned; no rank can import it.
@@ -19,11 +19,11 @@ def dumps(value: object) -> bytes:
         cloudpickle.register_pickle_by_value(script)
     reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, CodeType):  # since 3.1.3 cloudpickle leaves its file out
+            if isinstance(obj, CodeType):  # cloudpickle drops the file since 3.1.3.
                 return _of_file, (obj.co_filename, *reduce_code(obj))
-            # A function of a pybind11 module, as the engine's manual_seed, goes by its name.
+            # Pickle a function of a pybind11 module, like the engine's manual_seed, by its name.
             if isinstance(obj, BuiltinFunctionType) and type(obj.__self__).__name__ == "PyCapsule":
                 return getattr, (sys.modules[obj.__module__], obj.__name__)
             return super().reducer_override(obj)

@@ -1,4 +1,4 @@
-"""The ranks' output on this process's stdout and stderr: whole lines that carry the rank."""
+"""The ranks' output on this process's stdout and stderr: whole lines that begin with the rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TextIO
 
 
 class Output:
-    """This process's stdout or stderr, from Python's ``file``, which is None if that is closed.
+    """This process's stdout or stderr: Python's ``file``, or None if that is closed.
 
-    A closed one drops all text. So does one that fails, which keeps the error for the launcher.
+    All text is dropped if it is closed, and after an error, which ``error`` keeps for the launcher.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -17,7 +17,7 @@ class Output:
         self.error: OSError | None = None
 
     def write(self, text: str) -> None:
-        """Write; what the file's encoding lacks as escapes, for no text may end the job."""
+        """Write text, with escapes for what the file's encoding lacks: no text may end the job."""
         if self._file is None:
             return
         try:
@@ -45,13 +45,13 @@ class Output:
 
 
 class Screen:
-    """Where all ranks write; remembers whose progress bar is on the unfinished last line."""
+    """The terminal of all ranks; it keeps the stream of a bar on the unfinished last line."""
 
     def __init__(self) -> None:
         self._bar: RankStream | None = None
 
     def line(self, stream: RankStream, text: str) -> None:
-        """Write a whole line; it replaces the bar of the same stream and comes below another's."""
+        """Write a whole line: in place of the same stream's bar, or below another stream's bar."""
         if self._bar is stream:
             stream.file.write("\r")
         else:
@@ -60,14 +60,14 @@ class Screen:
         stream.file.write(f"{stream.prefix}{text}\n")
 
     def bar(self, stream: RankStream, text: str) -> None:
-        """Write a line that the stream's next one replaces."""
+        """Write a line that the next line of the stream replaces."""
         if self._bar is not stream:
             self.end_bar()
         self._bar = stream
         stream.file.write(f"\r{stream.prefix}{text}")
 
     def end_bar(self) -> None:
-        """Leave the bar as it is and go to the next line."""
+        """Keep the bar, if there is one, and start a new line."""
         if self._bar is not None:
             self._bar.file.write("\n")
             self._bar.file.flush()
@@ -75,28 +75,28 @@ class Screen:
 
 
 class RankStream:
-    """One rank's stdout or stderr on its way to ``file``."""
+    """A rank's stdout or stderr, which is written to ``file``."""
 
     def __init__(self, screen: Screen, rank: int, file: Output, bars: bool = True) -> None:
-        """Write to ``file``; of bars only the last state, unless ``bars`` are seen as such."""
+        """Write to ``file``; unless ``bars``, write only the last state of a progress bar."""
         self.prefix = f"[{rank}] "
         self.file = file
         self._bars = bars
         self._screen = screen
-        self._line = bytearray()  # what has come of the next line
-        self._half_end = b""  # a carriage return at the end of the data, maybe half of a line end
+        self._line = bytearray()  # the beginning of the next line
+        self._half_end = b""  # a carriage return at the end, maybe the first half of a line end
         self._drawn: bytes | None = None
         self._in_bar = False
 
     def feed(self, data: bytes) -> None:
-        """Write the lines that are complete with ``data``; with b"", the end, all that is left."""
-        # Only what is new: a long line comes in many pieces.
-        *parts, rest = re.split(rb"(\r\n|\n|\r(?=[^\n]))", self._half_end + data)
+        """Write the lines that ``data`` completes; b"" is the end, and completes the last line."""
+        # Split the new data only: a long line arrives in many pieces.
+        *parts, tail = re.split(rb"(\r\n|\n|\r(?=[^\n]))", self._half_end + data)
         if parts:
             parts[0] = bytes(self._line) + parts[0]
             self._line.clear()
-        text = rest.removesuffix(b"\r")
-        self._half_end = rest[len(text) :]
+        text = tail.removesuffix(b"\r")
+        self._half_end = tail[len(text) :]
         self._line += text
         for text, end in zip(parts[::2], parts[1::2], strict=True):
             self._in_bar = end == b"\r"
@@ -107,7 +107,7 @@ class RankStream:
         if not data and self._line:
             self._end_line(bytes(self._line))
         elif self._in_bar or self._half_end:
-            self._draw(bytes(self._line))  # its line end comes only with the next state of the bar
+            self._draw(bytes(self._line))  # Its line end arrives with the next state.
         self.file.flush()
 
     def _end_line(self, text: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The first thing that runs in a rank that `tagi_ddp.launcher.supervisor` started."""
+"""The entry point of a rank that `tagi_ddp.launcher.supervisor` started."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from types import TracebackType
 from typing import Any, NoReturn, TypedDict
 
 from tagi_ddp.communicators.errors import PeerLost
-from tagi_ddp.launcher.meeting import open_meeting
+from tagi_ddp.launcher.meeting import open_launcher_connection
 from tagi_ddp.launcher.pickling import dumps
 
 _PR_SET_PDEATHSIG = 1
 
-_process = 0  # the rank's; what it forks has its report pipe too, but must not speak for it
+_process = 0  # The rank's pid. Its forks inherit the report pipe but must not write to it.
 
 
 class Report(TypedDict, total=False):
-    """What a rank tells the supervisor, pickled: its result, its error, or that it exits."""
+    """A rank's report to the supervisor, pickled: a result, an error, or an exit status."""
 
     result: bytes
-    """What ``fn`` returned, pickled."""
+    """The return value of ``fn``, pickled."""
     traceback: str
-    """The error as text."""
+    """The text of the error."""
     status: int
-    """That of ``sys.exit``, when it is not 0; the process's end may take seconds."""
+    """The status of ``sys.exit``, if it is not 0; the process may end seconds later."""
     time: float
-    """When the error was caught, by time.monotonic(), one clock for all processes of a host."""
+    """The time of the error, by time.monotonic(), a clock that all processes of a host share."""
     consequence: bool
-    """The error is that another rank was lost."""
+    """True if the loss of another rank caused the error."""
 
 
 def main() -> None:
-    """Run ``parent-pid gate-fd report-fd meeting-fd kind target arguments...``, by sys.argv."""
+    """Run sys.argv: ``parent-pid gate-fd report-fd launcher-fd kind target arguments...``."""
     global _process
     _process = os.getpid()
-    parent, gate, report_fd, meeting_fd = (int(text) for text in sys.argv[1:5])
+    parent, gate, report_fd, launcher_fd = (int(text) for text in sys.argv[1:5])
     kind, target, *arguments = sys.argv[5:]
     die_with_parent(parent)
-    for descriptor in (report_fd, meeting_fd):
+    for descriptor in (report_fd, launcher_fd):
         os.set_inheritable(descriptor, False)
-    open_meeting(meeting_fd)
-    # The supervisor opens the gate once it knows all ranks; if it gave up before, it is closed.
+    open_launcher_connection(launcher_fd)
+    # The supervisor writes a byte once all ranks are started; if it gives up, it closes the gate.
     if not os.read(gate, 1):
         os._exit(1)
     os.close(gate)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
-        # The supervisor reads UTF-8, and writes it as the user's terminal wants.
+        # The supervisor reads UTF-8 and writes it in the encoding of the user's terminal.
         stream.reconfigure(encoding="utf-8", errors=stream.errors, line_buffering=True)
     if kind == "call":
         _call(report_fd, int(target))
@@ -66,10 +66,10 @@ def main() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the process ``parent``, which has started this one, ends."""
+    """Have the kernel kill this process when ``parent``, which started it, ends."""
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # The parent ended before the call above.
         os._exit(1)
 
 
@@ -86,7 +86,7 @@ def _call(report_fd: int, payload_fd: int) -> None:
         _exit(report_fd, leaving)
     except BaseException as error:
         if _is_forked():
-            raise  # nobody else would show it
+            raise  # Python prints it; a fork sends no report.
         caught = time.monotonic()
         lines = traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__))
         _send_error(report_fd, error, caught, "".join(lines))
@@ -134,7 +134,7 @@ def _own_frames_off(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _exit(report_fd: int, leaving: SystemExit) -> NoReturn:
-    """Exit as the script wants; if it is with a failure, the supervisor knows it at once."""
+    """Exit with the script's status; report it to the supervisor at once if it is not 0."""
     status = leaving.code or 0
     if not isinstance(status, int):
         print(status, file=sys.stderr)
@@ -146,14 +146,14 @@ def _exit(report_fd: int, leaving: SystemExit) -> NoReturn:
 
 
 def _send_error(report_fd: int, error: BaseException, caught: float, text: str) -> NoReturn:
-    sys.last_value = error  # as the interpreter sets it; what runs at exit tells other ranks
+    sys.last_value = error  # Exit handlers send it to other ranks.
     lost = _is_consequence(error)
     _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})
     sys.exit(1)
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Return whether the first of the errors that led to this one is the loss of a rank."""
+    """Return whether the root cause of an error is the loss of a rank."""
     root = error
     while cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__):
         root = cause

@@ -1,4 +1,4 @@
-"""One rank as its launcher sees it: a process, and what it has reported."""
+"""A rank as its launcher sees it: a process and its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tagi_ddp.launcher.rank_process import Report
 
 @dataclass(frozen=True)
 class Start:
-    """How a rank is started: its number, what it runs, where, and descriptors that it keeps."""
+    """The start of a rank: its number, command, environment, and descriptors to pass on."""
 
     number: int
     command: Sequence[str]
@@ -30,7 +30,7 @@ class Start:
 
 
 class StartedRank:
-    """A process that waits at ``gate`` for a byte; ``attempt`` counts those of one number."""
+    """A process that waits for a byte from ``gate``; ``attempt`` counts the starts of a rank."""
 
     def __init__(self, start: Start, attempt: int, gate: int) -> None:
         self.start = start
@@ -39,7 +39,7 @@ class StartedRank:
         self.report: Report = {}
         self.exitcode: int | None = None
         self.failure: Failure | None = None
-        self.outlives = False  # whether it goes on when another rank that does is lost
+        self.outlives = False  # True if it goes on when another such rank is lost.
         self._received = bytearray()
         # The rank finds this package where this process found it.
         code = (
@@ -48,9 +48,9 @@ class StartedRank:
         )
         reader, writer = os.pipe()
         self.reports: IO[bytes] = open(reader, "rb", buffering=0)  # noqa: SIM115  (a pipe to read)
-        self.meeting, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.meeting.setblocking(False)
-        numbers = [os.getpid(), gate, writer, theirs.fileno()]
+        self.connection, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.setblocking(False)
+        numbers = [os.getpid(), gate, writer, child_end.fileno()]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, *map(str, numbers), *start.command],
@@ -60,29 +60,29 @@ class StartedRank:
                 bufsize=0,
                 pass_fds=[*numbers[1:], *start.pass_fds],
                 env=start.environment,
-                start_new_session=True,  # a group to signal, and no Ctrl-C of the terminal
+                start_new_session=True,  # a group to signal, without the terminal's Ctrl-C
             )
         except BaseException:
             self.reports.close()
-            self.meeting.close()
+            self.connection.close()
             raise
         finally:
             os.close(writer)
-            theirs.close()
+            child_end.close()
 
     @property
     def name(self) -> str:
-        """What no other process of the job is called."""
+        """The name of this process, unique in the job."""
         return name_of(self.number, self.attempt)
 
     def receive(self, data: bytes) -> None:
-        """Take a piece of the report; b"" is its end."""
+        """Add a piece of the report; b"" ends it."""
         self._received += data
         if data or not self._received:
             return
         try:
             self.report = pickle.loads(self._received)
-        except (pickle.UnpicklingError, EOFError):  # killed while it wrote
+        except (pickle.UnpicklingError, EOFError):  # The rank was killed while it wrote.
             return
         self._received.clear()
         if "time" not in self.report:
@@ -99,11 +99,11 @@ class StartedRank:
 
     @property
     def leaving(self) -> bool:
-        """Whether the process ends by itself, and may still have something to write."""
+        """True if the process is about to end by itself; it may still write output."""
         return "status" in self.report and self.exitcode is None
 
     def poll(self) -> None:
-        """Notice the end of the process, without reaping it: its pid names its group until then."""
+        """Check whether the process has ended; do not reap it, as its pid names its group."""
         if self.exitcode is not None:
             return
         info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -112,10 +112,10 @@ class StartedRank:
             self.exitcode = info.si_status if exited else -info.si_status
 
     def judge(self, needs_result: bool) -> None:
-        """Decide whether a process that has ended has failed."""
+        """Set `failure` if the process has ended and has failed."""
         if self.failure is not None or self.exitcode is None:
             return
-        self.receive(b"")  # a process that it forked may hold the pipe open
+        self.receive(b"")  # A process that it forked may keep the pipe open.
         if self.exitcode < 0:
             text = f"was killed by {_signal_name(-self.exitcode)}"
         elif self.exitcode > 0:
@@ -128,12 +128,12 @@ class StartedRank:
             self.failure = Failure(self.number, text, self.exitcode, time.monotonic())
 
     def forward_signal(self, number: int) -> None:
-        """Send a signal to the rank's process alone: what it started may have no handler."""
+        """Send a signal to the rank's process only: its children may have no handler."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.process.pid, number)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and all that it started."""
+        """Send a signal to the rank and to the processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -141,5 +141,5 @@ class StartedRank:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # the real-time signals have no names
+    except ValueError:  # Real-time signals have no names.
         return f"signal {number}"

@@ -1,4 +1,4 @@
-"""Starts the ranks of one host, forwards what they print, and ends all when one of them fails."""
+"""Supervisor of a host's ranks: forwards their output and ends all of them if one fails."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from tagi_ddp.environment import shows_bars
 from tagi_ddp.launcher.elastic import ElasticJob, name_of, number_of
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
 from tagi_ddp.launcher.meeting import variables
-from tagi_ddp.launcher.nodes import Nodes, Place, new_job
+from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job
 from tagi_ddp.launcher.rank_output import Output, RankStream, Screen
 from tagi_ddp.launcher.started_rank import Start, StartedRank
 
-# Seconds: between looks at the ranks; to let the cause of a lost peer come to light; between
-# SIGTERM and SIGKILL; for the kernel to carry out SIGKILL; to read what is left in the pipes.
-_TICK = 0.05
-_SETTLE = 4.0
-_GRACE = 3.0
-_KILL = 5.0
-_DRAIN = 1.0
+_TICK = 0.05  # seconds between two checks of the ranks
+_CAUSE = 4.0  # seconds to wait for the cause of a lost peer
+_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+_KILL = 5.0  # seconds for the kernel to carry out SIGKILL
+_DRAIN = 1.0  # seconds to read the remaining output
 
 
 def supervise(
@@ -44,23 +42,23 @@ def supervise(
     restarts: Restarts | None = None,
     signals: list[int] | None = None,
 ) -> list[bytes | None]:
-    """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all are done.
+    """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all have ended.
 
-    With ``nodes`` they are a part of a job, which other hosts' ranks end as well. Returns the
-    ranks' pickled results, for a script None. Raises LaunchError for the first rank that failed,
-    TimeoutError after ``timeout`` seconds. When it returns or raises, whatever the ranks started is
-    gone too, and what they printed has been written, or OSError says why not. A signal handler may
-    append to ``signals``: they are sent to the process of each rank.
+    With ``nodes`` they are a part of a job, which a failure on any host ends. Return the ranks'
+    pickled results, or None for each rank of a script. Raise LaunchError for the first rank that
+    failed, TimeoutError after ``timeout`` seconds, OSError if the ranks' output cannot be written.
+    In all cases the ranks have then ended, with all processes that they started. A signal handler
+    may append to ``signals``: those are sent to the process of each rank.
 
-    A job is elastic if its ranks ask for it (`meeting.Meeting.come`): when one of them is lost the
-    others go on, and a new one takes its place while there are ``restarts``.
+    A job is elastic if its ranks join a group (`meeting.LauncherConnection.join`): the others go on
+    when a rank is lost, and a new rank replaces it while ``restarts`` are left.
     """
     team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
     finally:
-        # A second Ctrl-C, at any call, ends the ranks' grace and leaves none of them.
+        # A second Ctrl-C, during any of these calls, only shortens the ranks' grace period.
         try:
             team.terminate()
         finally:
@@ -81,44 +79,44 @@ def supervise(
 
 
 class _Team:
-    """All ranks and their pipes."""
+    """All ranks of this host and their pipes."""
 
     def __init__(self, nodes: Nodes | None, restarts: Restarts, signals: list[int]) -> None:
         self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
         self._restarts = restarts
-        self._signals = signals  # that the ranks are to get
-        self._losses: list[Failure] = []  # of ranks without which the others have gone on
+        self._signals = signals  # those to forward to the ranks
+        self._losses: list[Failure] = []  # the failures that the job has survived
         self._attempts: Counter[int] = Counter()
-        self._job: ElasticJob | None = None  # of all hosts' ranks, if they meet here
+        self._job: ElasticJob | None = None  # all hosts' ranks; only on node 0
         self._port = reserve_port(one_host=nodes is None)
         self._screen = Screen()
         self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
         self._selector = selectors.DefaultSelector()
-        self._pipes: dict[int, IO[bytes] | socket.socket] = {}  # that may hold something
+        self._pipes: dict[int, IO[bytes] | socket.socket] = {}  # by descriptor
 
     def start(self, command: Sequence[str], nprocs: int, pass_fds: Sequence[int]) -> None:
-        """Start all ranks; none goes on when this is interrupted."""
+        """Start all ranks; if this is interrupted, none of them runs the command."""
         address, port = self._port.getsockname()[:2]
         if self._nodes is None:
-            place = Place(0, nprocs, new_job(), secrets.token_hex(32), address, port)
+            host = HostAssignment(0, nprocs, new_job(), secrets.token_hex(32), address, port)
         else:
-            place = self._nodes.join(nprocs, port)
-        self.world_size = place.world_size
+            host = self._nodes.join(nprocs, port)
+        self.world_size = host.world_size
         starts = [
-            Start(place.first + local, command, _environment(local, nprocs, place), pass_fds)
+            Start(host.first + local, command, _environment(local, nprocs, host), pass_fds)
             for local in range(nprocs)
         ]
         self._start_ranks(starts)
         if self._nodes is None or self._nodes.decides:
             names = [name_of(number, 1) for number in range(self.world_size)]
-            self._job = ElasticJob(names, self._tell, partial(self._end_of, place))
+            self._job = ElasticJob(names, self._send, partial(self._endpoint_of, host))
 
-    def _end_of(self, place: Place, name: str) -> tuple[int, str, int]:
+    def _endpoint_of(self, host: HostAssignment, name: str) -> tuple[int, str, int]:
         if self._nodes is not None:
-            return self._nodes.end_of(number_of(name))
-        return 0, place.address, place.port
+            return self._nodes.endpoint_of(number_of(name))
+        return 0, host.address, host.port
 
     def _start_ranks(self, starts: Sequence[Start]) -> None:
         gate, opener = os.pipe()
@@ -135,7 +133,7 @@ class _Team:
         rank = StartedRank(start, self._attempts[start.number], gate)
         self.ranks.append(rank)
         self._read_from(rank.reports, rank.receive)
-        self._read_from(rank.meeting, partial(self._hear, rank))
+        self._read_from(rank.connection, partial(self._receive, rank))
         process = rank.process
         stdout = (process.stdout, self._stdout, sys.stdout)
         stderr = (process.stderr, self._stderr, sys.stderr)
@@ -146,43 +144,43 @@ class _Team:
 
     # --- elastic jobs -------------------------------------------------------------------------
 
-    def _hear(self, rank: StartedRank, data: bytes) -> None:
+    def _receive(self, rank: StartedRank, data: bytes) -> None:
         message = json.loads(data) if data else None
         if message is not None and "outlives" in message:
             rank.outlives = message["outlives"]
         elif self._job is not None:
-            self._job.hear(rank.name, message, time.monotonic())
+            self._job.receive(rank.name, message, time.monotonic())
         elif self._nodes is not None and message is not None:
-            self._nodes.say(rank.name, message)
+            self._nodes.forward_from_rank(rank.name, message)
 
-    def _tell(self, name: str, message: str) -> None:
+    def _send(self, name: str, message: str) -> None:
         for rank in self.ranks:
             if rank.name == name:
-                with contextlib.suppress(OSError):  # it may have ended
-                    rank.meeting.send(message.encode())
+                with contextlib.suppress(OSError):  # The rank may have ended.
+                    rank.connection.send(message.encode())
                 return
         if self._nodes is not None and self._nodes.decides:
-            self._nodes.tell(name, message)
+            self._nodes.forward_to_rank(name, message)
 
-    def _meet(self, job: ElasticJob, now: float) -> None:
-        """Let the ranks of an elastic job go on without those that are lost, and with new ones."""
+    def _update_group(self, job: ElasticJob, now: float) -> None:
+        """Update the group of an elastic job: drop the ranks that are lost, and admit new ones."""
         for rank in self.ranks:
             if rank.exitcode is not None:
-                job.gone(rank.name)
+                job.remove(rank.name)
         if self._nodes is not None:
-            for name, message in self._nodes.take_said():
-                job.hear(name, message, now)
-            job.lose(self._nodes.lost)
+            for name, message in self._nodes.take_from_ranks():
+                job.receive(name, message, now)
+            job.remove_numbers(self._nodes.lost)
         if job.update(now):
             self._losses.clear()
         self._survive([rank.number for rank in self.ranks if job.outlives(rank.number)])
         for failure in [] if self._nodes is None else self._nodes.survive(job.outlives):
             self._losses.append(failure)
-            if self._nodes and failure.rank in self._nodes.lost:  # its launcher cannot say so
-                self._say(f"rank {failure.rank} {failure.text}; the others go on")
+            if self._nodes and failure.rank in self._nodes.lost:  # Its launcher cannot print it.
+                self._print(f"rank {failure.rank} {failure.text}; the others go on")
 
     def _fatal(self, job: ElasticJob) -> list[Failure]:
-        """Return the failures that end the job, with those that it has outlived until now."""
+        """Return the failures that end the job, with those that it has survived so far."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         if self._nodes is not None:
             failures += self._nodes.failures
@@ -190,13 +188,13 @@ class _Team:
         return failures + self._losses if failures or job.lost else []
 
     def _survive(self, numbers: Collection[int]) -> None:
-        """Go on without those of these ranks that have ended in a failure."""
+        """Go on without those of these ranks that have failed and ended."""
         for rank in [each for each in self.ranks if each.number in numbers]:
             if rank.exitcode is not None and rank.failure is not None:
                 self._go_on_without(rank, rank.failure)
 
     def _go_on_without(self, rank: StartedRank, failure: Failure) -> None:
-        rank.send_signal(signal.SIGKILL)  # what it has started
+        rank.send_signal(signal.SIGKILL)  # for the processes that it started
         rank.process.wait(_KILL)
         self.ranks.remove(rank)
         self._losses.append(failure)
@@ -206,23 +204,23 @@ class _Team:
             self._restarts.left -= 1
             self._start_ranks([rank.start])
             then += ", and a new one starts"
-        self._say(f"rank {rank.number} {what}; {then}")
+        self._print(f"rank {rank.number} {what}; {then}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._screen.end_bar()
         self._stderr.write(f"tagi-ddp: {text}\n")
         self._stderr.flush()
 
     def check_output(self) -> None:
-        """Raise OSError if something that the ranks have printed could not be written."""
+        """Raise OSError if output of the ranks could not be written."""
         for output in (self._stdout, self._stderr):
             if output.error is not None:
                 raise output.error
 
     def watch(self, timeout: float | None, needs_result: bool) -> Failure | None:
-        """Wait until all ranks have ended well (None) or it is known which one failed first."""
+        """Wait for the ranks; return the first failure, or None once all have ended without one."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        settled = math.inf
+        cause_deadline = math.inf
         while True:
             self._pump(_TICK)
             self.check_output()
@@ -233,36 +231,36 @@ class _Team:
             for rank in self.ranks:
                 rank.poll()
             running = [rank.number for rank in self.ranks if self._counts(rank)]
-            self._pump(0)  # the last words of ranks that have ended are in the pipes
+            self._pump(0)  # Read the last output of ranks that have ended.
             for rank in self.ranks:
                 rank.judge(needs_result)
             now = time.monotonic()
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
             leaving = [rank.number for rank in self.ranks if rank.leaving]
-            more = False  # whether other hosts' ranks run
+            others_run = False  # True if other hosts' ranks run.
             if self._nodes is not None:
-                told = [failure for failure in failures if failure.rank not in leaving]
+                final = [failure for failure in failures if failure.rank not in leaving]
                 ended = [rank.name for rank in self.ranks if rank.exitcode is not None]
-                self._nodes.exchange(told, ended, done=not running and not failures)
+                self._nodes.exchange(final, ended, done=not running and not failures)
                 if self._nodes.over:
                     return self._nodes.verdict
-                for name, text in self._nodes.take_told():
-                    self._tell(name, text)
+                for name, text in self._nodes.take_for_ranks():
+                    self._send(name, text)
                 self._survive(self._nodes.take_survived())
-                more = self._nodes.running
+                others_run = self._nodes.running
             if self._job is not None:
-                self._meet(self._job, now)
+                self._update_group(self._job, now)
                 failures = self._fatal(self._job)
-                more = more and not self._job.ended
+                others_run = others_run and not self._job.ended
             if self._nodes is None or self._nodes.decides:
                 if failures:
                     first = min(failures, key=Failure.order)
-                    settled = min(settled, now + _SETTLE)
+                    cause_deadline = min(cause_deadline, now + _CAUSE)
                     known = not first.consequence and first.rank not in leaving
-                    over = known or not (running or more) or now >= settled
+                    over = known or not (running or others_run) or now >= cause_deadline
                     if over and not self._goes_on():
                         return self._end_job(first)
-                elif not (running or more):
+                elif not (running or others_run):
                     return self._end_job(None)
             if timeout is not None and now >= deadline:
                 raise TimeoutError(
@@ -271,13 +269,13 @@ class _Team:
                 )
 
     def _goes_on(self) -> bool:
-        """Return whether ranks of a job of one host outlive those that have failed."""
+        """Return whether a job of one host goes on without the ranks that have failed."""
         failed = [rank.outlives for rank in self.ranks if rank.failure is not None]
         left = [rank.outlives for rank in self.ranks if rank.failure is None and self._counts(rank)]
         return self._nodes is None and all(failed) and any(left)
 
     def _counts(self, rank: StartedRank) -> bool:
-        """Tell whether the job waits for its end; not if it has not become one of a group."""
+        """Return whether the job waits for the rank's end: not for one outside an elastic group."""
         job = self._job
         waits = job is None or not job.used or rank.name in job.group
         return rank.exitcode is None and waits
@@ -288,7 +286,7 @@ class _Team:
         return verdict
 
     def terminate(self) -> None:
-        """Ask every process that is left to end, and wait for the ranks a moment."""
+        """Send SIGTERM to every remaining process, and wait a few seconds for the ranks."""
         for rank in self.ranks:
             rank.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
@@ -298,12 +296,12 @@ class _Team:
                 rank.poll()
 
     def kill(self) -> None:
-        """Kill every process that is left; `close` must not have been called."""
+        """Kill every remaining process; call this before `close`."""
         for rank in self.ranks:
             rank.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Wait for killed ranks, write what all still said, and free everything."""
+        """Wait for killed ranks, write the remaining output, and free all resources."""
         try:
             for rank in self.ranks:
                 rank.process.wait(_KILL)
@@ -320,11 +318,11 @@ class _Team:
                 self._nodes.close()
 
     def _pump(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for output or reports; pass on a piece of each."""
+        """Wait up to ``seconds`` for output and messages of ranks; handle a piece of each."""
         for key, _ in self._selector.select(seconds):
             try:
-                data = os.read(key.fd, 1 << 16)  # as much as a pipe holds
-            except ConnectionResetError:  # a rank ended before it had read what it was told
+                data = os.read(key.fd, 1 << 16)  # the capacity of a pipe
+            except ConnectionResetError:  # A rank ended before it read its messages.
                 data = b""
             key.data(data)
             if not data:
@@ -336,26 +334,26 @@ class _Team:
         self._selector.register(pipe.fileno(), selectors.EVENT_READ, take)
 
 
-def _environment(local: int, nprocs: int, job: Place) -> dict[str, str]:
-    """Return this process's environment with the rank's place in it, as torchrun sets it too."""
+def _environment(local: int, nprocs: int, host: HostAssignment) -> dict[str, str]:
+    """Return this process's environment with a rank's variables, also those of torchrun."""
     # torch would ask the agent of an outer torchrun for the address of rank 0.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    place = (job.first + local, job.world_size, local, nprocs)
+    numbers = (host.first + local, host.world_size, local, nprocs)
     cores = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
         "TAGI_DDP_TERMINAL": str(int(shows_bars(sys.stderr))),
         **inherited,
-        **variables(*place, job.job, job.address, job.port),
-        "TAGI_DDP_SECRET": job.secret,
+        **variables(*numbers, host.job, host.address, host.port),
+        "TAGI_DDP_SECRET": host.secret,
     }
 
 
 def reserve_port(one_host: bool = True) -> socket.socket:
-    """Return a socket at a TCP port that nobody else is given while it is open.
+    """Return a socket that reserves a free TCP port while it is open.
 
-    On the loopback interface, of IPv4 if there is one, or on all interfaces. It does not listen,
-    and others may reuse its address: so a store can listen there.
+    It is bound to the loopback interface, of IPv4 if there is one, or to all interfaces. It does
+    not listen, and others may reuse its address, so that a store can listen there.
     """
     try:
         return _bound(socket.AF_INET, "127.0.0.1" if one_host else "")

@@ -1,4 +1,4 @@
-"""Training a model by many processes: `dp`, `ddp`, `fsdp` and a trainer, of torch and of pytagi.
+"""Parallel training of torch and pytagi models: `dp`, `ddp`, `fsdp` and a trainer.
 
 Importing this registers torch's backend "tagi_ddp", whose collectives run on the package's
 communicators.

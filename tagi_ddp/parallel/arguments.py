@@ -1,4 +1,4 @@
-"""Checks of what `BaseTrainer.train` is given."""
+"""Checks of the arguments of `BaseTrainer.train`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tagi_ddp.parallel.callbacks import HELD_OUT, Callback
 
 
 def check_callbacks(callbacks: Sequence[Callback], held_out: Any) -> None:
-    """Raise ValueError if one needs the loss of held-out data, and there are none."""
+    """Raise ValueError if a callback needs the loss of held-out data, and there are none."""
     for callback in callbacks:
         if held_out is None and getattr(callback, "metric", None) == HELD_OUT:
             raise ValueError(
@@ -21,7 +21,7 @@ def check_callbacks(callbacks: Sequence[Callback], held_out: Any) -> None:
 
 
 def check_factory(optimizer: Any, is_module: bool) -> None:
-    """Raise TypeError unless it makes an optimizer, or is None for a Sequential."""
+    """Raise TypeError unless it is a function, or None for a Sequential."""
     made = isinstance(optimizer, torch.optim.Optimizer)
     if callable(optimizer) and not made if is_module else optimizer is None:
         return

@@ -1,4 +1,4 @@
-"""From a dataset and the numbers of samples to a batch."""
+"""Batches of a dataset, from the numbers of their samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Data = Sequence[Any] | Dataset[Any]
 def check_data(name: str, data: Data, batch_size: int, ranks: int) -> int:
     """Return the number of samples of the argument called ``name``.
 
-    Raises TypeError or ValueError unless it is data, and each of ``ranks``, those that need one,
-    has a sample of every batch.
+    Raise TypeError or ValueError unless it is data of which every batch has a sample for each of
+    ``ranks``, the number of ranks that need one.
     """
     length = _length_of(name, data)
     if length == 0:
@@ -56,12 +56,12 @@ def _length_of(name: str, data: Data) -> int:
 
 
 def take(data: Data, indices: NDArray[np.int64], model: torch.nn.Module) -> Any:
-    """Return a batch of the samples' type; of a named tuple of arrays a named tuple.
+    """Return a batch of the samples' type; for a named tuple of arrays, a named tuple.
 
-    For a module with parameters it holds tensors on its device. Of these, real floats of a dtype
-    that no parameter has get the widest of the parameters' real dtypes; complex parameters count as
-    their real parts. So all floats get the dtype of a module that has one. A batch without samples
-    looks like the others.
+    For a module with parameters it holds tensors on the module's device. Real floats of a dtype
+    that no parameter has are converted to the widest of the parameters' real dtypes; complex
+    parameters count as their real parts. So if the module has one dtype, all floats get it. A batch
+    without samples has the same structure as others.
     """
     device = next((each.device for each in model.parameters()), None)
     if isinstance(data, tuple | list):
@@ -76,7 +76,7 @@ def take(data: Data, indices: NDArray[np.int64], model: torch.nn.Module) -> Any:
 
 
 def _real_dtypes(model: torch.nn.Module) -> set[torch.dtype]:
-    """Return the real dtypes of the parameters that torch computes with: none of 8 bits."""
+    """Return the parameters' real dtypes with which torch computes: none of 8 bits."""
     dtypes = {each.dtype for each in model.parameters()}
     floats = {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
     return {dtype for dtype in floats if dtype.itemsize > 1}

@@ -1,4 +1,4 @@
-"""What a trainer tells of each epoch, and what is done then: stop, keep the best, write tables."""
+"""Callbacks of a trainer: stop early, keep the best checkpoint, write tables of metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Metrics = dict[str, float]
 
 
 class Trainer(Protocol):
-    """What callbacks see of a trainer; see `BaseTrainer`."""
+    """The attributes of a trainer that callbacks use; see `BaseTrainer`."""
 
     task_model: Any
     state: Any
@@ -52,21 +52,21 @@ class Callback:
         """Add to the metrics, or set ``trainer.should_stop``."""
 
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Use the metrics, which all callbacks have added theirs to."""
+        """Use the metrics, to which all callbacks have added theirs."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Close what is open, at the end of `train`, also after an error."""
+        """Close open files at the end of `train`, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers and text that checkpoints keep."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned."""
+        """Load a state of `state_dict`."""
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Return callbacks by class and number among those of a class, whatever is beside them."""
+    """Return callbacks by their class and their number among the callbacks of that class."""
     counts: Counter[str] = Counter()
     found = {}
     for callback in callbacks:
@@ -77,7 +77,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 class _Best:
-    """The least value so far; one that is NaN is never the best."""
+    """The least value of a metric so far; NaN is never the least."""
 
     def __init__(self, metric: str, min_delta: float) -> None:
         self.metric = metric
@@ -85,7 +85,7 @@ class _Best:
         self.value = math.inf
 
     def improves(self, metrics: Metrics) -> bool:
-        """Tell whether the value is less, by more than ``min_delta``; then it is the best."""
+        """Return whether the value is less by more than ``min_delta``; if so, keep it."""
         if self.metric not in metrics:
             known = ", ".join(metrics)
             raise ValueError(f"there is no {self.metric!r} among the metrics {known}")
@@ -96,10 +96,10 @@ class _Best:
 
 
 class EarlyStopping(Callback):
-    """Ends training when a metric has not become less for ``patience`` epochs in turn.
+    """A callback that ends training if a metric has not become less for ``patience`` epochs.
 
     Args:
-        patience: in epochs, at least 1.
+        patience: the number of epochs in a row, at least 1.
         min_delta: a metric that is less by no more than this has not become less.
         metric: by default the loss of the held-out data.
     """
@@ -123,7 +123,7 @@ class EarlyStopping(Callback):
 
 
 class BestCheckpoint(Callback):
-    """Keeps the checkpoint of the epoch with the least metric: ``exp_dir/best/latest``.
+    """A callback that keeps the checkpoint with the least metric: ``exp_dir/best/latest``.
 
     ``trainer.load_checkpoint(task, model, trainer.exp_dir / "best" / "latest")`` loads it.
 
@@ -148,11 +148,11 @@ class BestCheckpoint(Callback):
 
 
 class CSVLogger(Callback):
-    """Writes a table, a row for each epoch, by rank 0; a resumed run replaces rows that come again.
+    """A callback by which rank 0 writes a table of epochs; a resumed run replaces repeated rows.
 
     Args:
-        path: of the file; by default ``<exp_name>.csv`` in the trainer's ``log_dir``. One that
-            holds something else is a ValueError.
+        path: the file; by default ``<exp_name>.csv`` in the trainer's ``log_dir``. If it holds
+            something else, ValueError is raised.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -182,12 +182,12 @@ class CSVLogger(Callback):
 
 
 class TensorBoardLogger(Callback):
-    """Writes events for TensorBoard, by rank 0, over the number of steps.
+    """A callback by which rank 0 writes events for TensorBoard, over the number of steps.
 
     Args:
         folder: by default ``tensorboard`` in the trainer's ``log_dir``.
 
-    Raises ImportError where tensorboard is not installed.
+    Raises ImportError if tensorboard is not installed.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -204,7 +204,7 @@ class TensorBoardLogger(Callback):
             return
         folder = trainer.log_dir / "tensorboard" if self._folder is None else Path(self._folder)
         step = trainer.state.num_steps
-        if self._writer is None:  # what a run wrote that this one repeats is hidden
+        if self._writer is None:  # Hide what an interrupted run wrote for later steps.
             self._writer = self._make(str(folder), purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)

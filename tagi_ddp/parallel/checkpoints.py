@@ -1,4 +1,4 @@
-"""The trainer's part of its checkpoints: see `tagi_ddp.checkpoint.Checkpoints`."""
+"""The content of the trainer's checkpoints; see `tagi_ddp.checkpoint.Checkpoints`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ PART = "trainer"
 class State:
     """The progress of training: finished epochs, and all ranks' steps and samples since the start.
 
-    In the midst of an epoch, ``position`` is how many of its samples are done, ``order`` what
-    decides on which they are: the length of the data, the batch size and the seed; and ``loss`` the
-    sum of this rank's losses over them.
+    Within an epoch, ``position`` is the number of its samples that are done. ``order`` holds what
+    their order depends on: the length of the data, the batch size and the seed. ``loss`` is the sum
+    of this rank's losses over them.
     """
 
     epoch: int = 0
@@ -53,17 +53,17 @@ class State:
     loss: Any = field(default=0.0, compare=False, repr=False)  # a number, or a tensor of one
 
     def counts(self) -> dict[str, int]:
-        """Return what tables of epochs tell of it."""
+        """Return the numbers for tables of epochs."""
         return {name: getattr(self, name) for name in ("epoch", "num_steps", "num_samples")}
 
     def check(self) -> None:
-        """Raise ValueError, naming it, if a number is none."""
+        """Raise TypeError or ValueError that names a value that is no valid number."""
         for name, value in {**self.counts(), "position": self.position, **self.order}.items():
             integer(name, value, 0)
         real("loss", self.loss)
 
     def check_order(self, order: Mapping[str, int]) -> None:
-        """Raise ValueError if samples of the epoch that has begun would be missed or come twice."""
+        """Raise ValueError if samples of the epoch that has begun would be left out or repeated."""
         for name, before in self.order.items() if self.position else ():
             if order[name] != before:
                 raise ValueError(
@@ -74,11 +74,11 @@ class State:
 
 @dataclass
 class Training:
-    """A task and its model, the optimizer, the callbacks, where training is, by how many ranks.
+    """The part of a checkpoint: a task, its model, the optimizer, the callbacks, and the state.
 
-    Rank 0's file holds the "state" of training, every parameter and buffer of the "task", and of a
-    torch module's "model", whose "optimizer" is with it; of a Sequential the "parameters" and
-    running statistics, of a DDPSequential all of its `run_state`.
+    Rank 0's file holds the "state" of training and every parameter and buffer of the "task". For a
+    torch module it also holds those of the "model", and the "optimizer"; for a Sequential the
+    "parameters" and running statistics; for a DDPSequential all of its `run_state`.
     """
 
     task_model: Any
@@ -96,17 +96,17 @@ class Training:
 
     @property
     def communicator(self) -> Communicator:
-        """That of the ranks that train together."""
+        """The communicator of the ranks that train together."""
         if isinstance(self.network, DDPSequential):
             return self.network.communicator
         if self.network is not None or self.ranks == 1:
             return SingleCommunicator()
-        from tagi_ddp.sharding.groups import communicator  # one for each group, kept with it
+        from tagi_ddp.sharding.groups import communicator  # Each group keeps one.
 
         return communicator(groups.world(), torch.device("cpu"))
 
     def run_state(self) -> dict[str, Any]:
-        """Return all that goes on from here; a collective call."""
+        """Return all that a resumed training needs; a collective call."""
         tree: dict[str, Any] = {
             "state": {**asdict(self.state), "loss": float(self.state.loss)},
             "callbacks": {name: each.state_dict() for name, each in self.callbacks.items()},
@@ -115,7 +115,7 @@ class Training:
             "optimizer": {},
             "buffers": [],
             "parameters": {},
-            "exchange": None,  # there is none but of a DDPSequential
+            "exchange": None,  # Only a DDPSequential has one.
         }
         network = self.network
         if network is None:
@@ -123,7 +123,7 @@ class Training:
                 part, _, own = name.partition(".")
                 tree[part][own] = value
             tree["optimizer"] = full_optimizer_state_dict(self.task_model, self.optimizer)
-            if self.communicator.rank > 0:  # FSDP leaves each rank its own
+            if self.communicator.rank > 0:  # With FSDP each rank has its own.
                 tree["buffers"] = list(self.task_model.buffers())
             return tree
         if _is_module(self.task_model.task):
@@ -133,7 +133,7 @@ class Training:
         return {**tree, "parameters": named_parameters(attach(network))}
 
     def check_run_state(self, entry: Callable[[int, str], Any], ranks: int) -> Callable[[], None]:
-        """Read all but the parameters, which `load` has loaded; return what goes on from it."""
+        """Read all but the parameters, which `load` has loaded; return a function that loads it."""
         comm = self.communicator
         same = ranks == comm.size
         saved: dict[str, Any] = {"loss": 0.0, "exchange": None}
@@ -175,7 +175,7 @@ class Training:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a state is one of an optimizer with as many groups."""
+    """Raise ValueError unless a state has as many groups of parameters as the optimizer."""
     if len(saved["param_groups"]) != len(optimizer.param_groups) or not isinstance(
         saved["state"], Mapping
     ):
@@ -188,12 +188,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
 def load(
     folder: Path, path: str | Path | None, task: Any, model: Any, fallback: bool = False
 ) -> tuple[Checkpoint, State]:
-    """Read the last checkpoint, or this one, into a task and a model that are not wrapped.
+    """Load the last checkpoint, or that of ``path``, into a task and a model without wrappers.
 
-    With ``fallback`` the last one that is not damaged. Each rank verifies all ranks' files, so all
-    choose the same one, and all raise CheckpointError if there is none.
+    With ``fallback``, load the last one that is not damaged. Each rank verifies all ranks' files,
+    so all choose the same one, and all raise CheckpointError if there is none.
     """
-    told = ""
+    problem = ""
     for checkpoint in _candidates(folder, path):
         try:
             for rank in range(checkpoint.ranks):
@@ -205,16 +205,16 @@ def load(
             if not fallback:
                 remedy = "load_checkpoint(fallback=True) takes the last whole one before it"
                 raise CheckpointError(f"{error}. {remedy}") from error
-            told = f"{error}. It is left where it is"
-            warnings.warn(told, RuntimeWarning, stacklevel=3)
+            problem = f"{error}. It is left where it is"
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)
         else:
             load_parts()
             return checkpoint, state
-    raise CheckpointError(f"no whole checkpoint is left in {folder}. The last error is: {told}")
+    raise CheckpointError(f"no whole checkpoint is left in {folder}. The last error is: {problem}")
 
 
 def _candidates(folder: Path, path: str | Path | None) -> list[Checkpoint]:
-    """Return the checkpoints that lack no file, from that of the path back, or from the last."""
+    """Return the checkpoints that lack no file, from that of ``path`` or the last one backwards."""
     found = Folder(folder)
     if path is not None:
         first = found.at(Path(path))
@@ -226,7 +226,7 @@ def _candidates(folder: Path, path: str | Path | None) -> list[Checkpoint]:
         if first is not None and each.number > first.number:
             continue
         missing = None
-        with suppress(DamagedFile):  # which `load` tells of
+        with suppress(DamagedFile):  # `load` reports it.
             missing = each.lacks()
         if missing is None:
             candidates.append(each)
@@ -237,7 +237,7 @@ def _candidates(folder: Path, path: str | Path | None) -> list[Checkpoint]:
 
 
 def _read(checkpoint: Checkpoint, task: Any, model: Any) -> tuple[State, Callable[[], None]]:
-    """Return the state, and what loads the rest, which has been read and checked."""
+    """Read and check a checkpoint; return the state, and a function that loads all else."""
     parts = checkpoint.run.get("parts")
     if parts is None:
         raise CheckpointError(
@@ -285,9 +285,9 @@ def _read(checkpoint: Checkpoint, task: Any, model: Any) -> tuple[State, Callabl
 
 
 def _loading(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:
-    """Check a module's state; return what loads it.
+    """Check a module's state; return a function that loads it.
 
-    What would be rounded to a narrower dtype gets the wider one.
+    Tensors whose values would be rounded to a narrower dtype get the wider one.
     """
     tensors, state = module.state_dict(keep_vars=True), fitted(module, saved)
     check_state(name, module, state)

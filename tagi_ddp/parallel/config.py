@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="Config")
 
-MISSING = "???"  # of a field that must be given
-EXP_NAME = "${ml.exp_name:null}"  # of an experiment called as the run
+MISSING = "???"  # the value of a required field that is not set
+EXP_NAME = "${ml.exp_name:null}"  # stands for the name of the run
 
 _TAKES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 class Config:
-    """Base of dataclasses whose fields are checked when they are made and when they are changed.
+    """Base of dataclasses whose fields are checked when they are set, at first and later.
 
     OmegaConf knows their types, and converts what it can: "yes" to True, "3" to 3, names and
     numbers to members of an enum. A nested configuration takes a mapping too. In files and
-    arguments "${name}" stands for what they give to another setting.
-    ``metadata={"low": 1}`` of an integer's field is the least that it takes.
+    arguments "${name}" stands for the value of another setting in them.
+    ``metadata={"low": 1}`` of an integer's field is its least value.
 
     Raises TypeError or ValueError that names the field, what it got and what it takes.
     """
@@ -66,7 +66,7 @@ class Config:
 
     @classmethod
     def from_yaml(cls: type[C], path: str | Path) -> C:
-        """Return the settings of a YAML file; the errors name the file, too."""
+        """Return the settings of a YAML file; errors name the file, too."""
         values = _read(_omegaconf().load, path)
         try:
             return cls.from_dict(values)
@@ -109,8 +109,8 @@ class CheckpointConfig(Config):
     """The times at which the trainer writes checkpoints, beside the one at the end.
 
     Args:
-        save_every_n_steps: after every so many steps; None: at the end only.
-        only_save_most_recent: remove the older ones.
+        save_every_n_steps: the number of steps between checkpoints; None: only at the end.
+        only_save_most_recent: remove older checkpoints.
     """
 
     save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
@@ -125,22 +125,22 @@ class ParallelConfig(Config):
         use_fsdp: shard parameters, gradients and the optimizer's state; False: every rank has all.
             Of a Sequential, the update is sharded.
         cpu_offload: let FSDP keep parameters and gradients on the CPU while they are not used.
-            They are there anyway if the module is; a Sequential has no such thing.
+            It has no effect on a module on the CPU, and must be False for a Sequential.
         sharding_strategy: what FSDP shards, and between which ranks; the enum, a name or a number.
-            A Sequential knows two: NO_SHARD, and all others.
+            For a Sequential all but NO_SHARD are the same.
         sync_module_states: begin with the parameters and buffers of rank 0; False: the caller has
-            made them equal. A Sequential always begins so.
+            made them equal. It must be True for a Sequential.
 
-    The others are of torch's DistributedDataParallel, which knows more, for `ddp` to pass on. With
-    ``use_fsdp`` or for a Sequential they must be the defaults.
+    The others are arguments that `ddp` gives to torch's DistributedDataParallel. With ``use_fsdp``
+    or for a Sequential they must be the defaults.
 
     Args:
-        find_unused_parameters: look after each forward for parameters that the loss does not
-            depend on, whose gradients no rank then waits for.
-        gradient_as_bucket_view: let gradients be views of the memory that is exchanged.
+        find_unused_parameters: find the parameters that the loss does not depend on, after each
+            forward; no rank then waits for their gradients.
+        gradient_as_bucket_view: make gradients views of the buckets that are exchanged.
         static_graph: the same parameters are used in each step.
-        broadcast_buffers: let buffers be rank 0's, as of each forward; False: each rank's own.
-        bucket_cap_mb: how many MiB of gradients are exchanged at once; None: torch's choice.
+        broadcast_buffers: copy rank 0's buffers at each forward; False: each rank has its own.
+        bucket_cap_mb: the size of a bucket of gradients in MiB; None: torch's default.
     """
 
     use_fsdp: bool = False
@@ -156,9 +156,9 @@ class ParallelConfig(Config):
     @property
     def of_ddp(self) -> dict[str, Any]:
         """The settings of DistributedDataParallel that are not its defaults, by their names."""
-        given = {name: getattr(self, name) for name in _OF_DDP}
+        values = {name: getattr(self, name) for name in _OF_DDP}
         return {
-            name: v for name, v in given.items() if v != self.__dataclass_fields__[name].default
+            name: v for name, v in values.items() if v != self.__dataclass_fields__[name].default
         }
 
 
@@ -172,7 +172,7 @@ _OF_DDP = (
 
 
 def _read(load: Callable[[Any], Any], source: Any) -> dict[str, Any]:
-    """Return settings with what interpolations stand for, but for `EXP_NAME`."""
+    """Return settings with their interpolations resolved, without those that are `EXP_NAME`."""
     omegaconf = _omegaconf()
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -181,8 +181,8 @@ def _read(load: Callable[[Any], Any], source: Any) -> dict[str, Any]:
         values = omegaconf.to_container(load(source))
         if not isinstance(values, dict):
             raise TypeError(f"{source}: expected names and values, got {values!r}")
-        given = {str(name): value for name, value in values.items() if value != EXP_NAME}
-        resolved = omegaconf.to_container(omegaconf.create(given), resolve=True)
+        named = {str(name): value for name, value in values.items() if value != EXP_NAME}
+        resolved = omegaconf.to_container(omegaconf.create(named), resolve=True)
     except YAMLError as error:
         raise ValueError(f"{source} is no YAML: {error}") from error
     except OmegaConfBaseException as error:
@@ -198,20 +198,20 @@ def _checked(kind: type[Config], name: str, value: Any) -> Any:
             return hint.from_dict(value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}.{error}") from error
-    if type(value) is not hint:  # most values from code need no conversion
+    if type(value) is not hint:  # Most values from code need no conversion.
         value = _converted(kind, name, value)
     low = kind.__dataclass_fields__[name].metadata.get("low")
     return value if low is None or value is None else integer(name, value, low)
 
 
 def _converted(kind: type[Config], name: str, value: Any) -> Any:
-    """Return what OmegaConf makes of the value; this is where its errors become ours."""
+    """Return the value as OmegaConf converts it; turn its errors into TypeError or ValueError."""
     omegaconf, config = _omegaconf(), copy.deepcopy(kind._template())
     from omegaconf.errors import OmegaConfBaseException
 
     plain = value.item() if isinstance(value, np.generic) else value
     takes = _takes(kind._hints()[name])
-    if takes == _TAKES[bool] and type(plain) is int and plain not in (0, 1):  # OmegaConf's True
+    if takes == _TAKES[bool] and type(plain) is int and plain not in (0, 1):  # OmegaConf: True
         raise TypeError(f"{name} must be {takes}, got {value!r}")
     try:
         omegaconf.update(config, name, plain, merge=False)
@@ -225,7 +225,7 @@ def _converted(kind: type[Config], name: str, value: Any) -> Any:
 
 
 def _takes(kind: Any) -> str:
-    """Return what a field of a type takes, in words."""
+    """Return a text about the values that a field of a type takes."""
     options = typing.get_args(kind)
     if len(options) == 2 and type(None) in options:
         return _takes(next(option for option in options if option is not type(None)))

@@ -1,4 +1,4 @@
-"""Which ranks train together: torch.distributed's default group, and its nodes."""
+"""The ranks that train together: torch.distributed's default group, and its nodes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tagi_ddp.environment import detect, rendezvous_endpoint
 from tagi_ddp.torch_backend.objects import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
-LIMIT = timedelta(seconds=300)  # of bringing the ranks together, and of every wait after that
+LIMIT = timedelta(seconds=300)  # the time limit of the rendezvous and of every later wait
 
 
 def world() -> dist.ProcessGroup:
-    """Return torch's default group, which is initialised."""
+    """Return torch's default group, which must be initialised."""
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -33,8 +33,8 @@ def world() -> dist.ProcessGroup:
 def initialise() -> None:
     """Make torch's default group of the launcher's ranks, unless there is one; collective.
 
-    On the CPU its backend is "tagi_ddp". With GPUs tensors on them travel by NCCL, and this rank's
-    device is that of its local rank. The group is destroyed when the process ends.
+    Without GPUs its backend is "tagi_ddp". With GPUs it is NCCL for tensors on them, else gloo, and
+    this rank's device is that of its local rank. The group is destroyed when the process ends.
 
     Raises RuntimeError that says how to initialise.
     """
@@ -73,7 +73,7 @@ def _rendezvous(backend: str, rank: int, size: int) -> None:
 
 
 def _store_by_communicator() -> TCPStore:
-    """Return a store at rank 0, whose address the ranks learn by a communicator of the package."""
+    """Return a store at rank 0, which sends its address by a communicator of the package."""
     with init("auto", timeout=LIMIT.total_seconds()) as comm:
         topology = topology_of(comm)
         host = "127.0.0.1" if topology.one_host else topology.locations[0].host
@@ -87,10 +87,10 @@ def _store_by_communicator() -> TCPStore:
 
 @contextmanager
 def all_raise() -> Iterator[None]:
-    """Let all ranks raise the TypeError or ValueError that the block raises on one of them.
+    """Raise a TypeError or ValueError of the block on all ranks if one of them raises it.
 
-    A collective call, if torch's default group is initialised and reaches the hosts: one small
-    gather. The group stays usable.
+    A collective call if torch's default group is initialised and has a backend for the CPU: one
+    small gather. The group stays usable.
     """
     problem: Exception | None = None
     try:
@@ -109,9 +109,9 @@ def all_raise() -> Iterator[None]:
 
 
 def give_up(error: BaseException) -> None:
-    """Let ranks that wait for this one know why it failed, as torch's backend "tagi_ddp" can.
+    """Abort the default group if its backend is "tagi_ddp": ranks that wait then raise the error.
 
-    The default group is of no use after that.
+    The group cannot be used after that.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     if isinstance(group, ProcessGroup):
@@ -119,12 +119,12 @@ def give_up(error: BaseException) -> None:
 
 
 def exact(device: torch.device) -> torch.dtype:
-    """Return the dtype that losses are added up in: float64 where the device has it."""
+    """Return the dtype in which losses are added up: float64 if the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sum_of(value: float, device: torch.device) -> float:
-    """Return the sum of all ranks' values, by way of a device; a collective call."""
+    """Return the sum of all ranks' values, computed on a device; a collective call."""
     tensor = torch.tensor([value], dtype=exact(device), device=device)
     dist.all_reduce(tensor)
     return tensor.item()
@@ -140,7 +140,7 @@ def _leave(made: weakref.ref[dist.ProcessGroup]) -> None:
 
 Pair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
-# Groups of ranks cost connections, so each way to divide a default group is made once.
+# Groups cost connections, so each division of a default group into nodes is made once.
 _pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Pair | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -150,10 +150,10 @@ def node_groups(node_size: int | None) -> Pair | None:
     """Return the group of this rank's node and that of its peers on all nodes; collective.
 
     Args:
-        node_size: how many consecutive ranks make a node; None: see `Topology.nodes`.
+        node_size: the number of consecutive ranks of a node; None: see `Topology.nodes`.
 
     Returns:
-        None where every rank is a node.
+        None if every rank is a node.
 
     Raises:
         ValueError: nodes differ in their numbers of ranks, or ``node_size`` does not fit.
@@ -166,7 +166,7 @@ def node_groups(node_size: int | None) -> Pair | None:
 
 def _nodes(node_size: int | None) -> list[list[int]]:
     own = Location.of_this_process(dist.get_world_size())
-    locations = [Location.of(told) for told in all_gather_values(astuple(own))]
+    locations = [Location.of(values) for values in all_gather_values(astuple(own))]
     try:
         return Topology(tuple(locations)).nodes(node_size)
     except ValueError as error:

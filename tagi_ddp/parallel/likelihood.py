@@ -1,4 +1,4 @@
-"""The loss of a TAGI network: what observations say of its outputs."""
+"""The loss of a TAGI network: the negative log-likelihood of observations of its outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GaussianLoss:
         model: a DDPSequential, what `accelerate` returns, or a pytagi Sequential.
         output: means and variances of the outputs, as the model has returned them.
         targets: observations, [batch, outputs], or [batch] of one output; NaN is no observation.
-        variance: of the observations' noise; one number, or one for each observation.
+        variance: that of the observations' noise: one number, or one for each observation.
 
     Raises:
         ValueError: naming the argument, what it got and what it takes.

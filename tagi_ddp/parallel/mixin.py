@@ -31,14 +31,14 @@ ParallelConfigT = TypeVar("ParallelConfigT", bound=TrainerParallelConfig)
 class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
     """A trainer for any number of processes: one, or those of a launcher.
 
-    A torch module is moved to the GPU of the local rank, if there is one; a pytagi Sequential stays
-    where it is, and torch computes it where it can. Then `dp` wraps both.
+    A torch module is moved to the GPU of the local rank, if there is one. A pytagi Sequential stays
+    on its device, and torch computes it if it can. `dp` then wraps either.
     """
 
     config_type = TrainerParallelConfig
 
     def _get_task_model(self, task: TaskT, model: ModelT) -> Any:
-        """Return a wrapped `TaskModel` on its device, of the dtype of the settings."""
+        """Return a wrapped `TaskModel` on its device, with the dtype of the settings."""
         double = self.config.use_double_weight_precision
         task_model: TaskModel[ModelT, TaskT, Any, Any] = TaskModel(task, model)
         if isinstance(model, nn.Module):
@@ -59,12 +59,12 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
 
     def _all_raise(self, is_module: bool) -> AbstractContextManager[None]:
         if is_module and self.world_size > 1:
-            groups.initialise()  # without it ranks could not tell of their errors
+            groups.initialise()  # It sends a rank's error to the others.
         return groups.all_raise()
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float as float64 and a complex number as complex128; all else stays."""
+    """Return floats as float64 and complex numbers as complex128; leave others as they are."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

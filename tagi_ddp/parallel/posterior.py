@@ -1,4 +1,4 @@
-"""How the posterior of a TAGI network develops, layer by layer."""
+"""Statistics of the posterior of a TAGI network, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.update.merging import Merging
 
-_ROUNDING = 1e-3  # of a step, relative to the greatest that is taken
+_ROUNDING = 1e-3  # tolerance of a step, relative to the cap
 
 
 class PosteriorStatistics(Callback):
-    """Adds statistics of the posterior to an epoch's metrics.
+    """A callback that adds statistics of the posterior to an epoch's metrics.
 
     For each layer, by its name as in "0 (Linear(8,64))":
 
     - "mean_abs_mu", "mean_var": the means of |mean| and of variance over weights and biases.
-    - "capped": the share of parameters that the epoch's last step moved as far as the cap lets it,
-      sqrt(variance) / cap factor; many that stay many say that the noise is set too low. Where
-      ranks merge posteriors it is left out.
-    - "negative_variances": how many of the weights' variances that step found not positive.
-    - "agreement": where ranks merge posteriors, how much alike they had learned before the last
-      merge; see `DDPSequential.get_merge_agreement`.
+    - "capped": the share of parameters that the epoch's last step moved as far as the cap allows,
+      sqrt(variance) / cap factor. A share that stays large means that the noise is set too low. It
+      is left out if ranks merge posteriors.
+    - "negative_variances": the number of the weights' variances that were not positive in the step.
+    - "agreement": if ranks merge posteriors, the similarity of their changes at the last merge; see
+      `DDPSequential.get_merge_agreement`.
 
     Raises TypeError for a model that is no TAGI network.
     """

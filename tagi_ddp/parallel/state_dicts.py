@@ -1,4 +1,4 @@
-"""All of a model, however it is wrapped, for a file."""
+"""The state of a whole model or optimizer, for a file, with any wrapper."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tagi_ddp.parallel.task_model import TaskModel
 def full_state_dict(model: Any) -> dict[str, Any]:
     """Return every parameter and buffer, on rank 0; other ranks get {}. A collective call.
 
-    ``model`` is what `dp`, `ddp` or `fsdp` returned, or no wrapper at all. Names are those of the
-    model before it was wrapped, which loads this by its own ``load_state_dict``; tensors are on the
-    CPU. Of a Sequential this is its ``state_dict()``, which has no running statistics; for one in a
-    `TaskModel` with "model." in front of the names.
+    ``model`` is a result of `dp`, `ddp` or `fsdp`, or a model without wrapper. Names are those of
+    the model before it was wrapped, whose own ``load_state_dict`` loads the result; tensors are on
+    the CPU. For a Sequential this is its ``state_dict()``, which has no running statistics; for one
+    in a `TaskModel` the names begin with "model.".
     """
     bare = model.model if isinstance(model, TaskModel) else model
     if isinstance(bare, nn.Module):
@@ -63,9 +63,9 @@ def _extra_state(module: nn.Module) -> Any:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if an optimizer holds what cannot be saved beside its tensors.
+    """Raise TypeError if an optimizer holds, beside its tensors, a value that cannot be saved.
 
-    torch's errors do not name what it cannot gather.
+    torch's own errors do not name the value.
     """
     parts = {"state": optimizer.state.values(), "param_groups": optimizer.param_groups}
     for part, held in parts.items():
@@ -75,7 +75,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _can_offload(model: nn.Module) -> bool:
-    """Tell whether torch can gather on the CPU: not what is there already, nor without shards."""
+    """Return whether torch can gather on the CPU: if all units are sharded and not there yet."""
     units = [unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
     return bool(units) and all(
         (unit.compute_device or torch.device("cpu")).type != "cpu"
@@ -85,7 +85,7 @@ def _can_offload(model: nn.Module) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.is_mkldnn:  # of which torch makes no copies
+    if not isinstance(value, torch.Tensor) or value.is_mkldnn:  # torch cannot copy it.
         return value
     return value.detach().to("cpu", copy=True)
 
@@ -104,9 +104,9 @@ def full_optimizer_state_dict(model: Any, optimizer: torch.optim.Optimizer) -> d
 def load_optimizer_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Load what `full_optimizer_state_dict` returned, on every rank; gradients go."""
-    optimizer.zero_grad(set_to_none=True)  # or torch believes that there is a state already
-    # Where nothing is sharded there is nothing to cut, which torch cannot do to plain SGD's state.
+    """Load a state of `full_optimizer_state_dict` on every rank; gradients are dropped."""
+    optimizer.zero_grad(set_to_none=True)  # With gradients, torch assumes that there is a state.
+    # A state is cut only if it is sharded: torch cannot cut that of plain SGD.
     sharded = _is_sharded(model)
     # Parameters that never had a gradient have no state.
     options = StateDictOptions(full_state_dict=sharded, strict=False)
@@ -116,7 +116,7 @@ def load_optimizer_state_dict(
 
 @contextmanager
 def _kept_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore the parameters after the block, if torch makes a first state of the optimizer in it.
+    """Restore the parameters after the block if torch makes the optimizer's first state in it.
 
     It does so by a step with gradients and a learning rate of zero. An optimizer that adds noise,
     or clips weights, changes parameters in such a step, too.

@@ -14,12 +14,12 @@ Loss = TypeVar("Loss")
 
 
 class Task:
-    """Base of tasks: what there is to learn, with hooks that do nothing.
+    """Base of tasks, which define a model's output and loss, with hooks that do nothing.
 
-    ``model`` is the model that was given to the trainer, or a Sequential's DDPSequential.
-    ``state`` tells where training is. A task that has parameters is a torch.nn.Module as well.
-    ``config.disable_autocast_for_loss``, if a task has that, lets `compute_loss` run under
-    torch.autocast when False.
+    ``model`` is the trainer's model, or the DDPSequential of a Sequential. ``state`` is the
+    progress of training. A task that has parameters is a torch.nn.Module as well. `compute_loss`
+    runs without torch.autocast unless the task has ``config.disable_autocast_for_loss``, and that
+    is False.
     """
 
     def on_before_forward_step(self, model: Any, batch: Any, state: Any) -> None:
@@ -46,7 +46,7 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
     """The module that is wrapped for data parallel training: forward and loss are one call.
 
     Args:
-        task: what has the methods of `Task`; a module's parameters belong to this one, too.
+        task: an object with the methods of `Task`; if it is a module, this one has its parameters.
         model: a torch.nn.Module, a pytagi Sequential or a DDPSequential.
     """
 

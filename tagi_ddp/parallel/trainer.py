@@ -31,7 +31,7 @@ from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
-_CHECKPOINTS = "checkpoints"  # the folder of those from which training goes on
+_CHECKPOINTS = "checkpoints"  # the folder of the checkpoints that `load_checkpoint` loads
 
 
 @dataclass
@@ -39,9 +39,9 @@ class BaseTrainerConfig(Config):
     """The settings of a trainer.
 
     Args:
-        name: of the run; must be given.
+        name: of the run; required.
         exp_name: of the experiment, whose losses go to ``<exp_name>.jsonl``; by default the name.
-        exp_dir: the folder of all files; must be given.
+        exp_dir: the folder of all files; required.
         log_dir_name: the folder of losses in ``exp_dir``.
         use_double_weight_precision: train parameters of float64; for torch modules.
         checkpoint: when to write checkpoints.
@@ -59,18 +59,18 @@ TrainerConfigT = TypeVar("TrainerConfigT", bound=BaseTrainerConfig)
 
 
 class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
-    """Trains a task's model; a context manager, which leaves a Sequential's group at its end.
+    """A trainer of a task's model; a context manager that leaves a Sequential's group at its end.
 
     Files are folders ``exp_dir/checkpoints/<number>-step-<steps>``, with a link ``latest`` to the
-    last one, and ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, a line for each epoch.
+    last one, and ``exp_dir/<log_dir_name>/<exp_name>.jsonl``, with a line for each epoch.
     ``should_stop``: set it, on all ranks, to end `train` after the present epoch.
 
     Args:
         config: the settings, a mapping of them, nested ones from nested mappings, or None for the
             defaults. A mapping is read as ``config_type``, which subclasses may set.
 
-    Raises TypeError or ValueError that names the setting, when it is not as it must be, or when
-    there is no name or no folder.
+    Raises TypeError or ValueError that names the setting if it is wrong, or if the name or the
+    folder is missing.
     """
 
     config_type: ClassVar[type[Config]] = BaseTrainerConfig
@@ -88,13 +88,13 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self.task_model: Any = None
         self.should_stop = False
         self._callbacks: dict[str, Callback] = {}
-        self._folders: dict[str, Checkpoints] = {}  # those that the present `train` has opened
-        self._saved: dict[str, int] = {}  # after how many steps the last one of each was saved
-        self._resumed: Checkpoint | None = None  # whose remaining parts are still to be loaded
-        self._of: tuple[Any, Any] = (None, None)  # the task and the model of task_model
-        self._network: Any = None  # its model if that is no torch module
+        self._folders: dict[str, Checkpoints] = {}  # opened by the present `train`
+        self._saved: dict[str, int] = {}  # by folder, the steps before its last checkpoint
+        self._resumed: Checkpoint | None = None  # loaded in part; `train` loads the other parts
+        self._of: tuple[Any, Any] = (None, None)  # task and model of task_model
+        self._network: Any = None  # the model, if it is no torch module
         self._optimizer: torch.optim.Optimizer | None = None
-        self._unchecked = True  # until the first step has shown all that checkpoints hold
+        self._unchecked = True  # until the content of checkpoints is checked, after the first step
         self._open = ExitStack()
 
     def train(
@@ -110,28 +110,28 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         held_out: Data | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> list[float]:
-        """Train until ``epochs`` epochs are done, from where ``state`` is; write a checkpoint.
+        """Train from ``state`` until ``epochs`` epochs are done; write a checkpoint.
 
-        Each epoch has an order of its own, drawn from ``seed``, the same for any number of ranks,
-        each of which takes its share of every batch. Shares that differ are weighted, so that a
-        step is that of one process on the whole batch if the loss is a mean over samples.
+        Each epoch has an order of its own, drawn from ``seed`` and the same for any number of
+        ranks. Each rank takes its share of every batch. Shares of different sizes are weighted: if
+        the loss is a mean over samples, a step is that of one process on the whole batch.
 
         Args:
-            task: what `TaskModel` takes, like a `Task`.
-            model: a torch module or a pytagi Sequential; trained in place, but for FSDP, whose
+            task: a `Task`, or another task for `TaskModel`.
+            model: a torch module or a pytagi Sequential; trained in place, except for FSDP, whose
                 parameters are in `task_model` and the checkpoints.
             data: arrays or tensors of one length, like ``(x, y)``, whose slices make a batch, or a
                 torch dataset, whose samples are collated. A torch module gets tensors on its
-                device, floats of its dtype, or of several dtypes the widest for floats of none of
-                them. A Sequential gets what the slices are.
-            epochs: how many there are in all.
+                device, with floats of its dtype; if it has several, floats of none of them get the
+                widest. A Sequential gets the slices as they are.
+            epochs: the number of epochs in all.
             batch_size: of all ranks together.
-            optimizer: makes one of the parameters, like ``partial(Adam, lr=0.01)``; None for a
-                Sequential, which has `step`.
-            seed: start of the order, the same on all ranks.
-            held_out: data like ``data``, on which `evaluate` finds a "held_out_loss" after each
-                epoch.
-            callbacks: what each epoch's metrics go to, in this order, which also write tables, stop
+            optimizer: makes an optimizer of the parameters, like ``partial(Adam, lr=0.01)``; None
+                for a Sequential, which has `step`.
+            seed: of the order, the same on all ranks.
+            held_out: data like ``data``, for the "held_out_loss" that `evaluate` computes after
+                each epoch.
+            callbacks: are called with each epoch's metrics, in this order, to write tables, stop
                 early or keep the best; the same on all ranks. Checkpoints hold their states.
 
         Returns:
@@ -140,8 +140,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it takes.
-            CheckpointError: on all ranks, where one could not write or read a checkpoint; after the
-                first step also if a part cannot be saved, which it names.
+            CheckpointError: on all ranks, if one could not write or read a checkpoint; after the
+                first step also if a part cannot be saved, which the text names.
         """
         rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
@@ -178,8 +178,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 checkpoints.wait()
             self._close_folders()
         except BaseException as error:
-            self._give_up(error)  # first, as the others wait
-            with suppress(Exception):  # the error counts more than one of the files
+            self._give_up(error)  # This is first, as the others wait.
+            with suppress(Exception):  # The first error counts more than one of the files.
                 self._close_folders()
             self.close()
             raise
@@ -189,7 +189,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         return losses
 
     def evaluate(self, data: Data, *, batch_size: int) -> float:
-        """Return the mean loss of `task_model` over all samples, of all ranks; no training."""
+        """Return the mean loss of `task_model` over all samples, on all ranks; do not train."""
         if self.task_model is None:
             raise RuntimeError("evaluate() needs a train() before it")
         rank, size = self.rank, self.world_size
@@ -209,16 +209,16 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     ) -> State:
         """Load the last checkpoint, or that of ``path``, into a task and a model, before `train`.
 
-        `train` then goes on after its last batch, with the optimizer's state, as if it had not been
-        interrupted. ``path`` is a folder in ``checkpoints``, for an earlier one. ``fallback`` takes
-        the one before, with a RuntimeWarning, if that is damaged. Returns `state`. A module of a
-        narrower dtype than what was saved gets the wider one.
+        `train` then continues after its last batch, with the optimizer's state, as if it had not
+        been interrupted. ``path`` is a folder in ``checkpoints``, for an earlier checkpoint. With
+        ``fallback``, the one before is loaded, with a RuntimeWarning, if it is damaged. A module of
+        a narrower dtype than the saved one gets the wider dtype. Return `state`.
 
-        Raises FileNotFoundError if there is none, CheckpointError, before anything is loaded, if a
-        file is damaged, and for one of an earlier version, another kind of model, or no trainer.
+        Raise FileNotFoundError if there is none; CheckpointError, before anything is loaded, if a
+        file is damaged, of an earlier version, of another kind of model, or of no trainer.
         """
         self._resumed, self.state = load(self.exp_dir / _CHECKPOINTS, path, task, model, fallback)
-        self._saved = {}  # as many steps may come again
+        self._saved = {}  # The same number of steps may be saved again.
         return self.state
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._open.close()
 
     def _give_up(self, error: BaseException) -> None:
-        """Let the other ranks learn of the error, if their group can tell them."""
+        """Abort the groups, if they can: other ranks that wait then raise the error."""
         if self.task_model is not None and self._network is None:
             groups.give_up(error)
             for checkpoints in self._folders.values():
@@ -248,7 +248,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     # --- what a mixin changes -----------------------------------------------------------------
 
     def _get_task_model(self, task: TaskT, model: ModelT) -> Any:
-        """Return a `TaskModel` of both, or what wraps one."""
+        """Return a `TaskModel` of both, or a wrapper of one."""
         return TaskModel(task, model)
 
     def _rank_and_size(self) -> tuple[int, int]:
@@ -256,7 +256,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         return 0, 1
 
     def _all_raise(self, is_module: bool) -> AbstractContextManager[None]:
-        """Return a block whose errors all ranks raise, before they train a module or a network."""
+        """Return a context for checks before training; all ranks raise its errors."""
         return nullcontext()
 
     # --- training -----------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         return self.task_model
 
     def _step_of(self, task_model: Any, factory: OptimizerFactory | None) -> Callable[[Any], None]:
-        """Return what follows a loss: backward, and the update."""
+        """Return a function of the loss that runs backward and the update."""
         self._optimizer = None
         if factory is None:
             network = self._network
@@ -301,7 +301,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         sampler: DistributedSampler,
         batch_size: int,
     ) -> float:
-        """Train on what is left of an epoch; return its mean loss."""
+        """Train on the remaining batches of an epoch; return its mean loss."""
         state, is_module = self.state, self._network is None
         sampler.set_epoch(state.epoch)
         length = state.order["length of data"]
@@ -349,7 +349,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._save(folder)
 
     def _save(self, folder: str) -> None:
-        """Write a checkpoint unless there is one after as many steps; collective."""
+        """Write a checkpoint unless there is one of the same step; collective."""
         if self._saved.get(folder) != self.state.num_steps and not self._stands_by:
             self._saved[folder] = self.state.num_steps
             self._in_folder(folder).save(self.state.num_steps)
@@ -367,11 +367,11 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
 
     @property
     def _stands_by(self) -> bool:
-        """Return whether one process of several, which each train a module, saves for all."""
+        """True if each of several processes trains the module alone, and this one does not save."""
         return self._network is None and self.world_size == 1 and rank_and_size()[0] > 0
 
     def _close_folders(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the files that are being written."""
         with ExitStack() as stack:
             for checkpoints in self._folders.values():
                 stack.callback(checkpoints.close)

@@ -40,8 +40,8 @@ def dp(
     Args:
         model: a torch.nn.Module; a pytagi Sequential; or a `TaskModel` over one of them.
         cfg: the settings, a mapping of them, or None for the defaults.
-        node_size: for FSDP's hybrid strategies: how many consecutive ranks make a node; None: the
-            launcher's local world size, or the ranks of a host.
+        node_size: for FSDP's hybrid strategies: the number of consecutive ranks of a node; None:
+            the launcher's local world size, or the ranks of a host.
         arguments: for `ddp`, and only for it.
 
     Returns:
@@ -69,17 +69,17 @@ def dp(
 
 
 def ddp(model: Any, cfg: Settings = None, **arguments: Any) -> Any:
-    """Return a model of which every rank has all; a collective call.
+    """Wrap a model for data parallel training, with all of it on every rank; a collective call.
 
     A torch module becomes torch's DistributedDataParallel on the default group, which is
-    initialised if need be. ``arguments`` are further ones of DistributedDataParallel, and count
-    more than the settings; instead of ``init_sync`` there is ``sync_module_states``. Gradients are
-    averaged: a loss that is a mean over samples gives, with equal shares, what one process gives on
-    the union of the shares. Buffers like running statistics are rank 0's, as of each forward.
+    initialised if necessary. ``arguments`` are further arguments of DistributedDataParallel and
+    override the settings; ``sync_module_states`` stands for ``init_sync``. Gradients are averaged:
+    if the loss is a mean over samples and all shares are equal, the result is that of one process
+    on the union of the shares. Buffers like running statistics are rank 0's, as of each forward.
 
-    A Sequential becomes a DDPSequential that sums deltas, which reproduces one process on the union
-    of any shares. Without torch's default group it finds the ranks by itself. A TaskModel over a
-    Sequential is returned as another one over the DDPSequential.
+    A Sequential becomes a DDPSequential that sums deltas: the result is that of one process on the
+    union of any shares. Without torch's default group it uses the launcher's ranks. A TaskModel
+    over a Sequential becomes a TaskModel over the DDPSequential.
     """
     settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel), arguments)
     if bare is not None:
@@ -90,18 +90,18 @@ def ddp(model: Any, cfg: Settings = None, **arguments: Any) -> Any:
 
 
 def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> Any:
-    """Return a model of which every rank keeps a part; a collective call.
+    """Wrap a model for data parallel training, with a part of it on each rank; a collective call.
 
     A torch module becomes one unit of torch's FullyShardedDataParallel, with the parameters' own
-    names; where the module is, it is computed. For finer units give parts of it to `fsdp` before.
-    Hybrid strategies shard between the ranks of a node, all others between all ranks. Buffers stay
-    each rank's own. Make the optimizer of what this returns; accumulate gradients by its
-    ``no_sync()``.
+    names, on the module's device. For finer units, wrap parts of the module by `fsdp` first. Hybrid
+    strategies shard between the ranks of a node, all others between all ranks. Each rank keeps its
+    own buffers. Make the optimizer from the parameters of the returned module; accumulate gradients
+    by its ``no_sync()``.
 
-    A Sequential becomes a DDPSequential each rank of which computes the update of its part of the
-    parameters; with NO_SHARD that of `ddp`. The result is the same, bit for bit.
+    A Sequential becomes a DDPSequential, each rank of which updates its part of the parameters;
+    with NO_SHARD it is that of `ddp`. The result is the same, bit for bit.
     """
-    # Its parts may be units already, but not the whole.
+    # Parts of the model may be units already, but not the model itself.
     whole = (FullyShardedDataParallel,) if isinstance(model, FullyShardedDataParallel) else ()
     settings, bare = _checked(model, cfg, (*WRAPPERS, *whole))
     if bare is not None:
@@ -133,9 +133,9 @@ def _checked(
     wrappers: tuple[type[nn.Module], ...],
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[ParallelConfig, Any]:
-    """Return the settings, and the Sequential that is meant or None; all ranks raise what one does.
+    """Return the settings, and the model's Sequential or None; all ranks raise an error of one.
 
-    A module, or a part of it, must be none of ``wrappers``.
+    No part of a module may be one of ``wrappers``.
     """
     with groups.all_raise():
         settings = ParallelConfig.given("cfg", cfg)
@@ -153,7 +153,7 @@ def _checked(
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise TypeError unless DistributedDataParallel takes them beside the module."""
+    """Raise TypeError unless all are arguments of DistributedDataParallel for `ddp`."""
     known = [*inspect.signature(DistributedDataParallel).parameters][1:]
     known.remove("init_sync")
     for name in arguments:
@@ -165,7 +165,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _refuse_ddp(where: str, settings: ParallelConfig, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError if there is anything for DistributedDataParallel."""
+    """Raise ValueError if there are settings or arguments for DistributedDataParallel."""
     for name, value in {**settings.of_ddp, **arguments}.items():
         raise ValueError(
             f"{name} is for torch's DistributedDataParallel and must not be given {where}, "
@@ -177,9 +177,9 @@ def _refuse_ddp(where: str, settings: ParallelConfig, arguments: Mapping[str, An
 
 
 def _strategy_and_group(strategy: ShardingStrategy, node_size: int | None) -> tuple[Any, Any]:
-    """Return what torch is to do, and between which ranks, so that all end with equal parameters.
+    """Return the strategy and the groups for torch with which all parameters end up equal.
 
-    FSDP of a group of one rank would synchronise with no other.
+    FSDP in a group of one rank would synchronise with no other rank.
     """
     if dist.get_world_size() == 1:
         return ShardingStrategy.NO_SHARD, dist.group.WORLD
@@ -190,7 +190,7 @@ def _strategy_and_group(strategy: ShardingStrategy, node_size: int | None) -> tu
 
 
 def _take_from_rank_0(model: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers, but for those of parts that are sharded already."""
+    """Copy rank 0's parameters and buffers, except those of parts that are sharded already."""
     if isinstance(model, FullyShardedDataParallel):
         return
     own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
@@ -202,16 +202,16 @@ def _take_from_rank_0(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keep torch from telling those who chose NO_SHARD that they could have chosen DDP."""
+    """Suppress torch's warning that recommends DDP instead of NO_SHARD."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
         yield
 
 
 def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
-    """Let backward raise where reduced gradients are to be added to and torch would replace them.
+    """Make backward raise RuntimeError if torch would replace reduced gradients, not add to them.
 
-    With parameters offloaded to the CPU torch adds up gradients under ``no_sync()`` only.
+    With parameters offloaded to the CPU, torch adds up gradients under ``no_sync()`` only.
     """
     reduced = False
 
@@ -219,7 +219,7 @@ def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
         return any(bool(p.grad.any()) for p in model.parameters() if p.grad is not None)
 
     def before_forward(*_: Any) -> None:
-        # What zero_grad() has cleared, the forward of one rank on a GPU may show once more.
+        # Check before the forward: on a GPU, that of one rank may show cleared gradients again.
         nonlocal reduced
         reduced = reduced and has_gradients()
 
@@ -241,7 +241,7 @@ def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
 
 
 def _sequential(model: Any) -> Any:
-    """Return the Sequential that is meant; None if it is a torch module."""
+    """Return the Sequential of a model; None for a torch module."""
     bare = model.model if isinstance(model, TaskModel) else model
     if isinstance(bare, nn.Module):
         return None
@@ -271,8 +271,8 @@ def _check_for_sequential(cfg: ParallelConfig) -> None:
     """Raise ValueError if a Sequential cannot do what the settings ask for."""
     if cfg.cpu_offload:
         raise ValueError(
-            "cpu_offload must be False for a pytagi Sequential, got True: its parameters have one "
-            "place, and it has no optimizer's state"
+            "cpu_offload must be False for a pytagi Sequential, got True: its parameters stay on "
+            "one device, and it has no optimizer's state"
         )
     if not cfg.sync_module_states:
         raise ValueError(
@@ -283,7 +283,7 @@ def _check_for_sequential(cfg: ParallelConfig) -> None:
 
 def _wrap_sequential(model: Any, sharded: bool) -> DDPSequential:
     if dist.is_available() and dist.is_initialized():
-        from tagi_ddp.sharding.groups import communicator  # one for each group, kept with it
+        from tagi_ddp.sharding.groups import communicator  # Each group keeps one.
 
         found = communicator(groups.world(), torch.device("cpu"))
         return DDPSequential(model, average=False, communicator=found, sharded=sharded)

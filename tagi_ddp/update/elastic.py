@@ -20,7 +20,7 @@ from tagi_ddp.update.not_finite import NotFiniteError
 
 
 class Calls(Protocol):
-    """The launcher's requests to come for the next group; see `launcher.meeting.Meeting`."""
+    """The launcher's requests to come for the next group; see `launcher.meeting`."""
 
     @property
     def awaited(self) -> bool:

@@ -293,9 +293,7 @@ def save_after_fallback(comm: Any, folder: str) -> None:
         warnings.simplefilter("ignore")
         assert run.checkpoints.resume(fallback=True) == 2
         assert run.checkpoints.resume(fallback=True) == 2
-    with pytest.raises(
-        CheckpointError, match=r"rank-0\.safetensors is damaged: /.* has another che"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is damaged: the checksum of /"):
         run.checkpoints.resume()
     run.save(4, 5, 6)
     run.close()

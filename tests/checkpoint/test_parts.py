@@ -97,7 +97,7 @@ def test_parts_on_another_number_of_ranks(shm: RankPool, tmp_path: Path, same: b
     shm.run(equal_or_not, str(tmp_path), same, size=2)
     for kind, text, _ in shm.run(equal_or_not, str(tmp_path), same, size=3):
         assert kind == ("" if same else "CheckpointError")
-        assert same or "net was another one on each of the 2 ranks" in text
+        assert same or "net differed between the 2 ranks" in text
 
 
 def test_what_a_folder_holds(tmp_path: Path) -> None:

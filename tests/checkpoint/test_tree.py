@@ -311,7 +311,7 @@ def test_every_dtype_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
     made = with_bits(dtype)
     if str(dtype).startswith("torch.q"):
         with pytest.raises(
-            TypeError, match=rf"^entry is a tensor of {dtype}, torch.strided: it has"
+            TypeError, match=rf"^entry is a tensor of {dtype}, torch.strided, which"
         ):
             Snapshot().take({"entry": made})
         return

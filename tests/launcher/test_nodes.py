@@ -213,12 +213,12 @@ def test_a_lost_launcher_ends_the_others_ranks(start: Start, waiting: str, lost:
 
 def test_nodes_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
-    monkeypatch.setattr(nodes, "_MEET", 0.3)
+    monkeypatch.setattr(nodes, "_CONNECT", 0.3)
     for node, absent in ((0, [1, 2]), (1, [0])):
         with (
             closing(Nodes(3, node, ("localhost", port))) as launcher,
             pytest.raises(
-                TimeoutError, match=rf"nodes \{absent} of 3 did not come".replace("]", r"\]")
+                TimeoutError, match=rf"nodes \{absent} of 3 did not connect".replace("]", r"\]")
             ),
         ):
             launcher.join(1, 1)
@@ -231,7 +231,7 @@ def test_a_launcher_that_waits_to_start_its_job_again_is_let_into_no_other(
     where = ("localhost", port)
     with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
 
-        def join(node: int, job: str = "") -> Future[nodes.Place]:
+        def join(node: int, job: str = "") -> Future[nodes.HostAssignment]:
             launcher = stack.enter_context(closing(Nodes(3, node, where, job)))
             return threads.submit(launcher.join, 1, 1)
 
@@ -251,7 +251,7 @@ def test_a_launcher_that_waits_to_start_its_job_again_is_let_into_no_other(
 def test_another_secret_is_another_job(
     start: Start, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_MEET", 2)
+    monkeypatch.setattr(nodes, "_CONNECT", 2)
     monkeypatch.setenv("TAGI_DDP_SECRET", "theirs")
     first = start(0, 1)
     with closing(Nodes(2, 1, ("localhost", port))) as stranger, pytest.raises(TimeoutError):

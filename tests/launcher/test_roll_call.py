@@ -6,23 +6,23 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tagi_ddp.launcher.roll_call import Call, Coming, Group, RollCall, who_leads
+from tagi_ddp.launcher.roll_call import Call, Group, JoinRequest, RollCall, find_source
 
 PATIENCE = 10.0
 
 
-def coming(
+def request(
     progress: int | None,
     time: float = 0.0,
     blamed: tuple[int, ...] = (),
     done: bool = False,
     admits: bool = True,
-) -> Coming:
-    return Coming(progress, list(blamed), PATIENCE, done, admits, time)
+) -> JoinRequest:
+    return JoinRequest(progress, list(blamed), PATIENCE, done, admits, time)
 
 
 @pytest.mark.parametrize(
-    ("progress", "leads"),
+    ("progress", "found"),
     [
         ([None, None], (0, ())),
         ([3], (0, ())),
@@ -30,91 +30,91 @@ def coming(
         ([None, 0], (1, (0,))),
     ],
 )
-def test_who_leads(progress: list[int | None], leads: tuple[int, tuple[int, ...]]) -> None:
-    assert who_leads(progress) == leads
+def test_find_source(progress: list[int | None], found: tuple[int, tuple[int, ...]]) -> None:
+    assert find_source(progress) == found
 
 
 def first_group(names: str) -> RollCall:
     roll = RollCall(names)
     for name in names:
-        roll.come(name, coming(None))
+        roll.join(name, request(None))
     assert roll.next_group(0) == Group(1, tuple(names), 0, (), len(names))
     return roll
 
 
 def test_a_lost_rank_is_left_out() -> None:
     roll = first_group("abc")
-    roll.come("a", coming(7, blamed=(1,)))
+    roll.join("a", request(7, blamed=(1,)))
     assert roll.next_group(0) is None
     assert (roll.late, roll.call) == (["b", "c"], Call(7, joins=False))
-    roll.gone("b")
+    roll.remove("b")
     assert roll.next_group(0) is None  # c may still come
-    roll.come("c", coming(8))
+    roll.join("c", request(8))
     assert roll.next_group(0) == Group(2, ("a", "c"), 1, (0,), 2)
 
 
 def test_who_is_blamed_is_waited_for_a_second_others_as_long_as_patience_lasts() -> None:
     for blamed, limit in (((1,), 1.0), ((), PATIENCE)):
         roll = first_group("ab")
-        roll.come("a", coming(7, 100.0, blamed))
+        roll.join("a", request(7, 100.0, blamed))
         assert roll.next_group(100 + limit - 0.01) is None
         assert roll.next_group(100 + limit) == Group(2, ("a",), 0, (), 1)
         # It comes back with what it knew, which the others have left behind.
-        roll.come("b", coming(9, 200.0))
+        roll.join("b", request(9, 200.0))
         assert roll.wanted
-        roll.come("a", coming(8, 200.0))
+        roll.join("a", request(8, 200.0))
         assert roll.next_group(200) == Group(3, ("a", "b"), 0, (1,), 1)
 
 
 def test_one_that_joins_takes_what_the_others_know() -> None:
     roll = first_group("ab")
-    roll.come("c", coming(None))
+    roll.join("c", request(None))
     assert (roll.late, roll.call) == (["a", "b"], Call(None, joins=True))
     for name in "ab":
-        roll.come(name, coming(5))
+        roll.join(name, request(5))
     assert roll.next_group(0) == Group(2, ("a", "b", "c"), 0, (2,), 2)
 
 
 def test_a_rank_joins_when_all_others_stand_between_two_steps() -> None:
     roll = first_group("abc")
-    roll.come("d", coming(None))
-    roll.gone("c")
+    roll.join("d", request(None))
+    roll.remove("c")
     assert roll.call == Call(None, joins=False)
-    roll.come("a", coming(5))
-    roll.come("b", coming(5, admits=False))
+    roll.join("a", request(5))
+    roll.join("b", request(5, admits=False))
     assert roll.next_group(0) == Group(2, ("a", "b"), 0, (), 2)
     assert (roll.wanted, roll.late, roll.call) == (True, ["a", "b"], Call(None, joins=True))
     for name in "ab":
-        roll.come(name, coming(6))
+        roll.join(name, request(6))
     assert roll.next_group(0) == Group(3, ("a", "b", "d"), 0, (2,), 2)
 
 
 def test_all_are_done_only_together() -> None:
     roll = first_group("ab")
-    roll.come("a", coming(5, done=True))
+    roll.join("a", request(5, done=True))
     assert not roll.wanted
-    roll.come("c", coming(None))
+    roll.join("c", request(None))
     assert (roll.late, roll.call) == (["b"], Call(5, joins=False))
-    roll.come("b", coming(6))
+    roll.join("b", request(6))
     assert roll.next_group(0) == Group(2, ("a", "b", "c"), 1, (0, 2), 2)
     for name in "abc":
-        roll.come(name, coming(9, done=True))
+        roll.join(name, request(9, done=True))
     assert roll.next_group(0) is None
     assert roll.over
 
 
 def test_what_was_learned_is_lost_with_the_last_who_knew() -> None:
     roll = first_group("ab")
-    roll.come("a", coming(1))
-    roll.gone("a")
-    roll.gone("b")
-    roll.come("c", coming(None))
+    roll.join("a", request(1))
+    roll.remove("a")
+    roll.remove("b")
+    roll.join("c", request(None))
     assert roll.next_group(0) is None
     assert not roll.lost  # the job has ended
     roll = RollCall("ab")
-    roll.come("a", coming(1))
-    roll.gone("a")
-    roll.come("b", coming(None))
+    roll.join("a", request(1))
+    roll.remove("a")
+    roll.join("b", request(None))
     assert roll.next_group(0) is None
     assert roll.lost
 
@@ -150,8 +150,8 @@ class Jobs(RuleBasedStateMachine):
         )
         # A rank that begins stands between two steps.
         self.waiting[name] = admits or not self.members
-        come = coming(self.state[name], self.now, blamed, done, self.waiting[name])
-        self.roll.come(name, come)
+        own = request(self.state[name], self.now, blamed, done, self.waiting[name])
+        self.roll.join(name, own)
 
     @rule(name=alive)
     def step(self, name: str) -> None:
@@ -163,7 +163,7 @@ class Jobs(RuleBasedStateMachine):
         del self.state[name]
         self.waiting.pop(name, None)
         if self.roll is not None:
-            self.roll.gone(name)
+            self.roll.remove(name)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, PATIENCE]))
     def pass_time(self, seconds: float) -> None:
