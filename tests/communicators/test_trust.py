@@ -125,10 +125,10 @@ def listens_where(comm: Any) -> set[str]:
     watcher = threading.Thread(target=look)
     watcher.start()
     try:
-        if comm.rank == 1:
-            time.sleep(0.3)
         with comm.split(0) as part:
             part.barrier()
+        if comm.rank == 1:
+            time.sleep(0.3)
         with init(comm.backend, comm.rank, comm.size, job="where", timeout=20) as other:
             other.barrier()
     finally:
