@@ -64,7 +64,7 @@ def _train(fault: Fault, mine: str, comm: Any, told: _Story) -> None:
             x, y = (dice.normal(size=(4, n)).astype(np.float32).ravel() for n in (3, 2))
             ill = mine == "nan" and step == fault.step
             model(x)
-            noise = np.full(8, np.nan if ill else 0.1, np.float32)
+            noise = np.full(8, 0.1, np.float32)
             updater.update(model.output_z_buffer, y, noise, model.input_delta_z_buffer)
             model.backward()
             if ill:
