@@ -23,6 +23,7 @@ FAMILIES = (("steps", 2), ("all_reduce", 2), ("all_reduce", 4), ("training", 2))
 TORCH_FAMILIES = (
     ("compute", 1),
     ("small", 1),
+    ("small", 2),
     ("checkpoints", 2),
     ("elastic", 1),
     ("uci", 2),
@@ -33,7 +34,6 @@ TORCH_FAMILIES = (
     ("edges", 1),
     ("sharding", 2),
     ("torch_backend", 2),
-    ("sharded", 2),
     ("nodes", 2),
     ("hosts", 8),
     ("start", 1),

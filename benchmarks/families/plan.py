@@ -282,8 +282,8 @@ def _arithmetic(network: Communicator, model: DDPSequential) -> float:
     """Return the seconds of a merge's arithmetic for each byte, while all ranks do it."""
     replica = model._replica
     consensus, now = Consensus(SingleCommunicator(), replica, True, None), replica.zeros()
-    change = replica.parameters.change_since
-    add = replica.parameters.add_change
+    change = replica.on_host.change_since
+    add = replica.on_host.add_change
 
     def merge() -> None:
         replica.parameters.read_posterior(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from pytagi.nn import LSTM, SLSTM, Linear, OutputUpdater, ReLU, Sequential, SLinear
 
 from benchmarks.harness.measure import Contender, Figure, Row, measure
-from tagi_ddp import Communicator, accelerate
+from tagi_ddp import Communicator, DDPSequential, accelerate
 
 FOUR_CALLS, ONE_CALL, SMOOTHER, AUTO = 2.0, 5.0, 2.0, 0.95
+SECOND_RANK = 8.0  # microseconds that a second rank may cost
 FLOOR = 80.0  # microseconds of a step by torch, however small the network of two layers is
 SERIES = 4096  # steps, more than any sample takes
 SAMPLE_SECONDS = 0.001
@@ -66,6 +68,8 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
     to lie makes a tenth.
     """
     torch.set_num_threads(1)
+    if communicator.size > 1:
+        return _two_ranks(communicator, quick)
     found = []
     small = [Case("13-50-1", regression(13, 50, 1), 13, batch) for batch in (1, 10)] + [
         Case("LSTM 8-8, sequence 5", recurrent(8, 5), 5, batch) for batch in (1, 4, 16)
@@ -81,6 +85,36 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         found.append(Row(name, least["torch"], Figure.single(FLOOR), "us", 1.0))
     for case in _grid()[: 1 if quick else None]:
         found.append(_auto(communicator, case, quick))
+    return found
+
+
+def _two_ranks(communicator: Communicator, quick: bool) -> list[Row]:
+    """Steps of two ranks, each with a half of the batch, against those of one process."""
+    found = []
+    for hidden, batch in ((50, 16), (100, 64)):
+        make = regression(8, hidden, 1)
+        whole, half = (Case("", make, 8, size) for size in (batch, batch // 2))
+        with DDPSequential(
+            make(), communicator=communicator, average=False, compute="native"
+        ) as model:
+            x, y, noise = _arrays(half)
+            x += communicator.rank  # each rank has its own rows
+            contenders = [
+                Contender("two", partial(model.learn, x, y, noise), calls=200),
+                Contender("half", _learn(half, "native"), calls=200, alone=True),
+                Contender("whole", _learn(whole, "native"), calls=200, alone=True),
+            ]
+            for contender in contenders:
+                if communicator.rank == 0 or not contender.alone:
+                    contender.run()
+            figures = measure(communicator, contenders, 3 if quick else 61)
+        two, one_half, one = (figures[each.name].in_unit(1e6) for each in contenders)
+        limit = Figure(*(value + SECOND_RANK for value in vars(one_half).values()))
+        name = f"8-{hidden}-1, batch {batch}, two ranks"
+        found += [
+            Row(f"{name}, against one with half of it and {SECOND_RANK:g} us", two, limit, "us", 1),
+            Row(f"{name}, against one", two, one, "us", 1.0 if batch >= 64 else None),
+        ]
     return found
 
 

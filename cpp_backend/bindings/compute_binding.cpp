@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "bindings/parameters_binding.h"
+#include "bindings/update_binding.h"
 #include "bindings/view.h"
 #include "compute/innovation.h"
 #include "compute/network.h"
 #include "compute/variances.h"
 #include "update/agreement.h"
-#include "update/update.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -74,9 +74,9 @@ void require_plain(const Inputs& mean, const Inputs& variance, const Inputs& mu_
 }
 
 // Lets other threads run, unless the work takes no longer than changing threads.
-class Unlocked {
+class UnlockedIfLong {
  public:
-    Unlocked(const Network& network, size_t samples) {
+    UnlockedIfLong(const Network& network, size_t samples) {
         if (network.parameters().size() * samples >= long_work) released_.emplace();
     }
 
@@ -161,19 +161,16 @@ void bind_compute(nb::module_& module) {
         .def(
             "forward",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Inputs& jacobian,
-               bool training, bool by_shares, const Outputs& out_mean,
-               const Outputs& out_variance) {
+               bool training, const Outputs& out_mean, const Outputs& out_variance) {
                 const size_t batch = batch_of(self, mean, variance);
-                const Unlocked unlocked(self, batch);
-                self.forward(mean.data(), variance.data(), jacobian.data(), batch, training,
-                             by_shares);
+                const UnlockedIfLong unlocked(self, batch);
+                self.forward(mean.data(), variance.data(), jacobian.data(), batch, training);
                 read_outputs(self, out_mean, out_variance);
             },
-            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "by_shares"_a,
-            "out_mean"_a, "out_variance"_a,
+            "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out_mean"_a,
+            "out_variance"_a,
             "Compute the outputs of flat inputs; without a variance they are exact. The jacobian "
-            "is of the activation that made them, if one did. By shares: this and backward have "
-            "the bits of two ranks, each with a share.")
+            "is of the activation that made them, if one did.")
         .def(
             "update",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Numbers& selected) {
@@ -194,7 +191,7 @@ void bind_compute(nb::module_& module) {
         .def(
             "backward",
             [](Network& self, bool to_input) {
-                const Unlocked unlocked(self, self.outputs().batch);
+                const UnlockedIfLong unlocked(self, self.outputs().batch);
                 self.backward(to_input);
             },
             "to_input"_a, "Write the parameters' deltas.")
@@ -202,26 +199,40 @@ void bind_compute(nb::module_& module) {
             "learn",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Inputs& mu_obs,
                const Inputs& var_obs, const Numbers& selected, const Outputs& out_mean,
-               const Outputs& out_variance) {
+               const Outputs& out_variance, const SharedStep* together) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
                 require_plain(mean, variance, mu_obs, var_obs, batch);
-                const Unlocked unlocked(self, batch);
                 Keeping keeping(self);
-                self.forward(mean.data(), variance.data(), nullptr, batch, true, true);
-                self.update(observations);
-                self.backward(false);
-                read_outputs(self, out_mean, out_variance);
-                const std::string culprit =
-                    apply_own(self.parameters(), cap_factor(static_cast<int64_t>(batch)));
-                if (culprit.empty()) keeping.release();
-                return culprit;
+                std::string culprit;
+                std::vector<int> refused_by;
+                {
+                    const UnlockedIfLong unlocked(self, batch);
+                    self.forward(mean.data(), variance.data(), nullptr, batch, true);
+                    self.update(observations);
+                    self.backward(false);
+                    read_outputs(self, out_mean, out_variance);
+                    if (together == nullptr) {
+                        culprit =
+                            apply_own(self.parameters(), cap_factor(static_cast<int64_t>(batch)));
+                        if (!culprit.empty()) refused_by.push_back(0);
+                    }
+                }
+                if (together != nullptr) {
+                    Step step = (*together)(static_cast<int64_t>(batch), false);
+                    culprit = std::move(step.culprit);
+                    refused_by = std::move(step.agreement.not_finite);
+                }
+                if (refused_by.empty()) keeping.release();
+                return std::make_pair(refused_by, culprit);
             },
             "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
-            "out_mean"_a, "out_variance"_a,
-            "A whole step of one process, by shares: forward, update, backward, and the deltas "
-            "capped and applied, unless one is NaN or infinite: then nothing changes and the name "
-            "of its layer is returned, else \"\".")
+            "out_mean"_a, "out_variance"_a, "together"_a.none(),
+            "A whole step: forward, update, backward, and the deltas capped and applied; together: "
+            "of all ranks of a host, else of one process. Return the ranks with a delta that is "
+            "NaN "
+            "or infinite, and the name of this rank's first layer with one, or \"\". If there are "
+            "such ranks nothing changes.")
         .def("read_outputs", &read_outputs, "out_mean"_a, "out_variance"_a,
              "Copy means and variances of the outputs, flat.")
         .def(

@@ -1,6 +1,8 @@
 #include "bindings/update_binding.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -10,13 +12,11 @@
 #include <vector>
 
 #include "bindings/parameters_binding.h"
-#include "bindings/shm_binding.h"
 #include "update/agreement.h"
 #include "update/apply.h"
 #include "update/compress.h"
 #include "update/merge.h"
 #include "update/sharded.h"
-#include "update/update.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -35,6 +35,16 @@ void check_compressed(const Floats& values, int bits, const Bytes& bytes) {
 }
 
 }  // namespace
+
+Step SharedStep::operator()(int64_t batch, bool finished) const {
+    Step result;
+    const double timeout = communicator_.timeout();
+    communicator_.run_collective("step", [&] {
+        result =
+            step(communicator_.get(), parameters_, bucket_, batch, finished, average_, timeout);
+    });
+    return result;
+}
 
 void bind_update(nb::module_& module) {
     module.attr("LEAST_VARIANCE") = least_variance;
@@ -65,35 +75,28 @@ void bind_update(nb::module_& module) {
         .def_prop_ro("applies", &Agreement::applies)
         .def("divisor", &Agreement::divisor, "average"_a)
         .def("cap", &Agreement::cap, "average"_a);
-    module.def(
-        "update",
-        [](PyShmCommunicator& communicator, const Parameters& parameters,
-           const Contribution& contribution, bool average) {
-            Agreement agreement{{}};
-            const double timeout = communicator.timeout();
-            communicator.run_collective("step", [&] {
-                agreement = update(communicator.get(), parameters, contribution, average, timeout);
-            });
-            return agreement;
-        },
-        "communicator"_a, "parameters"_a, "contribution"_a, "average"_a,
-        "Exchange, cap and apply the deltas over shared memory.");
-    module.def(
-        "update_sharded",
-        [](PyShmCommunicator& communicator, const Parameters& parameters, Floats bucket,
-           const Contribution& contribution, bool average) {
-            float* data = checked(parameters, bucket);
-            Agreement agreement{{}};
-            const double timeout = communicator.timeout();
-            communicator.run_collective("sharded_step", [&] {
-                agreement = update_sharded(communicator.get(), parameters, data, contribution,
-                                           average, timeout);
-            });
-            return agreement;
-        },
-        "communicator"_a, "parameters"_a, "bucket"_a, "contribution"_a, "average"_a,
-        "Exchange, cap and apply the bucket's deltas over shared memory, each rank its part. The "
-        "bucket is of the communicator's own memory.");
+    nb::class_<SharedStep>(module, "SharedStep",
+                           "The step of the ranks of a host over their shared memory: one "
+                           "collective that votes, checks, reduces, caps and applies.")
+        .def(
+            "__init__",
+            [](SharedStep* self, PyShmCommunicator& communicator, const Parameters& parameters,
+               const Floats& bucket, bool average) {
+                new (self)
+                    SharedStep(communicator, parameters, checked(parameters, bucket), average);
+            },
+            "communicator"_a, "parameters"_a, "bucket"_a, "average"_a, nb::keep_alive<1, 2>(),
+            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+            "The bucket is memory that the communicator has allocated.")
+        .def(
+            "__call__",
+            [](const SharedStep& self, int64_t batch, bool finished) {
+                Step step = self(batch, finished);
+                return std::make_pair(step.agreement, step.culprit);
+            },
+            "batch"_a, "finished"_a,
+            "Step, with the deltas of `batch` samples of this rank, 0: none. Return the agreement, "
+            "and the first layer of this rank with a delta that is NaN or infinite, or \"\".");
     module.attr("COMPRESS_BLOCK") = compress_block;
     module.def("compressed_bytes", &compressed_bytes, "count"_a, "bits"_a,
                "The bytes of so many floats, a multiple of COMPRESS_BLOCK, in 8 or 16 bits.");

@@ -51,7 +51,7 @@ States Embedding::forward(const States& inputs, bool) {
         std::copy_n(gaussians_.weights->mu + from, size_, mean + at);
         std::copy_n(gaussians_.weights->var + from, size_, variance + at);
     }
-    return {mean, variance, nullptr, batch_, width(), stride, false, inputs.rest};
+    return {mean, variance, nullptr, batch_, width(), stride, false};
 }
 
 Deltas Embedding::backward(Deltas deltas, bool to_input) {

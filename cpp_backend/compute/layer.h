@@ -18,17 +18,8 @@ struct States {
     size_t width = 0;
     size_t stride = 0;
     bool exact = false;  // whether all variances are zero
-    size_t rest = 0;     // the last samples that are a share by themselves; see shares.h
 
     size_t floats() const { return batch * stride; }
-    size_t first() const { return batch - rest; }  // the samples of the first share
-    // `count` samples from `begin` on, of one share.
-    States part(size_t begin, size_t count) const {
-        const auto from = [&](const float* rows) {
-            return rows == nullptr ? nullptr : rows + begin * stride;
-        };
-        return {from(mean), from(variance), from(jacobian), count, width, stride, exact};
-    }
 };
 
 // The innovation of Gaussians: a prior N(m, v) becomes N(m + v * mean, v + v^2 * variance). Laid

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "compute/shares.h"
-
 #define TAGI_DDP_LOOPS "compute/layer_norm_loops.h"
 #include "compute/twice.h"
 
@@ -30,15 +28,16 @@ States LayerNorm::forward(const States& inputs, bool) {
     return outputs;
 }
 
-void LayerNorm::write_share(Deltas deltas, size_t begin, size_t count, const Block& weights,
-                            const Block& biases) {
+void LayerNorm::write_deltas(Deltas deltas) {
+    const Block& weights = *gaussians_.weights;
+    const Block& biases = *gaussians_.biases;
     float* sum_mean = sum_mean_.take(width());
     float* sum_variance = sum_variance_.take(width());
     std::fill_n(sum_mean, width(), 0.0f);
     std::fill_n(sum_variance, width(), 0.0f);
     std::fill_n(biases.delta_mu, biases.count, 0.0f);
     std::fill_n(biases.delta_var, biases.count, 0.0f);
-    for (size_t b = begin; b < begin + count; ++b) {
+    for (size_t b = 0; b < inputs_.batch; ++b) {
         const size_t at = b * inputs_.stride;
         TAGI_DDP_PICK(add_sample)(width(), spread_.data() + at,
                                   {deltas.mean + at, deltas.variance + at}, sum_mean, sum_variance);
@@ -60,10 +59,7 @@ void LayerNorm::write_share(Deltas deltas, size_t begin, size_t count, const Blo
 
 Deltas LayerNorm::backward(Deltas deltas, bool to_input) {
     const Block& weights = *gaussians_.weights;
-    write_by_shares(inputs_, weights, *gaussians_.biases, {1, width(), width()}, second_,
-                    [&](size_t begin, size_t count, const Block& to, const Block& to_biases) {
-                        write_share(deltas, begin, count, to, to_biases);
-                    });
+    write_deltas(deltas);
     if (!to_input) return {};
     const Deltas below{below_mean_.take(inputs_.floats()), below_variance_.take(inputs_.floats())};
     for (size_t b = 0; b < inputs_.batch; ++b) {

@@ -17,8 +17,7 @@ class LayerNorm : public Layer {
     Deltas backward(Deltas deltas, bool to_input) override;
 
  private:
-    void write_share(Deltas deltas, size_t begin, size_t count, const Block& weights,
-                     const Block& biases);
+    void write_deltas(Deltas deltas);
 
     Gaussians gaussians_;
     float epsilon_;
@@ -26,8 +25,7 @@ class LayerNorm : public Layer {
     Memory mean_, variance_, below_mean_, below_variance_;
     Memory spread_;                   // (a - m) sqrt(var w / (v + epsilon))
     Memory factor_;                   // 1 / sqrt(v + epsilon) of each sample
-    Memory sum_mean_, sum_variance_;  // over a share, of what makes the weights' deltas
-    Memory second_;
+    Memory sum_mean_, sum_variance_;  // over the batch, of what makes the weights' deltas
 };
 
 }  // namespace tagi_ddp

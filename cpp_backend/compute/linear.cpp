@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "compute/product.h"
-#include "compute/shares.h"
 
 namespace tagi_ddp {
 namespace {
@@ -22,32 +21,24 @@ void square(const float* data, size_t count, float* out) {
     TAGI_DDP_PICK(square_all)(data, count, out);
 }
 
-void add_floats(const float* data, size_t count, float* out) {
-    TAGI_DDP_PICK(add_row)(data, count, out);
-}
-
 void carry_through(const States& states, Deltas deltas) { TAGI_DDP_PICK(carry)(states, deltas); }
 
 void Products::forward(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                        float* mean, float* variance, size_t stride) {
     const Block& biases = matrix.biases;
-    by_kernels(inputs, [&](size_t begin, size_t count, bool few) {
-        if (!few && matrix.outputs >= lanes) {
-            const size_t at = begin * inputs.stride;
-            multiply(matrix, inputs.part(begin, count), squares + at, mean + begin * stride,
-                     variance + begin * stride, stride);
-            return;
-        }
-        for (size_t b = begin; b < begin + count; ++b) {
-            const size_t at = b * inputs.stride;
-            TAGI_DDP_PICK(forward_one)(matrix, inputs.mean + at, squares + at,
-                                       inputs.exact ? nullptr : inputs.variance + at,
-                                       mean + b * stride, variance + b * stride);
-            if (biases.count == 0) continue;
-            TAGI_DDP_PICK(add_row)(biases.mu, matrix.outputs, mean + b * stride);
-            TAGI_DDP_PICK(add_row)(biases.var, matrix.outputs, variance + b * stride);
-        }
-    });
+    if (inputs.batch >= few_samples && matrix.outputs >= lanes) {
+        multiply(matrix, inputs, squares, mean, variance, stride);
+        return;
+    }
+    for (size_t b = 0; b < inputs.batch; ++b) {
+        const size_t at = b * inputs.stride;
+        TAGI_DDP_PICK(forward_one)(matrix, inputs.mean + at, squares + at,
+                                   inputs.exact ? nullptr : inputs.variance + at, mean + b * stride,
+                                   variance + b * stride);
+        if (biases.count == 0) continue;
+        TAGI_DDP_PICK(add_row)(biases.mu, matrix.outputs, mean + b * stride);
+        TAGI_DDP_PICK(add_row)(biases.var, matrix.outputs, variance + b * stride);
+    }
 }
 
 void Products::multiply(const GaussianMatrix& matrix, const States& inputs, const float* squares,
@@ -78,18 +69,6 @@ void Products::write_deltas(const GaussianMatrix& matrix, const States& inputs,
         TAGI_DDP_PICK(write_wide)(matrix, inputs, squares, deltas, stride);
         return;
     }
-    write_by_shares(
-        inputs, matrix.weights, Block{}, {matrix.outputs, matrix.inputs, matrix.row}, second_,
-        [&](size_t begin, size_t count, const Block& weights, const Block&) {
-            GaussianMatrix share = matrix;
-            share.weights = weights;
-            write_narrow(share, inputs.part(begin, count), squares + begin * inputs.stride,
-                         {deltas.mean + begin * stride, deltas.variance + begin * stride}, stride);
-        });
-}
-
-void Products::write_narrow(const GaussianMatrix& matrix, const States& inputs,
-                            const float* squares, Deltas deltas, size_t stride) {
     if (inputs.batch == 1) {
         TAGI_DDP_PICK(deltas_one)(matrix, inputs.mean, squares, deltas.mean, deltas.variance);
         return;
@@ -107,23 +86,23 @@ void Products::write_narrow(const GaussianMatrix& matrix, const States& inputs,
 
 void Products::carry_below(const GaussianMatrix& matrix, const States& inputs, Deltas deltas,
                            size_t stride, Deltas below) {
-    by_kernels(inputs, [&](size_t begin, size_t count, bool few) {
-        for (size_t b = begin; few && b < begin + count; ++b) {
+    if (inputs.batch < few_samples) {
+        for (size_t b = 0; b < inputs.batch; ++b) {
             TAGI_DDP_PICK(below_one)(matrix, deltas.mean + b * stride, deltas.variance + b * stride,
                                      below.mean + b * inputs.stride,
                                      below.variance + b * inputs.stride);
         }
-        if (few) return;
-        const size_t row = padded(matrix.inputs);
-        float* packed = packed_.take(matrix.outputs * row);
-        const auto carry = [&](Of what, const float* from, float* to) {
-            TAGI_DDP_PICK(pack_for_backward)(matrix, what, packed);
-            product(count, matrix.outputs, matrix.inputs, {from + begin * stride, stride, 1},
-                    packed, row, to + begin * inputs.stride, inputs.stride, AddTo::zero);
-        };
-        carry(Of::means, deltas.mean, below.mean);
-        carry(Of::squares, deltas.variance, below.variance);
-    });
+        return;
+    }
+    const size_t row = padded(matrix.inputs);
+    float* packed = packed_.take(matrix.outputs * row);
+    const auto carry = [&](Of what, const float* from, float* to) {
+        TAGI_DDP_PICK(pack_for_backward)(matrix, what, packed);
+        product(inputs.batch, matrix.outputs, matrix.inputs, {from, stride, 1}, packed, row, to,
+                inputs.stride, AddTo::zero);
+    };
+    carry(Of::means, deltas.mean, below.mean);
+    carry(Of::squares, deltas.variance, below.variance);
 }
 
 GaussianMatrix Linear::matrix() const {
@@ -138,7 +117,7 @@ States Linear::forward(const States& inputs, bool) {
     float* mean = mean_.take(inputs.batch * stride);
     float* variance = variance_.take(inputs.batch * stride);
     products_.forward(matrix(), inputs, squares, mean, variance, stride);
-    return {mean, variance, nullptr, inputs.batch, outputs_, stride, false, inputs.rest};
+    return {mean, variance, nullptr, inputs.batch, outputs_, stride, false};
 }
 
 Deltas Linear::backward(Deltas deltas, bool to_input) {

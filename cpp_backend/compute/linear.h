@@ -35,11 +35,13 @@ class Products {
  private:
     void multiply(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                   float* mean, float* variance, size_t stride);
-    void write_narrow(const GaussianMatrix& matrix, const States& inputs, const float* squares,
-                      Deltas deltas, size_t stride);
 
-    Memory packed_, sums_, bias_, second_;
+    Memory packed_, sums_, bias_;
 };
+
+// With fewer samples, copying the weights to where products read them fast costs more than it
+// saves.
+constexpr size_t few_samples = 3;
 
 // out[i] = data[i]^2
 void square(const float* data, size_t count, float* out);

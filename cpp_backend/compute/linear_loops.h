@@ -72,14 +72,14 @@ struct Outer {
 };
 
 template <int Rows, int Vectors>
-TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer, size_t begin,
-                               size_t end, const size_t* columns) {
+TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer, size_t samples,
+                               const size_t* columns) {
     for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) sums[r][v] = broadcast(0.0f);
     }
-    const float* by = outer.by + begin * outer.by_row;
-    const float* from = outer.from + begin * outer.from_row;
-    for (size_t k = begin; k < end; ++k, by += outer.by_row, from += outer.from_row) {
+    const float* by = outer.by;
+    const float* from = outer.from;
+    for (size_t k = 0; k < samples; ++k, by += outer.by_row, from += outer.from_row) {
         Vector part[Vectors];
         for (int v = 0; v < Vectors; ++v) part[v] = load(from + columns[v]);
         for (int r = 0; r < Rows; ++r) {
@@ -93,25 +93,12 @@ TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer
 template <bool squared, int Rows, int Vectors>
 TAGI_DDP_INLINE void delta_tile(const Outer& outer, const States& inputs, const float* var,
                                 float* delta, size_t row, const size_t* columns) {
-    const size_t first = inputs.first(), batch = inputs.batch;
-    const bool two = first < batch;
-    Vector sums[Rows][Vectors], of_first[Rows][Vectors];
-    const auto scaled = [&](int r, int v) {
-        const Vector w = load(var + r * row + columns[v]);
-        return sums[r][v] * (squared ? w * w : w);
-    };
-    add_outer(sums, outer, 0, first, columns);
-    if (two) {
-        for (int r = 0; r < Rows; ++r) {
-            for (int v = 0; v < Vectors; ++v) of_first[r][v] = TAGI_DDP_ROUNDED(scaled(r, v));
-        }
-        add_outer(sums, outer, first, batch, columns);
-    }
+    Vector sums[Rows][Vectors];
+    add_outer(sums, outer, inputs.batch, columns);
     for (int r = 0; r < Rows; ++r) {
         for (int v = 0; v < Vectors; ++v) {
-            const Vector value = scaled(r, v);
-            store(delta + r * row + columns[v],
-                  two ? of_first[r][v] + TAGI_DDP_ROUNDED(value) : value);
+            const Vector w = load(var + r * row + columns[v]);
+            store(delta + r * row + columns[v], sums[r][v] * (squared ? w * w : w));
         }
     }
 }
@@ -208,7 +195,7 @@ static void deltas_one(const GaussianMatrix& matrix, const float* mean, const fl
     }
 }
 
-// The sums of columns, times var, or var^2; of both shares.
+// The sums of columns, times var, or var^2.
 template <bool squared>
 TAGI_DDP_INLINE void scaled_sums(const float* rows, const States& inputs, size_t columns,
                                  size_t stride, const float* var, float* out) {
@@ -217,13 +204,9 @@ TAGI_DDP_INLINE void scaled_sums(const float* rows, const States& inputs, size_t
         Vector v{};
         if (whole) v = load(var + c);
         for (size_t k = 0; !whole && k < columns - c; ++k) v[k] = var[c + k];
-        const auto sum = [&](size_t begin, size_t end) {
-            Vector total = broadcast(0.0f);
-            for (size_t r = begin; r < end; ++r) total += load(rows + r * stride + c);
-            return TAGI_DDP_ROUNDED(total * (squared ? v * v : v));
-        };
-        Vector total = sum(0, inputs.first());
-        if (inputs.rest != 0) total += sum(inputs.first(), inputs.batch);
+        Vector total = broadcast(0.0f);
+        for (size_t r = 0; r < inputs.batch; ++r) total += load(rows + r * stride + c);
+        total *= squared ? v * v : v;
         if (whole) store(out + c, total);
         for (size_t k = 0; !whole && k < columns - c; ++k) out[c + k] = total[k];
     }

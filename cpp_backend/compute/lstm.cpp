@@ -5,7 +5,6 @@
 #include <string>
 
 #include "compute/product.h"
-#include "compute/shares.h"
 
 namespace tagi_ddp {
 namespace {
@@ -156,7 +155,6 @@ void LSTM::gather(const States& inputs) {
         std::copy_n(before_.var_h.data() + h, outputs_, variance + r * stride + inputs_);
     }
     rows_ = {mean, variance, nullptr, rows, depth, stride, inputs.exact && !carries_};
-    rows_.rest = inputs.rest * steps_;
     square(mean, rows * stride, squares_.take(rows * stride));
 }
 
@@ -164,20 +162,18 @@ void LSTM::find_covariances() {
     const size_t row = inputs_ + outputs_, stride = gate_stride();
     const float* weights = gaussians_.weights->mu;
     float* out = covariances_.take(rows_.batch * pairs * stride);
-    by_kernels(rows_, [&](size_t begin, size_t count, bool few) {
-        const float* variance = rows_.variance + begin * rows_.stride;
-        float* to = out + begin * pairs * stride;
-        for (size_t r = 0; few && r < count; ++r) {
+    if (rows_.batch < few_samples) {
+        for (size_t r = 0; r < rows_.batch; ++r) {
             TAGI_DDP_PICK(covariances_one)(weights, outputs_, inputs_, row,
-                                           variance + r * rows_.stride, rows_.width, stride,
-                                           to + r * pairs * stride);
+                                           rows_.variance + r * rows_.stride, rows_.width, stride,
+                                           out + r * pairs * stride);
         }
-        if (few) return;
-        float* packed = packed_.take(rows_.width * pairs * stride);
-        TAGI_DDP_PICK(pack_pairs)(weights, outputs_, inputs_, row, rows_.width, stride, packed);
-        product(count, rows_.width, pairs * stride, {variance, rows_.stride, 1}, packed,
-                pairs * stride, to, pairs * stride, AddTo::zero);
-    });
+        return;
+    }
+    float* packed = packed_.take(rows_.width * pairs * stride);
+    TAGI_DDP_PICK(pack_pairs)(weights, outputs_, inputs_, row, rows_.width, stride, packed);
+    product(rows_.batch, rows_.width, pairs * stride, {rows_.variance, rows_.stride, 1}, packed,
+            pairs * stride, out, pairs * stride, AddTo::zero);
 }
 
 States LSTM::forward(const States& inputs, bool) {
@@ -228,7 +224,7 @@ States LSTM::forward(const States& inputs, bool) {
         std::copy_n(mean_h + r * stride, outputs_, mean + to);
         std::copy_n(var_h + r * stride, outputs_, variance + to);
     }
-    return {mean, variance, nullptr, batch_, width(), out_stride, false, inputs.rest};
+    return {mean, variance, nullptr, batch_, width(), out_stride, false};
 }
 
 Deltas LSTM::backward(Deltas deltas, bool to_input) {

@@ -101,7 +101,7 @@ void Network::set_samples(size_t samples) {
 }
 
 void Network::forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
-                      bool training, bool by_shares) {
+                      bool training) {
     parameters_.refresh();
     const size_t stride = padded(input_size_);
     float* rows = input_mean_.take(batch * stride);
@@ -113,7 +113,6 @@ void Network::forward(const float* mean, const float* variance, const float* jac
         std::fill_n(variances, batch * stride, 0.0f);
     }
     inputs_ = {rows, variances, nullptr, batch, input_size_, stride, variance == nullptr};
-    inputs_.rest = by_shares ? batch / 2 : 0;
     if (jacobian != nullptr) {
         float* slopes = input_jacobian_.take(batch * stride);
         spread(jacobian, batch, input_size_, stride, slopes);

@@ -52,10 +52,9 @@ class Network {
     // How many steps a series has, for the smoothing layers.
     void set_samples(size_t samples);
     // Inputs are [batch, input_size()]; no `variance`: they are exact; `jacobian`: of the
-    // activation that made them, null: of none. `by_shares`: as two ranks would, each with a share
-    // of the batch.
+    // activation that made them, null: of none.
     void forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
-                 bool training, bool by_shares);
+                 bool training);
     // Writes the outputs' innovation. Throws std::invalid_argument naming an argument of the wrong
     // size, std::runtime_error before the first forward.
     void update(const Observations& observations);

@@ -10,18 +10,6 @@
 
 #include "compute/memory.h"
 
-// A sum of products has one rounding where there are instructions for that.
-// TAGI_DDP_ROUNDED(vector) is a product that is rounded by itself.
-#if defined(__x86_64__)
-#define TAGI_DDP_ROUNDED(vector) (vector)
-#else
-#define TAGI_DDP_ROUNDED(vector)   \
-    ([](auto value) {              \
-        __asm__("" : "+m"(value)); \
-        return value;              \
-    }(vector))
-#endif
-
 #define TAGI_DDP_INLINE static inline __attribute__((always_inline))
 
 namespace tagi_ddp::any_processor {
@@ -36,12 +24,6 @@ namespace tagi_ddp::any_processor {
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #endif
-#undef TAGI_DDP_ROUNDED
-#define TAGI_DDP_ROUNDED(vector)   \
-    ([](auto value) {              \
-        __asm__("" : "+x"(value)); \
-        return value;              \
-    }(vector))
 namespace tagi_ddp::with_avx2 {
 #include "compute/vectors.h"
 #include TAGI_DDP_LOOPS

@@ -77,11 +77,9 @@ std::string name_message(DType dtype, size_t bytes, int tag) {
            "] with tag " + std::to_string(tag);
 }
 
-// The `agree` of an exchange to which every rank brings as many chunks, whatever it says.
-auto all_bring(int ranks, uint32_t chunks) {
-    return [ranks, chunks](const std::vector<Signature>&) {
-        return std::vector<uint32_t>(static_cast<size_t>(ranks), chunks);
-    };
+// The chunks of an exchange to which every rank brings as many.
+std::vector<uint32_t> all_bring(int ranks, uint32_t chunks) {
+    return std::vector<uint32_t>(static_cast<size_t>(ranks), chunks);
 }
 
 // Publishes [data, data + bytes) chunk by chunk.
@@ -105,9 +103,8 @@ void ShmCommunicator::all_reduce(const Buffer& in, const Buffer& out, ReduceOp o
         return;
     }
     const size_t element = size_of(in.dtype);
-    PipelinedExchange plan{"all_reduce", signature, chunks_for(in.bytes()),
+    PipelinedExchange plan{"all_reduce", signature, all_bring(size_, chunks_for(in.bytes())),
                            stream(in.byte_data(), in.bytes())};
-    plan.agree = all_bring(size_, plan.own_chunks);
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t begin = static_cast<size_t>(chunk) * slot_bytes;
         reduce(in.dtype, op, slots, size_, out.byte_data() + begin,
@@ -153,14 +150,10 @@ void ShmCommunicator::broadcast(const Buffer& buffer, int root, double timeout) 
     Signature signature{Kind::broadcast, static_cast<uint32_t>(buffer.dtype), 0,
                         static_cast<uint32_t>(root)};
     signature.count = buffer.count;
-    const uint32_t chunks = chunks_for(buffer.bytes());
-    PipelinedExchange plan{"broadcast", signature, rank_ == root ? chunks : 0,
+    std::vector<uint32_t> chunks(static_cast<size_t>(size_));
+    chunks[static_cast<size_t>(root)] = chunks_for(buffer.bytes());
+    PipelinedExchange plan{"broadcast", signature, chunks,
                            stream(buffer.byte_data(), buffer.bytes())};
-    plan.agree = [&](const std::vector<Signature>&) {
-        std::vector<uint32_t> all(static_cast<size_t>(size_));
-        all[static_cast<size_t>(root)] = chunks;
-        return all;
-    };
     const Range range{0, buffer.bytes(), buffer.byte_data()};
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         if (rank_ != root) range.take(chunk, slots[root]);
@@ -191,9 +184,7 @@ void ShmCommunicator::all_gather(const Buffer& in, const Buffer& out,
         exchange({"all_gather", signature, out, nullptr, {give}}, timeout);
         return;
     }
-    PipelinedExchange plan{"all_gather", signature, chunks[static_cast<size_t>(rank_)],
-                           stream(in.byte_data(), in.bytes())};
-    plan.agree = [&](const std::vector<Signature>&) { return chunks; };
+    PipelinedExchange plan{"all_gather", signature, chunks, stream(in.byte_data(), in.bytes())};
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         for (size_t r = 0; r < ranges.size(); ++r) {
             if (slots[r] != nullptr) ranges[r].take(chunk, slots[r]);
@@ -229,8 +220,7 @@ void ShmCommunicator::reduce_scatter(const Buffer& in, const Buffer& out,
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
         lanes.fill(chunk, in.byte_data(), parts, slot);
     };
-    PipelinedExchange plan{"reduce_scatter", signature, chunks, fill};
-    plan.agree = all_bring(size_, chunks);
+    PipelinedExchange plan{"reduce_scatter", signature, all_bring(size_, chunks), fill};
     plan.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         const size_t bytes = lanes.bytes(chunk, parts[me]);
         if (bytes == 0) return;
@@ -256,9 +246,8 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     own.insert(own.end(), recv_counts.begin(), recv_counts.end());
     const size_t own_bytes = own.size() * sizeof(uint64_t);
     std::vector<std::vector<uint64_t>> counts(n, own);
-    PipelinedExchange first{"all_to_all", signature, chunks_for(own_bytes),
+    PipelinedExchange first{"all_to_all", signature, all_bring(size_, chunks_for(own_bytes)),
                             stream(reinterpret_cast<const std::byte*>(own.data()), own_bytes)};
-    first.agree = all_bring(size_, first.own_chunks);
     first.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         for (size_t r = 0; r < n; ++r) {
             Range{0, own_bytes, reinterpret_cast<std::byte*>(counts[r].data())}.take(chunk,
@@ -298,8 +287,7 @@ void ShmCommunicator::all_to_all(const Buffer& in, const Buffer& out,
     const auto fill = [&](uint32_t chunk, std::byte* slot) {
         lanes.fill(chunk, in.byte_data(), sent, slot);
     };
-    PipelinedExchange second{"all_to_all", signature, chunks, fill};
-    second.agree = all_bring(size_, chunks);
+    PipelinedExchange second{"all_to_all", signature, all_bring(size_, chunks), fill};
     second.consume = [&](uint32_t chunk, const std::byte* const* slots) {
         std::byte* to = out.byte_data();
         for (size_t r = 0; r < n; to += received[r++]) {

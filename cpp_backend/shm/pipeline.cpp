@@ -11,32 +11,27 @@ Pipeline::Pipeline(const Segment& segment, int rank, int size, uint32_t round,
       self_(segment.rank(rank)),
       rank_(rank),
       size_(size),
+      own_chunks_(plan.chunks[static_cast<size_t>(rank)]),
       round_(round),
       plan_(plan),
       wait_(std::move(wait)),
       slots_(static_cast<size_t>(size)) {}
 
 void Pipeline::publish_first() {
-    if (plan_.own_chunks == 0) return;
+    if (own_chunks_ == 0) return;
     wait_for_slot();
     publish();
 }
 
-uint32_t Pipeline::run(const std::vector<uint32_t>& chunks) {
-    const uint32_t rounds = *std::max_element(chunks.begin(), chunks.end());
+uint32_t Pipeline::run() {
+    const uint32_t rounds = *std::max_element(plan_.chunks.begin(), plan_.chunks.end());
     for (uint32_t chunk = 0; chunk < rounds; ++chunk) {
         publish_ahead(chunk);
-        plan_.consume(chunk, read(chunk, chunks));
+        plan_.consume(chunk, read(chunk));
         self_.consumed.advance(round_ + chunk + 1);
     }
     self_.published.advance(round_ + rounds);
     return round_ + rounds;
-}
-
-uint32_t Pipeline::skip() {
-    self_.published.advance(round_ + 1);
-    self_.consumed.advance(round_ + 1);
-    return round_ + 1;
 }
 
 void Pipeline::publish() {
@@ -46,7 +41,7 @@ void Pipeline::publish() {
 
 // Publishes up to `chunk`, whatever it takes, and as many more as there are free slots.
 void Pipeline::publish_ahead(uint32_t chunk) {
-    while (published_ < plan_.own_chunks && published_ < chunk + num_slots) {
+    while (published_ < own_chunks_ && published_ < chunk + num_slots) {
         if (!slot_free()) {
             if (published_ > chunk) return;
             wait_for_slot();
@@ -56,11 +51,11 @@ void Pipeline::publish_ahead(uint32_t chunk) {
 }
 
 // Waits for chunk number `chunk` of all ranks that have so many.
-const std::byte* const* Pipeline::read(uint32_t chunk, const std::vector<uint32_t>& chunks) {
+const std::byte* const* Pipeline::read(uint32_t chunk) {
     for (int r = 0; r < size_; ++r) {
         const size_t i = static_cast<size_t>(r);
         slots_[i] = nullptr;
-        if (chunk >= chunks[i]) continue;
+        if (chunk >= plan_.chunks[i]) continue;
         if (r != rank_) wait_(segment_.rank(r).published, round_ + chunk + 1, r);
         slots_[i] = segment_.slot(r, round_ + chunk);
     }

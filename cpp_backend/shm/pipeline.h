@@ -17,14 +17,11 @@ namespace tagi_ddp {
 
 // What the ranks bring to a pipelined exchange.
 struct PipelinedExchange {
-    const char* name;     // for errors
-    Signature signature;  // must fit on all ranks; `words` are free
-    uint32_t own_chunks;  // how many this rank publishes
+    const char* name;              // for errors
+    Signature signature;           // must fit on all ranks; `words` are free
+    std::vector<uint32_t> chunks;  // of each rank: how many it publishes
     // Writes chunk number `chunk` of this rank into its slot.
     std::function<void(uint32_t chunk, std::byte* slot)> fill = nullptr;
-    // Sees all ranks' signatures before any chunk is read; returns each rank's number of
-    // chunks, or nothing to end the exchange here (on every rank alike).
-    std::function<std::vector<uint32_t>(const std::vector<Signature>&)> agree = nullptr;
     // Sees chunk number `chunk` of all ranks; null for a rank that has fewer.
     std::function<void(uint32_t chunk, const std::byte* const* slots)> consume = nullptr;
 };
@@ -41,17 +38,13 @@ class Pipeline {
     // Publishes this rank's first chunk, if it has one.
     void publish_first();
 
-    // Both return the number of rounds that all ranks have had then.
-
-    // Publishes and consumes all chunks, of which each rank has its number.
-    uint32_t run(const std::vector<uint32_t>& chunks);
-    // Reads nothing; chunks published already count as one round.
-    uint32_t skip();
+    // Publishes and consumes all chunks; returns the number of rounds that all ranks have had then.
+    uint32_t run();
 
  private:
     void publish();
     void publish_ahead(uint32_t chunk);
-    const std::byte* const* read(uint32_t chunk, const std::vector<uint32_t>& chunks);
+    const std::byte* const* read(uint32_t chunk);
     bool slot_free() const;
     void wait_for_slot() const;
     uint32_t rounds_to_free_slot() const;
@@ -59,6 +52,7 @@ class Pipeline {
     const Segment& segment_;
     RankState& self_;
     int rank_, size_;
+    uint32_t own_chunks_;
     uint32_t round_;
     uint32_t published_ = 0;  // of this rank's chunks
     const PipelinedExchange& plan_;

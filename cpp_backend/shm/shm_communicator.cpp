@@ -292,8 +292,8 @@ void ShmCommunicator::exchange(const Operation& operation, const PipelinedExchan
                               wait(operation, counter, target, peer);
                           });
         pipeline.publish_first();  // it goes with the signature: a small exchange waits once
-        const std::vector<uint32_t> chunks = plan.agree(enter(operation, plan.signature));
-        round_ = chunks.empty() ? pipeline.skip() : pipeline.run(chunks);
+        enter(operation, plan.signature);
+        round_ = pipeline.run();
     });
 }
 

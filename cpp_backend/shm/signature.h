@@ -15,8 +15,7 @@ enum class Kind : uint32_t {
     barrier,
     split,
     allocate,
-    update,
-    update_sharded,
+    step,
 };
 
 // What a rank is about to do; must be the same on all ranks but for `words`. `purpose` is what its

@@ -35,8 +35,7 @@ std::string name_call(const Signature& signature) {
             return name + "(" + name_of(static_cast<DType>(signature.dtype)) + ")";
         case Kind::all_gather:
         case Kind::allocate:
-        case Kind::update:
-        case Kind::update_sharded:
+        case Kind::step:
             return name + "(" + elements + ")";
         default:
             return name + "()";

@@ -26,9 +26,8 @@ float Agreement::cap(bool average) const {
     return cap_factor(average ? (batch + active - 1) / active : batch);
 }
 
-Signature step_signature(Kind kind, size_t num_parameters, bool average,
-                         const Contribution& contribution) {
-    Signature signature{kind, static_cast<uint32_t>(DType::f32), average};
+Signature step_signature(size_t num_parameters, bool average, const Contribution& contribution) {
+    Signature signature{Kind::step, static_cast<uint32_t>(DType::f32), average};
     signature.count = num_parameters;
     signature.words[0] = contribution.batch;
     signature.words[1] = contribution.finite;

@@ -42,8 +42,7 @@ struct Agreement {
 };
 
 // How the ranks tell each other of their contributions when they enter a step over shared memory.
-Signature step_signature(Kind kind, size_t num_parameters, bool average,
-                         const Contribution& contribution);
+Signature step_signature(size_t num_parameters, bool average, const Contribution& contribution);
 std::vector<Contribution> contributions_of(const std::vector<Signature>& ranks);
 
 }  // namespace tagi_ddp

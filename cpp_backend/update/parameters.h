@@ -37,6 +37,7 @@ class Parameters {
     // From now on the deltas lie in `bucket`, [means | variances], 2 * size() floats, not in the
     // layers. Call after the last layer was added.
     void place_deltas(float* bucket);
+    const float* bucket() const { return bucket_; }
 
     size_t size() const { return size_; }
     const std::vector<Block>& blocks() const { return blocks_; }

@@ -16,12 +16,12 @@ void take_shard(const Parameters& parameters, Shard shard, const float* gaussian
     take_range(parameters, shard.begin, shard.count, gaussians, shard.count);
 }
 
-Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parameters, float* bucket,
+Agreement step_by_shards(ShmCommunicator& communicator, const Parameters& parameters, float* bucket,
                          const Contribution& contribution, bool average, double timeout) {
     const size_t size = parameters.size();
     const int ranks = communicator.size();
     const int me = communicator.rank();
-    const Signature signature = step_signature(Kind::update_sharded, size, average, contribution);
+    const Signature signature = step_signature(size, average, contribution);
 
     Agreement agreement{{}};
     std::vector<Contribution> contributions;

@@ -15,9 +15,8 @@ void apply_shard(const Parameters& parameters, Shard shard, float* gaussians, fl
                  float cap);
 void take_shard(const Parameters& parameters, Shard shard, const float* gaussians);
 
-// The whole step over shared memory. `bucket` is of the communicator's own memory and holds the
-// deltas, [means | variances]; they are lost.
-Agreement update_sharded(ShmCommunicator& communicator, const Parameters& parameters, float* bucket,
+// `step` with a bucket, [means | variances]; its deltas are lost.
+Agreement step_by_shards(ShmCommunicator& communicator, const Parameters& parameters, float* bucket,
                          const Contribution& contribution, bool average, double timeout);
 
 }  // namespace tagi_ddp

@@ -19,9 +19,19 @@ void apply(const Parameters& parameters, const float* bucket, float divisor, flo
 // nothing is applied; returns the name of its layer, else nothing.
 std::string apply_own(const Parameters& parameters, float cap);
 
-// The whole step over shared memory, chunk by chunk: no barrier, no pass over all deltas but the
-// one that looks for values that are not finite. Nothing is applied when the agreement forbids it.
-Agreement update(ShmCommunicator& communicator, const Parameters& parameters,
-                 const Contribution& contribution, bool average, double timeout);
+// The result of a step of all ranks.
+struct Step {
+    Agreement agreement{{}};
+    std::string culprit;  // the first layer of this rank with a delta that is NaN or infinite
+};
+
+// One step of the ranks of a host, in one collective: vote, check, reduce, cap and apply. Nothing
+// is applied if a delta of any rank is NaN or infinite. `batch` samples are behind the deltas, 0:
+// this rank has none. Each rank applies its shard of the parameters, and copies the other shards.
+//
+// `bucket` is memory that the communicator has allocated, [means | variances]; its contents are
+// lost. Deltas that lie elsewhere are packed into it before.
+Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bucket, int64_t batch,
+          bool finished, bool average, double timeout);
 
 }  // namespace tagi_ddp

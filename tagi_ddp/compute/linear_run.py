@@ -48,7 +48,7 @@ class LinearRun(Chain):
         shape = samples, self._kernels.output_size
         out_mean, out_variance = np.empty(shape, FLOAT32), np.empty(shape, FLOAT32)
         spread = None if variance is None else _array(variance)
-        self._kernels.forward(_array(mean), spread, None, training, False, out_mean, out_variance)
+        self._kernels.forward(_array(mean), spread, None, training, out_mean, out_variance)
         return States(from_numpy(out_mean), from_numpy(out_variance))
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy import empty
 
-from tagi_ddp._backend import engine_layer
+from tagi_ddp._backend import SharedStep, engine_layer
 from tagi_ddp.checks import FLOAT32, require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.compute.native import build
@@ -37,8 +37,6 @@ class NativeCompute:
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0
-        #: True if a batch is computed as two ranks would, with the same bits
-        self.by_shares = False
         #: samples and outputs, by the shape of inputs that are computed here without a new choice
         self.sizes: dict[tuple[int, ...], tuple[int, int]] = {}
         self._smooths = any(type(layer).__name__ in SMOOTHING for layer in self._engine.layers)
@@ -63,9 +61,7 @@ class NativeCompute:
         samples = mean.size // self.input_size
         size = samples * self.output_size
         out_mean, out_variance = empty(size, FLOAT32), empty(size, FLOAT32)
-        self.network.forward(
-            mean, variance, jacobian, training, self.by_shares, out_mean, out_variance
-        )
+        self.network.forward(mean, variance, jacobian, training, out_mean, out_variance)
         self.samples, self._trained = samples, training
         self.sizes[(mean.size,)] = samples, size
         return out_mean, out_variance
@@ -86,14 +82,15 @@ class NativeCompute:
         mu_obs: Any,
         var_obs: Any,
         selected: Any,
-    ) -> tuple[tuple[FloatArray, FloatArray], str] | None:
-        """Take a whole step of one process, by shares; return the outputs before it.
+        together: SharedStep | None = None,
+    ) -> tuple[tuple[FloatArray, FloatArray], list[int], str] | None:
+        """Take a whole step, of all ranks of a host by ``together``; return the outputs before it.
 
-        Returns (means, variances), and the name of the layer with a delta that is NaN or infinite,
-        or ""; if there is one, no delta was applied. Returns None if no batch of this shape is
-        registered, or not in training mode. Raises TypeError unless arrays are float32, and int32
-        for ``selected``, and ValueError for wrong sizes, rows or variances. The innovation of the
-        inputs is not computed.
+        Returns (means, variances), the ranks with a delta that is NaN or infinite, and this rank's
+        first layer with one, or ""; if there are such ranks, no delta was applied. Returns None if
+        no batch of this shape is registered, or not in training mode. Raises TypeError unless
+        arrays are float32, and int32 for ``selected``, and ValueError for wrong sizes, rows or
+        variances. The innovation of the inputs is not computed.
         """
         sizes = self.sizes.get(mean.shape)
         if sizes is None or not self._first.training:
@@ -104,12 +101,12 @@ class NativeCompute:
         self.samples = 0
         samples, size = sizes
         out_mean, out_variance = empty(size, FLOAT32), empty(size, FLOAT32)
-        culprit = self.network.learn(
-            mean, variance, mu_obs, var_obs, selected, out_mean, out_variance
+        ranks, culprit = self.network.learn(
+            mean, variance, mu_obs, var_obs, selected, out_mean, out_variance, together
         )
         self.samples = samples
         self._computed = self._trained = True
-        return (out_mean, out_variance), culprit
+        return (out_mean, out_variance), ranks, culprit
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
         """Write the deltas; call ``done(0)`` at the end."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -81,8 +79,6 @@ def _merging(trainer: Trainer) -> Merging | None:
 def _gaussians(replica: Replica) -> NDArray[np.float32]:
     """Return means and variances of all parameters, [2, size]."""
     replica.pull()
-    gaussians: Any = replica.zeros()
+    gaussians = np.zeros(2 * replica.parameters.size, np.float32)
     replica.parameters.read_posterior(gaussians)
-    if hasattr(gaussians, "cpu"):
-        gaussians = gaussians.cpu().numpy()
-    return np.asarray(gaussians).reshape(2, -1)
+    return gaussians.reshape(2, -1)

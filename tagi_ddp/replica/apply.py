@@ -17,10 +17,10 @@ def move(
     refused: Tensor | None = None,
     floor: float = LEAST_VARIANCE,
 ) -> None:
-    """Move means and variances, [2, n], by their deltas, by sqrt(var) / cap at most; as the engine.
+    """Add deltas to means and variances, [2, n], by at most sqrt(var) / cap each, as the engine.
 
-    A variance that is not positive becomes ``floor``, and ``negative`` tells which did. Nothing
-    moves if ``refused``, a bool on the device.
+    A variance that is not positive becomes ``floor`` and is flagged in ``negative``. Nothing moves
+    if ``refused``, a bool on the device, is true.
     """
     if on_gpu := kernels.find(gaussians):
         on_gpu.move(gaussians, deltas, negative, cap, refused, floor)

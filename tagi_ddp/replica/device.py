@@ -1,7 +1,7 @@
-"""A replica that lives on a device: the engine's memory is its copy on the host, written on demand.
+"""A replica on a device; the engine's memory is its copy on the host, written on demand.
 
-Nothing here makes the host wait for the device, but what reads its state: `DeviceReplica.export`,
-and an exchange of other ranks' deltas by way of the hosts.
+The host waits for the device only to read its state: in `DeviceReplica.export`, and in an exchange
+of deltas over the hosts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tagi_ddp._backend import Contribution
+from tagi_ddp._backend import Parameters as HostParameters
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.engine.layers import PARAMETERS
-from tagi_ddp.replica.adaptive_sum import DeviceAdaptiveSum
-from tagi_ddp.replica.device_agreement import Constants, DeviceAgreement, Outcomes, Word, words_of
-from tagi_ddp.replica.device_codec import DeviceCodec
+from tagi_ddp.replica.device_agreement import Constants, DeviceAgreement, Field, Outcomes, vote_of
 from tagi_ddp.replica.device_parameters import DeviceParameters
 from tagi_ddp.replica.device_shards import DeviceShards
 from tagi_ddp.replica.protocol import Replica
@@ -29,7 +28,7 @@ _STATISTICS = ("mu_ra", "var_ra")
 
 
 class DeviceReplica:
-    """What `Replica` promises, on a device."""
+    """A `Replica` on a device."""
 
     in_place = False
     memory = None
@@ -44,14 +43,14 @@ class DeviceReplica:
         self.statistics = DeviceStatistics(host, device)
         parts = iter(self.statistics.parts)
         self._tensors = [
-            self._place(index, arrays, parts) for index, arrays in enumerate(host.arrays())
+            self._tensors_of(index, arrays, parts) for index, arrays in enumerate(host.arrays())
         ]
         self.outcomes = Outcomes()
         self._constants = Constants(device)
         self._ahead = False
         self.push()
 
-    def _place(
+    def _tensors_of(
         self, index: int, arrays: dict[str, Any], statistics: Iterator[Tensor]
     ) -> dict[str, Any]:
         """Return a layer's tensors; flags stay on the host."""
@@ -68,10 +67,10 @@ class DeviceReplica:
         return tensors
 
     def pull(self) -> None:
-        """Do nothing: what is on the device is the present state."""
+        """Do nothing: the device has the present state."""
 
     def push(self) -> None:
-        """Copy what `state` shows to the engine's memory and to the device."""
+        """Copy the arrays of `state` to the engine's memory and to the device."""
         self._host.push()
         self._host.pull()
         for tensor, array in self._pairs():
@@ -89,32 +88,26 @@ class DeviceReplica:
         self._ahead = False
 
     def updated(self) -> None:
-        """Remember that the device is ahead."""
+        """Record that the device is ahead of the engine's memory."""
         self._ahead = True
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return views of the engine's memory; `export` before."""
+        """Return views of the engine's memory; call `export` before."""
         return self._host.state()
 
     def arrays(self) -> list[dict[str, Any]]:
         """Return the tensors on the device."""
         return self._tensors
 
+    @property
+    def on_host(self) -> HostParameters:
+        return self._host.on_host
+
     def zeros(self) -> Tensor:
         return torch.zeros_like(self.parameters.deltas)
 
-    def bucket(self, communicator: Communicator, more: int) -> Tensor:
-        """Return the same and ``more``: no communicator has memory on a device."""
-        return self.parameters.deltas.new_zeros(2 * self.parameters.size + more)
-
-    def codec(self, bits: int) -> DeviceCodec:
-        return DeviceCodec(bits, self.parameters.mu.device)
-
-    def adaptive_sum(self) -> DeviceAdaptiveSum:
-        return DeviceAdaptiveSum(self.parameters)
-
     def step_alone(self, samples: int, alone_of: int) -> str | DeviceAgreement:
-        """Put a step by the own deltas into the device's queue; `take_refused` tells of it."""
+        """Put a step by the own deltas into the queue; `take_refused` reports a refusal."""
         if not samples:
             return ""
         agreement = self.apply_alone(samples, alone_of)
@@ -122,7 +115,7 @@ class DeviceReplica:
         return agreement
 
     def apply_alone(self, samples: int, alone_of: int = 1) -> DeviceAgreement:
-        """Apply the own deltas, unless one is NaN or infinite; `applied` is to follow."""
+        """Apply the own deltas, unless one is NaN or infinite; call `applied` after it."""
         agreement = DeviceAgreement.of_one(
             self.parameters.deltas, samples, alone_of, self._constants
         )
@@ -130,14 +123,14 @@ class DeviceReplica:
         return agreement
 
     def applied(self, agreement: DeviceAgreement) -> None:
-        """Send to the host what has become of a step."""
+        """Send the outcome of a step to the host."""
         self.outcomes.add(agreement.table)
         self._ahead = True
 
     def queue(
         self, communicator: Communicator, average: bool, sharded: bool
     ) -> Callable[[Contribution], DeviceAgreement] | None:
-        """Return `agree` for the ranks of ``communicator``; None where deltas go over the host."""
+        """Return `agree` for the ranks of ``communicator``; None if deltas go over the host."""
         if communicator.size > 1 and communicator.device == "cpu":
             return None
         shards: DeviceShards | None = None
@@ -157,7 +150,7 @@ class DeviceReplica:
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
         if communicator.size > 1 and self.statistics.size:
             values = self.statistics.flat * samples
-            Sum(communicator, values).wait()
+            Sum(communicator, values, self.device).wait()
             self.statistics.unpack(values, total)
 
     def take_refused(self, everything: bool) -> list[int]:
@@ -172,15 +165,15 @@ class DeviceReplica:
     ) -> DeviceAgreement:
         """Reduce the deltas and running statistics of all ranks, agree, and apply them, in order.
 
-        All on the device; the communicator's buffers live there, or it is of one rank. With
-        ``shards`` each rank applies its part.
+        All of this is on the device, where the communicator has its buffers, unless it is of one
+        rank. With ``shards`` each rank applies its part.
         """
         if communicator.size == 1 and contribution.batch:
             agreement = self.apply_alone(contribution.batch)
             self.applied(agreement)
             return agreement
         parameters, statistics = self.parameters, self.statistics
-        table = words_of(contribution, parameters.deltas, self._constants)[None]
+        table = vote_of(contribution, parameters.deltas, self._constants)[None]
         averages: Tensor | None = None
         if communicator.size > 1:
             if contribution.batch == 0:
@@ -194,9 +187,9 @@ class DeviceReplica:
                 if statistics.size:
                     averages = statistics.flat * contribution.batch
                     communicator.all_reduce(averages)
-            # Not in the group, but after it: they tell that it is complete.
-            words, table = table, table.new_zeros(communicator.size, table.shape[1])
-            work: Any = communicator.all_gather(words, table, async_op=True)
+            # The votes are gathered after the group: once they arrive, it is complete.
+            vote, table = table, table.new_zeros(communicator.size, table.shape[1])
+            work: Any = communicator.all_gather(vote, table, async_op=True)
             work.order()
         agreement = DeviceAgreement.of_all(table, average, self._constants)
         if shards is None:
@@ -226,7 +219,7 @@ class DeviceReplica:
         self._ahead = True
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
-        """Return each tensor with the engine's array; biases that the engine leaves alone, not."""
+        """Return each tensor that is not empty, with the engine's array."""
         return [
             (tensor, arrays[name])
             for tensors, arrays in zip(self._tensors, self._host.arrays(), strict=True)
@@ -236,10 +229,10 @@ class DeviceReplica:
 
 
 class DeviceStatistics:
-    """What `_backend.RunningStatistics` does, on a ``flat`` tensor and its ``parts`` by layer."""
+    """Running statistics like `_backend`'s, as a ``flat`` tensor and its ``parts`` by layer."""
 
     def __init__(self, host: Replica, device: torch.device) -> None:
-        """Make room for those of ``host``."""
+        """Allocate as many statistics as ``host`` has."""
         norms = [arrays for arrays in host.arrays() if "first_batch" in arrays]
         sizes = [norm[name].size for norm in norms for name in norm if name in _STATISTICS]
         self.size: int = sum(sizes)
@@ -250,7 +243,7 @@ class DeviceStatistics:
 
     @property
     def await_first_batch(self) -> bool:
-        """Whether the next batch's statistics replace some, instead of being averaged with them."""
+        """True if the next batch's statistics replace some, instead of being averaged with them."""
         return any(flag[0] for flag in self.flags)
 
     def keep(self) -> None:
@@ -259,13 +252,13 @@ class DeviceStatistics:
         self._kept_flags = [flag[0] for flag in self.flags]
 
     def restore(self) -> None:
-        """Put the copies back."""
+        """Restore the copies."""
         self.flat.copy_(self._kept)
         for flag, kept in zip(self.flags, self._kept_flags, strict=True):
             flag[0] = kept
 
     def restore_if(self, refused: Tensor) -> bool:
-        """Put them back if ``refused`` is true; False where flags have changed, on the host."""
+        """Restore them if ``refused`` is true; return False if flags have changed, on the host."""
         if self._kept_flags != [flag[0] for flag in self.flags]:
             return False
         if self.size:
@@ -273,15 +266,15 @@ class DeviceStatistics:
         return True
 
     def unpack(self, values: Tensor, total: float) -> None:
-        """Replace them by ``values`` / ``total``."""
+        """Replace the statistics by ``values`` / ``total``."""
         self._replace(values / total)
 
     def unpack_agreed(self, values: Tensor, agreement: DeviceAgreement) -> None:
-        """Replace them by ``values`` / the samples of all ranks, if the ranks agreed on that."""
-        means = values / agreement.table[:, Word.SAMPLES].sum().clamp(min=1)
+        """Replace them by ``values`` / the samples of all ranks, unless the step is refused."""
+        means = values / agreement.table[:, Field.SAMPLES].sum().clamp(min=1)
         self._replace(torch.where(agreement.refused, self.flat, means))
 
     def _replace(self, flat: Tensor) -> None:
         self.flat.copy_(flat)
-        for flag in self.flags:  # a rank that has had no batch of its own has them now, too
+        for flag in self.flags:  # A rank without a batch of its own has them now, too.
             flag[0] = 0

@@ -9,25 +9,24 @@ from tagi_ddp._backend import LEAST_VARIANCE
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.apply import move
 from tagi_ddp.replica.device_agreement import DeviceAgreement
-from tagi_ddp.replica.merge import add_change, change_since
 from tagi_ddp.replica.protocol import Parameters
 
 
 class DeviceParameters:
-    """What `_backend.Parameters` does, on flat tensors."""
+    """Parameters like those of `_backend.Parameters`, as flat tensors."""
 
     def __init__(self, host: Parameters, device: torch.device) -> None:
-        """Make room for as many parameters as ``host`` has."""
+        """Allocate as many parameters as ``host`` has."""
         self.size: int = host.size
         self.blocks: list[tuple[int, int]] = host.blocks
         self.gaussians = torch.zeros(2, self.size, device=device)
         self.mu, self.var = self.gaussians
         self.deltas = torch.zeros(2 * self.size, device=device)
-        # The variances that were not positive in the last step; in place, as graphs of steps do.
+        # Flags of variances that were not positive in the last step; graphs write them in place.
         self._negative = torch.zeros(self.size, dtype=torch.bool, device=device)
 
     def first_not_finite(self) -> str:
-        """Return which kind of deltas is NaN or infinite, or ""; waits for the device."""
+        """Return the first layer with a NaN or infinite delta, or ""; waits for the device."""
         if bool(torch.isfinite(self.deltas).all()):
             return ""
         first = int((~torch.isfinite(self.deltas)).nonzero()[0]) % self.size
@@ -35,7 +34,7 @@ class DeviceParameters:
         return f"number {index // 2} of those with parameters"
 
     def apply_agreed(self, agreement: DeviceAgreement) -> None:
-        """Cap and apply the deltas, the sums of all ranks, if the ranks agreed on that."""
+        """Cap and apply the deltas, the sums of all ranks, unless the step is refused."""
         if agreement.divisor is not None:
             self.deltas.div_(agreement.divisor)
         deltas = self.deltas.view(2, -1)
@@ -51,9 +50,9 @@ class DeviceParameters:
         torch.from_numpy(bucket).view(2, -1).copy_(shard)
 
     def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: float) -> None:
-        """Cap and apply the deltas of the range that begins there, and replace them by the result.
+        """Cap and apply the deltas of the range from ``begin`` on, and replace them by the result.
 
-        Those on the host, [means | variances]; the result is for `take_shard` on other ranks.
+        They are on the host, [means | variances]; the result is for `take_shard` on other ranks.
         """
         host = torch.from_numpy(gaussians).view(2, -1)
         deltas = host.to(self.deltas.device) / divisor
@@ -65,16 +64,16 @@ class DeviceParameters:
         host.copy_(shard)
 
     def take_shard(self, gaussians: FloatArray, begin: int) -> None:
-        """Replace the range that begins there by another rank's posterior."""
+        """Replace the range from ``begin`` on by another rank's posterior."""
         host = torch.from_numpy(gaussians).view(2, -1)
         self._take(host.to(self.mu.device), begin)
 
     def take_posterior(self, gaussians: Tensor) -> None:
-        """Replace means and variances, [2, size], by what all ranks have made of their parts."""
+        """Replace means and variances by those of all ranks' parts, [2, size]."""
         self._take(gaussians, 0)
 
     def _take(self, gaussians: Tensor, begin: int) -> None:
-        # A variance that was not positive comes as its negative, so that all ranks count it.
+        # A variance that was not positive is sent as a negative, so that all ranks count it.
         means, marked = gaussians
         part = slice(begin, begin + len(means))
         self.mu[part] = means
@@ -90,26 +89,11 @@ class DeviceParameters:
     def pack(self, bucket: FloatArray) -> None:
         torch.from_numpy(bucket).copy_(self.deltas)
 
-    def read_posterior(self, gaussians: Tensor) -> None:
-        gaussians.copy_(self.gaussians.view(-1))
+    def read_posterior(self, gaussians: FloatArray) -> None:
+        torch.from_numpy(gaussians).copy_(self.gaussians.view(-1))
 
-    def write_posterior(self, gaussians: Tensor) -> None:
-        self.gaussians.view(-1).copy_(gaussians)
-
-    def change_since(self, now: Tensor, before: Tensor, change: Tensor) -> None:
-        change_since(now, before, change)
-
-    def add_change(
-        self, gaussians: Tensor, reference: Tensor, change: Tensor, own: Tensor | None = None
-    ) -> list[int]:
-        """Multiply Gaussians by ``change`` less ``own``; how many took a part of it, by layer."""
-        guarded = add_change(gaussians, reference, change, own)
-        return [
-            int(guarded[begin : begin + weights + biases].sum())
-            for (begin, weights), (_, biases) in zip(
-                self.blocks[::2], self.blocks[1::2], strict=True
-            )
-        ]
+    def write_posterior(self, gaussians: FloatArray) -> None:
+        self.gaussians.view(-1).copy_(torch.from_numpy(gaussians))
 
     def add_deltas_to(self, sums: Tensor, layers: list[bool]) -> None:
         self._add(self.deltas, sums, layers)

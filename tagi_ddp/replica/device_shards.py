@@ -1,6 +1,6 @@
-"""The step of sharded replicas on devices: each rank caps and applies its part, all take the rest.
+"""The step of sharded replicas on devices: each rank updates its part, and all gather the results.
 
-With equally long parts, as NCCL is fastest with those, whatever the number of parameters.
+All parts have the same length, whatever the number of parameters: NCCL is fastest with those.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class DeviceShards:
         self._shard: Tensor | None = None  # this rank's, means and variances
 
     def reduce(self) -> None:
-        """Add the deltas of all ranks, for each rank those of its part; in a group."""
+        """Sum the deltas of all ranks, for each rank those of its part; call it in a group."""
         whole = self._by_rank(self._parameters.deltas)
         self._shard = torch.empty_like(whole[0])
         self._communicator.reduce_scatter(whole.view(-1), self._shard.view(-1))
 
     def apply(self, agreement: DeviceAgreement) -> None:
-        """Cap and apply the deltas of all parts, if the ranks agreed on that."""
+        """Cap and apply the deltas of all parts, unless the step is refused."""
         assert self._shard is not None
         deltas, self._shard = self._shard, None
         if agreement.divisor is not None:
             deltas.div_(agreement.divisor)
         parameters, rank = self._parameters, self._communicator.rank
         shard = self._by_rank(parameters.gaussians)[rank]
-        # The others count the variances that were not positive, too: those travel as negatives.
+        # All ranks count the variances that were not positive, which are sent as negatives.
         negative = torch.empty_like(shard[1], dtype=torch.bool)
         move(shard, deltas, negative, agreement.cap, agreement.refused, floor=-LEAST_VARIANCE)
         everyone = shard.new_empty(self._communicator.size, *shard.shape)

@@ -1,8 +1,7 @@
-"""A Sequential's parameters, deltas and running statistics, as the rest of the package uses them.
+"""A Sequential's parameters, deltas and running statistics, on the host.
 
-Two ways to the same thing: `InPlace` reads and writes the engine's own memory; `Copied` goes
-through the public getters and setters, about a thousand times slower, where the layout of the
-memory cannot be verified.
+`InPlace` reads and writes the engine's own memory. `Copied` uses the public getters and setters,
+about a thousand times slower, if the layout of the memory cannot be verified.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import (
-    AdaptiveSum,
     Parameters,
     RunningStatistics,
     batch_norm_statistics,
@@ -28,21 +26,19 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 from tagi_ddp.environment import setting
-from tagi_ddp.replica.codec import HostCodec
 from tagi_ddp.replica.parameter_file import statistics_of
-from tagi_ddp.replica.staging import host_bucket
 
 
 def attach(model: Any) -> HostReplica:
     """Return the state of ``model``, a pytagi Sequential on the CPU.
 
-    Falls back to the public interface, with one warning, when the engine's memory is not laid out
-    as expected, or when TAGI_DDP_ENGINE_ACCESS is "public"; "memory" refuses to fall back.
+    Falls back to the public interface, with one warning, if the engine's memory is not laid out as
+    expected. With TAGI_DDP_ENGINE_ACCESS "public" it always uses that; with "memory", never.
     """
     access = setting("ENGINE_ACCESS") or "auto"
     if access not in ("auto", "memory", "public"):
         raise ValueError(f'TAGI_DDP_ENGINE_ACCESS is {access!r}; use "auto", "memory" or "public"')
-    # The engine's to_device("cpu") leaves layers on the GPU, of which Python knows the base only.
+    # The engine's to_device("cpu") leaves layers on the GPU; Python knows only their base class.
     if str(model.device) != "cpu" or any(layer.kind == "BaseLayer" for layer in walk(model)):
         raise ValueError(
             "model was moved to a GPU by its to_device(): give it as it is before that, and choose "
@@ -57,8 +53,8 @@ def attach(model: Any) -> HostReplica:
         if access == "memory":
             raise
         warnings.warn(
-            f"the engine's memory is not as expected ({error}); going through its public interface "
-            "is right but a thousand times slower. Use pytagi 0.2.1 or tell us your version.",
+            f"the engine's memory is not as expected ({error}), so its public interface is used: "
+            "correct, but a thousand times slower. Use pytagi 0.2.1 or report your version.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -66,7 +62,7 @@ def attach(model: Any) -> HostReplica:
 
 
 class HostReplica(ABC):
-    """A state in the host's memory."""
+    """A replica in the host's memory."""
 
     device = "cpu"
     in_place: bool
@@ -75,11 +71,15 @@ class HostReplica(ABC):
         self.layers: list[Layer] = []
         self.parameters = Parameters()
         self.statistics = RunningStatistics()
-        self._kept: dict[str, list[NDArray[Any]]] = {}  # a copy of them, by layer
+        self._kept: dict[str, list[NDArray[Any]]] = {}  # a copy of the statistics, by layer
 
     @property
     def memory(self) -> Parameters:
-        """The parameters, for C++ to work on."""
+        """The parameters, for C++."""
+        return self.parameters
+
+    @property
+    def on_host(self) -> Parameters:
         return self.parameters
 
     @property
@@ -92,7 +92,7 @@ class HostReplica(ABC):
 
     @abstractmethod
     def push(self) -> None:
-        """Make changes of the arrays of `state` known to all."""
+        """Copy changes of the arrays of `state` to the engine."""
 
     @abstractmethod
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
@@ -113,7 +113,7 @@ class HostReplica(ABC):
         ]
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
-        """Give every rank the state of rank ``root``."""
+        """Copy the state of rank ``root`` to all ranks."""
         self.pull()
         for _, array in self.state():
             if array.size:
@@ -123,18 +123,8 @@ class HostReplica(ABC):
     def zeros(self) -> FloatArray:
         return np.zeros(2 * self.parameters.size, np.float32)
 
-    def bucket(self, communicator: Communicator, more: int) -> FloatArray:
-        """Return the same and ``more``, in the communicator's own memory, if it has any."""
-        return host_bucket(communicator, self.parameters.size, more)
-
-    def codec(self, bits: int) -> HostCodec:
-        return HostCodec(bits)
-
-    def adaptive_sum(self) -> AdaptiveSum:
-        return AdaptiveSum(self.parameters)
-
     def step_alone(self, samples: int, alone_of: int) -> str:
-        """Apply the own deltas, capped; return a layer that forbids it, or ""."""
+        """Apply the own deltas, capped; return the layer whose deltas are not finite, or ""."""
         if not samples:
             return ""
         cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
@@ -143,10 +133,10 @@ class HostReplica(ABC):
         return culprit
 
     def queue(self, communicator: Communicator, average: bool, sharded: bool) -> None:  # noqa: B027
-        """Return None: the host carries out a step itself."""
+        """Return None: the host makes each step itself."""
 
     def take_refused(self, everything: bool) -> list[int]:
-        """Return nothing: a refused step is told at once."""
+        """Return an empty list: a refused step is reported at once."""
         return []
 
     def keep_statistics(self) -> None:
@@ -172,7 +162,7 @@ class HostReplica(ABC):
 
 
 class InPlace(HostReplica):
-    """The engine's own memory, verified layer by layer."""
+    """A replica in the engine's own memory, verified layer by layer."""
 
     in_place = True
 
@@ -197,7 +187,7 @@ class InPlace(HostReplica):
         self.parameters.refresh()
 
     def push(self) -> None:
-        """Do nothing: the engine's memory is what has been changed."""
+        """Do nothing: the changes are in the engine's memory."""
 
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return views of the engine's vectors."""
@@ -213,12 +203,12 @@ class InPlace(HostReplica):
 
 
 class Copied(HostReplica):
-    """Copies of the engine's vectors, read and written through its public interface."""
+    """A replica in copies of the engine's vectors, read and written by its public interface."""
 
     in_place = False
 
     def __init__(self, model: Any) -> None:
-        """Copy once; raise RuntimeError for what the public interface cannot write."""
+        """Copy once; raise RuntimeError for a layer that the public interface cannot write."""
         super().__init__()
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []

@@ -1,4 +1,4 @@
-"""The engine's file of a network's parameters: what it reads of ours, and we of its, is the same.
+"""The engine's file of a network's parameters, in the same format: either side reads the other's.
 
 A record for each layer, in order: the length of its description, 8 bytes; that text; then means and
 variances of weights, of biases, and running ones, as float32. Activations have no record.
@@ -21,7 +21,7 @@ from tagi_ddp.engine.layers import PARAMETERS, walk
 from tagi_ddp.engine.whole_file import whole_file
 
 _LENGTH = struct.Struct("<Q")
-# Layers without parameters that have a record all the same.
+# Layers without parameters that have a record, too.
 _POOLING = ("AvgPool2d", "MaxPool2d")
 # The engine adds means and variances of its last batch to these, and cannot read them back.
 _WITH_BATCH = "LayerNorm"
@@ -44,7 +44,7 @@ class _Record:
 
 
 def write_parameters(filename: str, model: Any, state: State) -> None:
-    """Write ``state``, as a replica of ``model`` has it, to a file that is replaced whole."""
+    """Write the ``state`` of a replica of ``model`` to a file, which is replaced as a whole."""
     with whole_file(filename) as file:
         for record in _records(model, state):
             file.write(record.head)
@@ -53,7 +53,7 @@ def write_parameters(filename: str, model: Any, state: State) -> None:
 
 
 def read_parameters(filename: str, model: Any, state: State) -> None:
-    """Fill the arrays of ``state`` once all of the file has been read and found to be right.
+    """Read a file into the arrays of ``state``, once all of the file has been checked.
 
     Raises ParameterFileError, naming the file and the layer, if it was made by another network, is
     cut or too long, or holds a number that is no mean or no variance.
@@ -87,7 +87,7 @@ def read_parameters(filename: str, model: Any, state: State) -> None:
         array[...] = values
     for arrays in statistics_of(state).values():
         mean, variance, first = arrays
-        # Not in the file: whether a batch has replaced the values that statistics begin with.
+        # The file lacks the flag that no batch has replaced the initial statistics.
         first[...] = not mean.any() and bool((variance == 1).all())
 
 
@@ -109,9 +109,9 @@ def statistics_of(state: State) -> dict[str, list[NDArray[Any]]]:
     return {name: each[count:] for name, each in arrays.items() if len(each) > count}
 
 
-def load_statistics(given: Any, state: State) -> list[str]:
-    """Copy the running statistics of a `StateDict` to ``state``; return the layers without any."""
-    saved = getattr(given, "statistics", {})
+def load_statistics(state_dict: Any, state: State) -> list[str]:
+    """Copy running statistics of ``state_dict`` to ``state``; return the layers without any."""
+    saved = getattr(state_dict, "statistics", {})
     missing = []
     for name, arrays in statistics_of(state).items():
         if name not in saved:
@@ -121,20 +121,20 @@ def load_statistics(given: Any, state: State) -> list[str]:
     return missing
 
 
-def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise an error that names the layer unless ``given`` fits a network of the state ``own``."""
-    if not isinstance(given, Mapping):
-        got = type(given).__name__
+def check_state_dict(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise an error that names the layer unless a state fits a network of the state ``own``."""
+    if not isinstance(state, Mapping):
+        got = type(state).__name__
         raise TypeError(f"state_dict must be what state_dict() returns, got a {got}")
-    if given.keys() != own.keys():
+    if state.keys() != own.keys():
         raise ValueError(
-            f"state_dict has layers {sorted(given)}, this network {sorted(own)}: give the state of "
+            f"state_dict has layers {sorted(state)}, this network {sorted(own)}: give the state of "
             "a network with the same layers"
         )
     for layer, arrays in own.items():
-        if len(given[layer]) != len(PARAMETERS):
+        if len(state[layer]) != len(PARAMETERS):
             raise ValueError(f"state_dict: {layer} must hold {', '.join(PARAMETERS)}")
-        for name, mine, values in zip(PARAMETERS, arrays, given[layer], strict=True):
+        for name, mine, values in zip(PARAMETERS, arrays, state[layer], strict=True):
             if len(values) != len(mine):
                 raise ValueError(
                     f"state_dict: {name} of {layer} has {len(values)} elements, not {len(mine)}"
@@ -147,7 +147,7 @@ def check_state_dict(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def _records(model: Any, state: State) -> list[_Record]:
     """Return the file's records."""
     arrays = {
-        # All but the flag that the running statistics have begun, which the engine does not save.
+        # The engine does not save the flag that the running statistics have begun.
         name: [array for _, array in group if array.dtype == np.float32]
         for name, group in groupby(state, key=lambda entry: entry[0])
     }
@@ -183,7 +183,7 @@ def _pass_batch(
 
 
 def _first_wrong(values: NDArray[np.float32], variances: bool) -> int | None:
-    """Return where the first value is that is no mean, or no variance."""
+    """Return the index of the first value that is no mean, or no variance; None if all are."""
     wrong = ~np.isfinite(values)
     if variances:
         wrong |= values < 0

@@ -1,4 +1,4 @@
-"""What the rest of the package sees of one network's state, wherever that lives.
+"""The interface of a replica, the state of one network, on the host or on a device.
 
 Flat buffers are float32, numpy arrays on the host and tensors on a device; Gaussians are [means |
 variances], deltas too, 2 * size elements.
@@ -33,7 +33,7 @@ class Parameters(Protocol):
 
     @property
     def negative_variances(self) -> list[int]:
-        """How many variances of each layer's weights the last step found not positive."""
+        """By layer, the number of weights' variances that the last step found not positive."""
         ...
 
     def first_not_finite(self) -> str:
@@ -49,7 +49,7 @@ class Parameters(Protocol):
         ...
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
-        """Copy the deltas of the range that begins there, [means | variances]."""
+        """Copy the deltas of the range from ``begin`` on, [means | variances]."""
         ...
 
     def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: float) -> None:
@@ -57,123 +57,48 @@ class Parameters(Protocol):
         ...
 
     def take_shard(self, gaussians: FloatArray, begin: int) -> None:
-        """Take the posterior that another rank's `apply_shard` has reached."""
+        """Replace the range by the posterior that another rank's `apply_shard` has written."""
         ...
 
-    def read_posterior(self, gaussians: Buffer) -> None:
-        """Copy means and variances to ``gaussians``."""
+    def read_posterior(self, gaussians: FloatArray) -> None:
+        """Copy means and variances to ``gaussians``, on the host."""
         ...
 
-    def write_posterior(self, gaussians: Buffer) -> None:
-        """Replace means and variances by ``gaussians``."""
-        ...
-
-    def change_since(self, now: Buffer, before: Buffer, change: Buffer) -> None:
-        """Write how Gaussians came from others: [precisions | weighted means]."""
-        ...
-
-    def add_change(
-        self, gaussians: Buffer, reference: Buffer, change: Buffer, own: Buffer | None = None
-    ) -> list[int]:
-        """Multiply Gaussians by ``change`` less ``own``, relative to the means of ``reference``.
-
-        Returns how many parameters of each layer took only a part of it.
-        """
+    def write_posterior(self, gaussians: FloatArray) -> None:
+        """Replace means and variances by ``gaussians``, on the host."""
         ...
 
     def add_deltas_to(self, sums: Buffer, layers: list[bool]) -> None:
-        """Add the deltas of the layers that are flagged to ``sums``."""
+        """Add the deltas of the layers that ``layers`` flags to ``sums``."""
         ...
 
     def add_to_deltas(self, sums: Buffer, layers: list[bool]) -> None:
-        """Add ``sums`` to the deltas of the layers that are flagged."""
-        ...
-
-
-class AdaptiveSum(Protocol):
-    """Sums of changes, damped where ranks agree: cpp_backend/update/adaptive_sum.h."""
-
-    @property
-    def previous(self) -> Any:
-        """The weighted half of the sum before."""
-        ...
-
-    @property
-    def trust(self) -> Any:
-        """By block, how far sums are trusted."""
-        ...
-
-    @property
-    def described(self) -> int:
-        """How many numbers describe a change."""
-        ...
-
-    def describe(self, change: Any, before: Any, steps: float, description: Any) -> None:
-        """Describe a rank's change in so many steps since ``before``."""
-        ...
-
-    def damp(self, change: Any, before: Any, description: Any, ranks: int) -> list[float]:
-        """Damp the sum of the changes of so many ranks, and so is ``description`` that of theirs.
-
-        Returns by layer how far the ranks agree: 0, orthogonal, to 1, the same.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Forget the sums before."""
-        ...
-
-
-class Codec(Protocol):
-    """Floats in few bits, for the wire."""
-
-    def floats(self, count: int) -> Any:
-        """Return zeros."""
-        ...
-
-    def units(self, before: Any) -> Any:
-        """Return what makes changes since Gaussians ``before`` alike: factors of both halves."""
-        ...
-
-    def compress(self, values: Any) -> Any:
-        """Return bytes of ``values``, whole blocks, which are left with what that has dropped."""
-        ...
-
-    def add(self, compressed: Any, values: Any) -> None:
-        """Add what `compress` has returned to ``values``."""
-        ...
-
-    def join(self, compressed: Any, exact: Any, rows: int) -> Any:
-        """Return rows of bytes: of both, equally many in each."""
-        ...
-
-    def split(self, joined: Any, exact: int) -> tuple[Any, Any]:
-        """Return what `join` has joined, ``exact`` floats in each row."""
+        """Add ``sums`` to the deltas of the layers that ``layers`` flags."""
         ...
 
 
 class QueuedAgreement(Protocol):
-    """What the ranks agree on for a step that a device carries out later."""
+    """The agreement of the ranks on a step that a device makes later."""
 
-    #: whether the step is refused, a tensor on the device
+    #: true if the step is refused, a tensor on the device
     refused: Any
 
     def all_finished(self) -> bool:
-        """Tell whether all ranks only follow the others; waits for the device."""
+        """Return whether all ranks only follow the others; waits for the device."""
         ...
 
 
 class Replica(Protocol):
     """The state of one Sequential."""
 
-    #: Those with parameters, in order, the layers inside of blocks in place of the blocks.
+    #: The layers with parameters, in order; a block is replaced by its layers.
     layers: list[Layer]
-    #: Where the parameters live: "cpu", "cuda:0".
+    #: The device of the parameters: "cpu", "cuda:0".
     device: str
 
     @property
     def version(self) -> int:
-        """Changes when arrays that `arrays` has returned are no longer the right ones."""
+        """A number that changes when arrays that `arrays` has returned are no longer valid."""
         ...
 
     @property
@@ -183,12 +108,17 @@ class Replica(Protocol):
 
     @property
     def memory(self) -> HostParameters | None:
-        """The same, where C++ can work on them: in the host's memory; else None."""
+        """The parameters in the host's memory, for C++; None if they are not there."""
+        ...
+
+    @property
+    def on_host(self) -> HostParameters:
+        """The parameters in the engine's memory on the host; `export` updates their values."""
         ...
 
     @property
     def in_place(self) -> bool:
-        """Whether these are the engine's own memory on the host."""
+        """True if the parameters are the engine's own memory on the host."""
         ...
 
     def pull(self) -> None:
@@ -196,35 +126,23 @@ class Replica(Protocol):
         ...
 
     def push(self) -> None:
-        """Make changes of the arrays of `state` known to all."""
+        """Copy changes of the arrays of `state` to the engine, and to the device of the replica."""
         ...
 
     def updated(self) -> None:
-        """Make a change of ``parameters`` or of the running statistics known to all."""
+        """Record a change of ``parameters`` or of the running statistics; call it after each."""
         ...
 
     def export(self) -> None:
-        """Make the engine's memory, and `state`, show the present state, wherever that is kept."""
+        """Copy the present state, if it is elsewhere, to the engine's memory and to `state`."""
         ...
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
-        """Give every rank the means, variances and running statistics of rank ``root``."""
+        """Copy the means, variances and running statistics of rank ``root`` to all ranks."""
         ...
 
     def zeros(self) -> Buffer:
         """Return zeros for deltas, Gaussians or a change of them."""
-        ...
-
-    def bucket(self, communicator: Communicator, more: int) -> Buffer:
-        """Return the same and ``more``, where ``communicator`` reduces fastest, if anywhere."""
-        ...
-
-    def codec(self, bits: int) -> Codec:
-        """Return what brings floats into 8 or 16 bits."""
-        ...
-
-    def adaptive_sum(self) -> AdaptiveSum:
-        """Return what damps sums of ranks' changes."""
         ...
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
@@ -237,30 +155,30 @@ class Replica(Protocol):
     def arrays(self) -> list[dict[str, Any]]:
         """Return views of means and variances by `PARAMETERS`, for each layer.
 
-        And, for BatchNorm2d, of its running averages "mu_ra" and "var_ra", and of "first_batch".
+        A BatchNorm2d also has its running averages "mu_ra" and "var_ra", and "first_batch".
         """
         ...
 
     def step_alone(self, samples: int, alone_of: int) -> str | QueuedAgreement:
-        """Apply the own deltas, of ``samples`` samples, capped as one of ``alone_of`` ranks does.
+        """Apply the own deltas, of ``samples`` samples, capped as for one of ``alone_of`` ranks.
 
-        Together these step by all of their samples, and steps that differ add up as in a random
-        walk, to the root of their number: so each goes that much less far than one for all would.
-        Nothing is applied if some are NaN or infinite: returns the first layer with such, or "".
-        Where a device carries it out later, returns its agreement, and `take_refused` tells.
+        The step limit is that of the combined batch divided by sqrt(alone_of), because independent
+        steps add up like a random walk. Nothing is applied if deltas are NaN or infinite: returns
+        the first such layer, or "". If a device makes the step later, returns its agreement, and
+        `take_refused` reports a refusal.
         """
         ...
 
     def queue(
         self, communicator: Communicator, average: bool, sharded: bool
     ) -> Callable[[Contribution], QueuedAgreement] | None:
-        """Return what puts a whole step of all ranks into the device's queue, if it can."""
+        """Return a function that puts a step of all ranks into the device's queue, if it can."""
         ...
 
     def take_refused(self, everything: bool) -> list[int]:
-        """Return the ranks that made an earlier step be refused, if nobody has been told yet.
+        """Return the ranks at fault for an earlier refused step that has not been reported yet.
 
-        ``everything``: wait for the outcome of all steps so far. None where it is told at once.
+        ``everything``: wait for the outcome of all steps so far. Empty if refusals raise at once.
         """
         ...
 
@@ -269,13 +187,13 @@ class Replica(Protocol):
         ...
 
     def restore_statistics(self) -> None:
-        """Put back what `keep_statistics` has copied last."""
+        """Restore the last copy of `keep_statistics`."""
         ...
 
     def restore_statistics_if(self, refused: Any) -> bool:
-        """Put it back if ``refused``, a tensor on the device, is true; do not wait for it.
+        """Restore it, without a wait, if ``refused``, a tensor on the device, is true.
 
-        Returns False, and has done nothing, where only the host can do this.
+        Returns False, and does nothing, if only the host can restore.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""DDPSequential: one pytagi network that many processes train; its settings, where it lives."""
+"""Training of one pytagi network by several processes: DDPSequential and its settings."""
 
 from tagi_ddp.sequential.accelerate import accelerate
 from tagi_ddp.sequential.config import DDPConfig

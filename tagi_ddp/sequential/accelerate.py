@@ -1,4 +1,4 @@
-"""One network, one process, as fast as it can be."""
+"""One network, trained by one process as fast as possible."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def accelerate(
     precision: Precision = "float32",
     cuda_graph: bool = False,
 ) -> DDPSequential:
-    """Return ``model`` with Sequential's own methods, and `learn`; one process, no group.
+    """Return ``model`` wrapped for one process, with Sequential's own methods and `learn`.
 
-    It is trained in place, as by the engine and with the same results. The options are those of
+    It is trained in place, with the results of the engine. The options are those of
     `DDPSequential`.
     """
     return DDPSequential(

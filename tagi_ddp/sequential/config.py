@@ -1,4 +1,4 @@
-"""DDPConfig: which backend, which devices, and which rank of how many this process is."""
+"""DDPConfig: the backend, the devices, and the rank and number of processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 class DDPConfig:
-    """The settings of distributed training, checked when they are made and when they are changed.
+    """The settings of distributed training, checked when they are set.
 
     Args:
-        device_ids: the GPUs of this host's ranks, one per local rank; may be empty or anything
-            where the backend works on the CPU.
+        device_ids: the GPUs of this host's ranks, one per local rank; may be empty or anything if
+            the backend works on the CPU.
         backend: "nccl" (GPUs), "shm" (processes of one host), "mpi" (mpi4py), "gloo"
             (torch.distributed) or "auto".
         rank: number of this process, 0 to world_size - 1.
@@ -42,15 +42,15 @@ class DDPConfig:
 
     @classmethod
     def from_env(cls, backend: str = "auto", device_ids: Sequence[int] | None = None) -> DDPConfig:
-        """Take rank and world size from the launcher; without one, rank 0 of 1.
+        """Return the settings of the launcher: rank and world size; without one, rank 0 of 1.
 
         Launchers: ``tagi-ddp run`` and `tagi_ddp.launch`, torchrun, Open MPI's mpirun, MPICH's
         mpiexec, srun, and others (docs/clusters.md). ``device_ids`` is one per rank of this host,
         counted from 0, by default.
 
-        Raises ValueError when the launcher's variables are malformed, or torch's default group has
-        ranks of which no launcher tells; warns when the launcher and an MPI that is loaded already
-        disagree, or two launchers' variables do.
+        Raises ValueError if the launcher's variables are malformed, or torch's default group has
+        several ranks and no launcher set them; warns if the launcher and an MPI that is loaded
+        already disagree, or two launchers' variables do.
         """
         environment = launched(backend)
         if device_ids is None:
@@ -111,12 +111,12 @@ class DDPConfig:
         self._world_size = value
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal one."""
+        """Return the call that makes an equal config."""
         return (
             f"DDPConfig(device_ids={self.device_ids}, backend={self.backend!r}, "
             f"rank={self.rank}, world_size={self.world_size})"
         )
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether all four settings are equal."""
+        """Return whether all four settings are equal."""
         return vars(self) == vars(other) if isinstance(other, DDPConfig) else NotImplemented

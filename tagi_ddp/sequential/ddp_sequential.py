@@ -29,15 +29,15 @@ from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.sequential.elastic import ElasticInterface, check_elastic
+from tagi_ddp.sequential.elastic import ElasticInterface
 from tagi_ddp.sequential.equality import check_structure
 from tagi_ddp.sequential.files import FileInterface
 from tagi_ddp.sequential.inputs import Inputs
 from tagi_ddp.sequential.learning import LearnInterface
 from tagi_ddp.sequential.membership import make_membership
 from tagi_ddp.sequential.placement import (
+    attach_replica,
     bring_together,
-    place,
     require_sequential,
     threads_for,
 )
@@ -47,64 +47,59 @@ from tagi_ddp.trace.timeline import traced
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
 from tagi_ddp.update.exchange import Exchange, Setting
-from tagi_ddp.update.merging import (
-    Reduction,
-    Rule,
-    Scheme,
-    check_reduction,
-    make_merging,
-    make_scheme,
-)
+from tagi_ddp.update.merging import make_merging
 from tagi_ddp.update.micro_batches import Accumulation
 from tagi_ddp.update.not_finite import refusal
+from tagi_ddp.update.reduction import Kind, Reduction, Rule
 
 
 class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
-    ranks (or takes their mean), caps them and applies the same update everywhere. With
-    ``average=False`` the result is that of one process on the union of the shares; with
+    ranks (or takes their mean), caps them and applies the same update to every replica. With
+    ``average=False`` the result is that of one process on the union of the shares. With
     ``average=True``, pytagi's default, it is the mean of the deltas, capped as for one share: steps
-    about ``world_size`` times more cautious. With ``reduction="precision"`` ranks step alone, and
-    their posteriors are merged, at every step or less often; see `merge`.
+    are about ``world_size`` times more cautious. With ``reduction="precision"`` ranks step alone,
+    and their posteriors are merged, at every step or less often; see `merge`.
 
-    An error in any method ends the group: it is raised here at once, and on the other ranks, naming
-    this one, at their next collective operation.
+    An error in any method ends the group. This rank raises it at once; the other ranks raise an
+    error that names this rank, at their next collective operation.
 
     Args:
-        model: the network. It is trained in place; all ranks must give the same layers. Parameters
-            and running statistics of rank 0 win. On the CPU, wherever ``device`` is.
-        config: `DDPConfig.from_env` asks the launcher; required without a ``communicator``.
+        model: the network, on the CPU whatever ``device`` is; trained in place. All ranks must pass
+            the same layers. Rank 0's parameters and running statistics are copied to all ranks.
+        config: from the launcher by `DDPConfig.from_env`; required without a ``communicator``.
         average: True: mean of the deltas; False: their sum, which reproduces one process.
-        reduction: "mean" or "sum" of the deltas, in place of ``average``; or "precision", by which
-            posteriors are merged.
-        sync_every: for "precision": after how many steps ranks merge; by "agreement" sooner at
-            first, after 8 or an eighth of all so far. Or a SyncSchedule, by which ranks of a node
-            merge often, nodes seldom and without waiting: it needs `begin_epoch`, `end_epoch`.
-        node_size: for "precision": how many consecutive ranks make a node; None: those of a host.
-        merge: for "precision": "agreement", the default, averages where ranks have learned alike,
-            and sums where not; "bayes" sums all. That is exact only if the posterior of each rank
-            is: the model is linear and Gaussian, each sample looks at one weight, and no step is
-            capped. It diverges on correlated inputs, a single Linear layer's, too; docs/merging.md
-            compares them.
-        compress: for "precision": "bf16" or "int8" let changes travel in 16 or 8 bits, between
-            nodes if there are several; what rounding drops is sent later.
+        reduction: "mean" or "sum" of the deltas, instead of ``average``; or "precision": posteriors
+            are merged.
+        sync_every: for "precision": the number of steps between merges; with merge="agreement"
+            fewer at first, 8 or an eighth of all so far. Or a SyncSchedule, by which ranks of a
+            node merge often, nodes seldom and without waiting: it needs `begin_epoch`, `end_epoch`.
+        node_size: for "precision": the number of consecutive ranks of a node; None: a host's ranks.
+        merge: for "precision": "agreement", the default, averages what ranks have learned alike,
+            and sums all else; "bayes" always sums. That is exact only if the posterior of each rank
+            is: the model is linear and Gaussian, each sample depends on one weight, and no step is
+            capped. It diverges on correlated inputs, even for a single Linear layer;
+            docs/merging.md compares both.
+        compress: for "precision": "bf16" or "int8": send changes in 16 or 8 bits, between nodes if
+            there are several; what rounding drops is sent later.
         sharded: each rank caps and applies the deltas of its part of the parameters only, and all
-            take the results: the same bits with less work at each step. Not for "precision".
-        communicator: takes the place of ``config``: a communicator, or a
-            torch.distributed.ProcessGroup. It stays open when the model is closed.
-        compute: who runs forward and backward, with the same results: the "engine"; "native", the
-            backend's kernels, fastest for small networks; "torch", for large ones and convolutions.
-            "auto" takes what is fastest for each size of batch, and warns where only the engine can
-            (docs/compute.md).
-        device: where it is computed and the replica lives, like "cuda:0"; by default the GPU of
-            the local rank for NCCL, else the CPU. Reading through this updates the wrapped model.
+            gather the results: the same bits with less work at each step. The ranks of one host
+            always do so. Not for "precision".
+        communicator: instead of ``config``: a communicator, or a torch.distributed.ProcessGroup. It
+            stays open when the model is closed.
+        compute: the code of forward and backward, with the same results: the "engine"; "native",
+            the backend's kernels, fastest for small networks; "torch", for large ones and
+            convolutions. "auto" takes what is fastest for each size of batch, and warns if only the
+            engine can compute the network (docs/compute.md).
+        device: of the replica and the computation, like "cuda:0"; by default the GPU of the local
+            rank for NCCL, else the CPU. Reading an attribute here updates the wrapped model.
         precision: of matrix products and convolutions. "tf32" is for GPUs; "bfloat16" keeps three
             digits of each factor, and sums in float32.
-        cuda_graph: whether `learn` replays, for each size of batch, one CUDA graph instead of
+        cuda_graph: True: `learn` replays, for each size of batch, one CUDA graph instead of
             queueing kernels one by one: far faster for small networks on a GPU, from tensors there.
-            It warns where there is none.
+            It warns if that is impossible.
         elastic: True: when ranks are lost the others go on, and new ones may join, with `steps`; a
             number: seconds, by default 300, after which a silent rank is lost (docs/elastic.md).
 
@@ -120,7 +115,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         config: DDPConfig | None = None,
         average: bool = True,
         *,
-        reduction: Reduction | None = None,
+        reduction: Kind | None = None,
         sync_every: int | SyncSchedule = 1,
         node_size: int | None = None,
         sharded: bool = False,
@@ -133,13 +128,17 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         cuda_graph: bool = False,
         elastic: bool | float = False,
     ) -> None:
-        """Bring the ranks together, compare the models and copy rank 0's parameters to all."""
+        """Connect the ranks, compare the models and copy rank 0's parameters to all."""
         self._calls = new_lock()
         self._own_communicator = communicator is None
+        if reduction is None:
+            reduction = "mean" if average else "sum"
         if elastic is not False:
-            check_elastic(sync_every, node_size, sharded, device)
+            Reduction(reduction, sync_every, node_size, sharded, merge, compress).check_elastic()
+            if device not in (None, "cpu"):
+                raise ValueError(f"device cannot be {device!r} with elastic: leave it out")
             self._membership = make_membership(config, elastic)
-            # Alone until all is there that it needs in a group, so that nobody waits for it.
+            # This rank is alone until it is ready for a group, so that no other waits for it.
             self.communicator, device = SingleCommunicator(), "cpu"
         else:
             self.communicator, device = bring_together(config, communicator, device)
@@ -150,48 +149,33 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         self._closed = False
         try:
             with self._or_abort():
-                self.reduction = check_reduction(
-                    reduction, bool(average), sync_every, node_size, sharded
+                self._reduction = Reduction(
+                    reduction, sync_every, node_size, sharded, merge, compress
                 )
-                self.average = self.reduction == "mean"
+                self.reduction, self.average = self._reduction.kind, self._reduction.average
                 require_sequential(model)
-                scheme = make_scheme(self.reduction, node_size, merge, compress)
-                self._attach(compute, device, precision, sync_every, scheme, sharded)
-                self._find_shorter_ways(cuda_graph)
+                self._attach(compute, device, precision)
+                self._find_fast_paths(cuda_graph)
         except BaseException:
             self.close()
             raise
 
-    def _attach(
-        self,
-        compute: Choice,
-        device: str,
-        precision: Precision,
-        sync_every: int | SyncSchedule,
-        scheme: Scheme,
-        sharded: bool,
-    ) -> None:
+    def _attach(self, compute: Choice, device: str, precision: Precision) -> None:
+        reduction = self._reduction
         check_sizes_of_updates()
-        replica = place(self.model, device, self.communicator)
+        replica = attach_replica(self.model, device, self.communicator)
         chosen = choose(self.model, replica, compute, device, precision)
-        times = sync_every.settings if isinstance(sync_every, SyncSchedule) else sync_every
-        self._options = {
-            "reduction": self.reduction,
-            "compute": chosen,
-            "precision": precision,
-            "sync_every": times,
-            "sharded": sharded,
-            "merge": scheme.rule,
-            "compress": scheme.compress,
-        }
-        schedule = {"sync_every": vars(sync_every)} if times is not sync_every else {}
+        options = {"reduction": reduction.kind, "compute": chosen, "precision": precision}
+        self._options = options | reduction.options()
+        schedule = reduction.sync_every
+        state = {"sync_every": vars(schedule)} if isinstance(schedule, SyncSchedule) else {}
         elastic = self._membership is not None
         if not elastic:
-            check_structure(self.communicator, replica, {**self._options, **schedule})
+            check_structure(self.communicator, replica, self._options | state)
         bucket = None
         if chosen != "engine" and device == "cpu":
             size = replica.parameters.size
-            # What the ranks of one group share is gone with the group.
+            # The shared memory of a group ends with the group.
             bucket = replica.zeros() if elastic else host_bucket(self.communicator, size)
         kit = self.model, replica, bucket, device, precision
         self.compute = make_compute(chosen, *kit)
@@ -209,19 +193,21 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             self.set_threads(threads or self.model._cpp_backend.num_threads)
         if elastic:
             self._shares_cores = threads is not None
-            assert not isinstance(sync_every, SyncSchedule)  # `check_elastic`
-            self._begin_elastic(scheme, sync_every)
+            self._begin_elastic()
             return
-        if self.reduction == "sum" and self.communicator.size > 1:
+        if reduction.kind == "sum" and self.communicator.size > 1:
             self._same_rows = SameRows(self.communicator)
         self._replica.share(self.communicator)
         setting = Setting(
-            self.communicator, self._replica, self.average, self._rollback, bucket, sharded
+            self.communicator,
+            self._replica,
+            reduction.average,
+            self._rollback,
+            bucket,
+            reduction.sharded,
         )
         self._exchange: Exchange = (
-            make_merging(setting, scheme, sync_every)
-            if self.reduction == "precision"
-            else make_exchange(setting)
+            make_merging(setting, reduction) if reduction.merges else make_exchange(setting)
         )
 
     # --- the engine's interface ---------------------------------------------------------------
@@ -244,17 +230,16 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 width], of series [batch, steps, inputs]. A rank without a share of this batch
                 passes an empty array, and contributes nothing at `step`. Or another network's
                 ``output_z_buffer``, which has variances and jacobians, too.
-            var_x: their variances, of the same size, finite and not negative (in tensors on a GPU
-                nothing looks at them); None: the inputs are exact.
+            var_x: their variances, of the same size, finite and not negative (not checked in
+                tensors on a GPU); None: the inputs are exact.
 
         Returns:
             means and variances of the outputs, each flat, batch * output size floats; tensors on
-            the replica's device if torch computes and ``mu_x`` is a tensor, which needs no waiting
-            for the device.
+            the replica's device, without a wait for it, if torch computes and ``mu_x`` is a tensor.
         """
         if self._closed:
             self._require_open()
-        begins = False  # whether it begins a step that can be undone
+        begins = False  # True if this begins a step that can be undone
         try:
             compute, by_batch = self.compute, self._by_batch
             keep = by_batch is not None or compute.takes_tensors
@@ -271,8 +256,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 return mean, mean + 0
             if by_batch is not None and mean.size != by_batch.size:
                 compute = self.compute = by_batch(mean)
-            if self._alone is not None:  # micro-batches may be ranks' shares themselves
-                self._alone.by_shares = not self._accumulation.adds
             if shown is None:
                 outputs = compute.forward(mean, variance)
             else:
@@ -294,7 +277,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
 
-        Under `no_sync`, and until the next `step` after it, they add up over calls; otherwise a
+        Deltas add up over calls under `no_sync`, and until the next `step` after it; otherwise each
         call replaces them.
         """
         if self._closed:
@@ -319,10 +302,10 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
 
-        Raises NotFiniteError, on all ranks, if a delta of any rank is NaN or infinite. The whole
-        state then is as it was before the step's first `forward`: parameters, running statistics,
-        recurrent states. Where the replicas live on devices and no deltas go over the host, nobody
-        waits to learn that: it is raised eight steps later, or by `check_replicas`.
+        Raises NotFiniteError, on all ranks, if a delta of any rank is NaN or infinite. Parameters,
+        running statistics and recurrent states are then as they were before the step's first
+        `forward`. If replicas are on devices and no deltas go over the host, no rank waits for this
+        check: the error is raised eight steps later, or by `check_replicas`.
         """
         if self._closed:
             self._require_open()
@@ -337,7 +320,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
                 self._undo()
                 raise
             self._rollback.drop()
-            if self._by_batch is not None:  # where posteriors are merged, the exchange may undo
+            if self._by_batch is not None:  # A merging exchange may have undone the step.
                 self.compute = self._by_batch.now
             if self._same_rows is not None:
                 self._compare_rows(stepped=True)
@@ -346,7 +329,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             raise
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         self.communicator.barrier()
 
     # --- beyond the engine's interface --------------------------------------------------------
@@ -361,7 +344,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
     def close(self) -> None:
         """Leave the group; the model stays usable on its own. May be called again.
 
-        Warns of a step on the device that was refused and of which nobody has been told yet.
+        Warns if a step on the device was refused and this has not been reported yet.
         """
         if self._closed:
             return
@@ -376,7 +359,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             warnings.warn(refusal("a step before close() was", ranks), RuntimeWarning, stacklevel=2)
 
     def _or_abort(self) -> AbstractContextManager[None]:
-        """Let the other ranks know when this one fails, so that none waits for it."""
+        """Report an error in the block to the other ranks, so that none waits for this one."""
         self._require_open()
         return or_abort(self._groups())
 
@@ -385,7 +368,7 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             raise CommunicatorError("the model is closed; wrap it again to go on")
 
     def _undo(self) -> None:
-        """Put back what the step that begins or ends here has changed beside deltas."""
+        """Drop the deltas of the present step, and restore the other state that it has changed."""
         self._accumulation.discard()
         self._rollback.restore()
         if self._by_batch is not None:

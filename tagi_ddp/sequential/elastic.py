@@ -1,4 +1,4 @@
-"""DDPSequential in a job whose ranks may be lost, and others join."""
+"""DDPSequential in an elastic job, whose ranks may be lost and which new ranks may join."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tagi_ddp.communicators.guard import CanAbort, report
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.data import DistributedSampler
-from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import check_state, refuse_others
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
@@ -27,9 +26,9 @@ from tagi_ddp.sequential.membership import Group, Membership
 from tagi_ddp.sequential.position import Position
 from tagi_ddp.update.elastic import ElasticExchange, ElasticMerging, ElasticSum, NextGroup
 from tagi_ddp.update.exchange import Setting
-from tagi_ddp.update.merging import Reduction, Scheme
+from tagi_ddp.update.reduction import Kind, Reduction
 
-_LARGE = 1 << 12  # samples that a rank of a small network rarely takes in a step
+_LARGE = 1 << 12  # more samples than a rank of a small network has in most steps
 
 log = logging.getLogger("tagi_ddp")
 T = TypeVar("T")
@@ -41,13 +40,13 @@ class GroupChange:
 
     Attributes:
         group: the number of the next group; the job begins with group 1.
-        step: the number of steps that had been made.
+        step: the number of steps made so far.
         rank: this rank's number in the next group.
         size: the number of ranks in the next group.
         hash: the hash of all parameters and running statistics, equal on all ranks.
         time: when the next group was ready, in seconds since 1970.
         seconds: the time from when this rank knew of the change until the next group was ready.
-        joined: whether this rank is new.
+        joined: True if this rank is new.
     """
 
     group: int
@@ -60,30 +59,13 @@ class GroupChange:
     joined: bool
 
 
-def check_elastic(
-    sync_every: int | SyncSchedule,
-    node_size: int | None,
-    sharded: bool,
-    device: str | None,
-) -> None:
-    """Raise ValueError that names what cannot be had in an elastic job."""
-    given = {
-        "sharded": sharded,
-        "sync_every": isinstance(sync_every, SyncSchedule) and sync_every,
-        "node_size": node_size,
-        "device": device if device != "cpu" else None,
-    }
-    for name, value in given.items():
-        if value:
-            raise ValueError(f"{name} cannot be {value!r} with elastic: leave it out")
-
-
 class ElasticInterface(MergeInterface, SequentialInterface):
-    """What DDPSequential adds where ``elastic`` is given."""
+    """The methods and properties of DDPSequential for ``elastic``."""
 
     communicator: Communicator
     config: DDPConfig
-    reduction: Reduction
+    reduction: Kind
+    _reduction: Reduction
     changes: list[GroupChange]
     """The changes of the group so far, in an elastic job."""
     _options: dict[str, Any]
@@ -91,9 +73,9 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     _rollback: Rollback
     _undo: Callable[[], None]
     _membership: Membership | None = None
-    _shares_cores = False  # whether threads follow the number of ranks
-    _began = False  # whether this rank has a state that others may take
-    _entered = False  # whether it has been a rank of a group
+    _shares_cores = False  # True if threads follow the number of ranks
+    _began = False  # True if this rank has a state that others may copy
+    _entered = False  # True if it has been a rank of a group
     _position: Position
 
     @property
@@ -116,17 +98,17 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield (step, share) for each step of an elastic job, as `DistributedSampler.steps` does.
 
-        ``for step, share in model.steps(sampler, 256, epochs=10):`` one `step`, or `learn`, on the
-        share. A step comes again, with shares of other sizes, if a rank was lost before it was
-        made; one that joins begins where the others are. The last one returns when all ranks have
-        ended theirs, with their posteriors merged.
+        ``for step, share in model.steps(sampler, 256, epochs=10):`` call `step`, or `learn`, once
+        on the share. If a rank is lost before a step is made, the step is repeated with shares of
+        other sizes. A rank that joins begins at the step of the others. The loop ends when all
+        ranks have ended theirs, with their posteriors merged.
 
         Args:
             sampler: the same on all ranks; its rank and number of replicas follow the group's.
             global_batch_size, epochs, first: as for `DistributedSampler.steps`.
 
         Raises:
-            RuntimeError: the model is not elastic, or a turn of the loop made no step.
+            RuntimeError: the model is not elastic, or a turn of the loop made no step, or several.
         """
         exchange = self._elastic("steps")
         if not self.joined:
@@ -160,11 +142,11 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         exchange, drawn = self._elastic("steps"), None
         while drawn is not self.communicator:
             if exchange.awaited:
-                self._meet_again((), time.monotonic())
+                self._regroup((), time.monotonic())
             drawn = self.communicator
             sampler.rank, sampler.num_replicas = drawn.rank, drawn.size
             for step, share in sampler.steps(global_batch_size, epochs, self.steps_made):
-                self._position.aligned = True  # all ranks begin the same turn
+                self._position.aligned = True  # All ranks begin the same turn.
                 yield step, share
                 if drawn is not self.communicator:
                     break
@@ -178,26 +160,26 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                     break
 
     def regroup(self, lost: Sequence[int] = ()) -> None:
-        """Make a group of the ranks that are left; an elastic job does so by itself at `step`.
+        """Make a group of the remaining ranks; `step` of an elastic job does so by itself.
 
-        For collective calls of the script's own: when one raises PeerLost or Timeout, call this
-        with the error's ``ranks``. All ranks that are left must come, here or by a `step`. None
-        joins here, because its script would go on elsewhere.
+        It is for collective calls of the script's own: if one raises PeerLost or Timeout, call this
+        with the error's ``ranks``. All remaining ranks must call this, or `step`. New ranks do not
+        join here, because their scripts are elsewhere.
         """
         self._elastic("regroup")
-        self._meet_again(lost, time.monotonic(), admits=False)
+        self._regroup(lost, time.monotonic(), admits=False)
 
     def survive(self, call: Callable[[], T], changes: bool = False) -> T | None:
-        """Make a collective call; if a rank is lost meanwhile, make it again in the next group.
+        """Make a collective call; if a rank is lost meanwhile, repeat it in the next group.
 
         Args:
             call: calls operations of `communicator`, the same on all ranks.
-            changes: whether it changes the network, so that others may not take over this rank's
-                state before it returns.
+            changes: True if it changes the network, so that others may not copy this rank's state
+                before it returns.
 
         Returns:
-            what ``call`` returns; None, without the call, if the last step comes again, or if other
-            ranks are ahead: they have completed the call, or stand behind another step.
+            the result of ``call``; None, without the call, if the last step is repeated, or if
+            other ranks are ahead: they have completed the call, or are after another step.
 
         Raises:
             RuntimeError: the model is not elastic.
@@ -213,7 +195,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                 position.calls += 1
                 return result
             except (PeerLost, Timeout) as error:
-                self._meet_again(error.ranks, time.monotonic(), admits=False)
+                self._regroup(error.ranks, time.monotonic(), admits=False)
             finally:
                 self._began = True
             if position.calls > calls:
@@ -223,7 +205,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     # --- for checkpoints ----------------------------------------------------------------------
 
     def saves(self, step: int) -> bool:
-        """Return whether the ranks save after ``step`` steps; not if the last one comes again.
+        """Return whether the ranks save after ``step`` steps; not if the last one is repeated.
 
         Raises ValueError if another number of steps has been made.
         """
@@ -235,7 +217,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     # --- for DDPSequential --------------------------------------------------------------------
 
     def _together(self, exchange: Callable[[], object]) -> None:
-        """Exchange with the other ranks; if one is lost, or wants to join, go on in a new group."""
+        """Exchange with the other ranks; enter a new group if one is lost, or waits to join."""
         try:
             exchange()
             return
@@ -245,15 +227,15 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             began, reason = time.monotonic(), error
         report(self._groups(), reason)
         lost = reason.ranks if isinstance(reason, CommunicatorError) else ()
-        self._meet_again(lost, began, admits=not self._elastic("step").between_steps)
+        self._regroup(lost, began, admits=not self._elastic("step").between_steps)
 
     def _step_together(self, samples: int) -> None:
-        """Make a step with the other ranks, or go on in a new group; see `Exchange`."""
+        """Make a step with the other ranks, or enter a new group; see `Exchange`."""
         self._position.begin_step(self.steps_made)
         self._together(partial(self._exchange, samples))
 
-    def _begin_elastic(self, scheme: Scheme, every: int) -> None:
-        """Become a rank of the first group."""
+    def _begin_elastic(self) -> None:
+        """Enter the first group."""
         membership = self._membership
         assert membership is not None
 
@@ -261,51 +243,51 @@ class ElasticInterface(MergeInterface, SequentialInterface):
             self.communicator, self._replica, self.reduction == "mean", self._rollback
         )
         self._exchange = (
-            ElasticMerging(setting, scheme, every, membership)
+            ElasticMerging(setting, self._reduction, membership)
             if self.reduction == "precision"
             else ElasticSum(setting, membership)
         )
         self.changes = []
         self._position = Position()
         self._import_early(membership)
-        self._meet_again((), time.monotonic())
+        self._regroup((), time.monotonic())
 
     def _import_early(self, membership: Membership) -> None:
-        """Import what may be needed and takes a second, before others wait for this rank."""
+        """Import slow modules that may be needed, before others wait for this rank."""
         with contextlib.suppress(ImportError):
             if membership.may_use_gloo:
                 import tagi_ddp.communicators.network.rendezvous
             if self._by_batch is not None and self._by_batch.may_need_torch(_LARGE):
                 import tagi_ddp.compute.on_torch  # noqa: F401
 
-    def _meet_again(self, blamed: Sequence[int], began: float, admits: bool = True) -> None:
+    def _regroup(self, blamed: Sequence[int], began: float, admits: bool = True) -> None:
         membership = self._membership
         assert membership is not None
         self._undo()
         while True:
             self._leave()
-            met = membership.meet(self._progress, blamed, False, admits)
-            if met is None:
+            group = membership.join(self._progress, blamed, False, admits)
+            if group is None:
                 raise PeerLost("this elastic job has ended: there is no other group", blamed)
             try:
-                self._enter(met, began)
+                self._enter(group, began)
                 return
             except (PeerLost, Timeout) as error:
                 blamed = error.ranks
 
     def _end(self) -> bool:
-        """Return whether all ranks are done; if not, this one is in a new group."""
+        """Return whether all ranks are done; if not, this one has entered a new group."""
         assert self._membership is not None
         began = time.monotonic()
-        met = self._membership.meet(self._progress, (), True, True)
-        if met is None:
+        group = self._membership.join(self._progress, (), True, True)
+        if group is None:
             self._position.aligned = True
             return True
         self._leave()
         try:
-            self._enter(met, began)
+            self._enter(group, began)
         except (PeerLost, Timeout) as error:
-            self._meet_again(error.ranks, began)
+            self._regroup(error.ranks, began)
         return False
 
     @property
@@ -317,7 +299,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         self.communicator.close()
 
     def _enter(self, group: Group, began: float) -> None:
-        """Become a rank of a group; a collective call."""
+        """Enter a group; a collective call."""
         communicator = group.communicator
         rank, size = communicator.rank, communicator.size
         known, new = self._began, not self._entered
@@ -326,7 +308,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         self.communicator = communicator
         self.config = DDPConfig(self.config.device_ids, self.config.backend, 0, size)
         self.config.rank = rank
-        topology_of(communicator)  # all at the same place
+        topology_of(communicator)  # All ranks make this collective call here.
         refused = refuse_others(communicator, self._replica, self._options, known, group.source)
         if refused:
             raise PeerLost(f"ranks {refused} have another network", refused)
@@ -334,16 +316,16 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         exchange.enter(communicator)
         self._began = known and not behind
         exchange.take_over(group.source, behind)
-        comes_back = self._entered and rank >= group.stayed
-        self._position.compare(communicator, group.stayed, comes_back, exchange.steps_made)
+        returned = self._entered and rank >= group.stayed
+        self._position.compare(communicator, group.stayed, returned, exchange.steps_made)
         self._take_lasting(exchange, group.source)
-        # What the first group agrees on is nobody's state before it is complete.
+        # In the first group no rank has a state that others may copy before all is complete.
         self._began = known or rank in group.behind
-        exchange.settle()
+        exchange.make_equal()
         self._replica.pull()
         state = check_state(communicator, self._replica)
         if any(len(part) for parts in self.compute.get_lstm_states().values() for part in parts):
-            self.compute.reset_lstm_states()  # they are of series that other ranks have now
+            self.compute.reset_lstm_states()  # Other ranks have these series now.
         if self._shares_cores:
             self.set_threads(topology_of(communicator).share_of_cores(rank))
         self._began = self._entered = True
@@ -364,7 +346,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                 log.warning("%d ranks go on at step %d", size, exchange.steps_made)
 
     def _take_lasting(self, exchange: ElasticExchange, source: int) -> None:
-        """Take over this rank's part of the deltas that add up over steps."""
+        """Restore this rank's part of the deltas that add up over steps."""
         memory = self.compute.memory()
         if memory.lasting:
             lasting = exchange.take_lasting(source, memory.lasting)

@@ -32,7 +32,7 @@ def refuse_others(
     """Return the new ranks of a group whose layers or options differ from those of ``source``.
 
     A collective call. Such a rank raises ReplicaMismatch, and the others go on without it. A rank
-    that ``knows`` what the job has learned is no new one; if none does, this is `check_structure`.
+    that ``knows`` the state of the job is not new; if none does, this is `check_structure`.
     """
     own = list(_structure(replica, options).items())
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
@@ -57,12 +57,12 @@ def _structure(replica: Replica, options: dict[str, Any]) -> dict[str, str]:
     for name, array in replica.state():
         own[name] += f" {array.size}"
     layers = {f"layer {name}": kind for name, kind in own.items()}
-    given = {f"the option {name}": str(value) for name, value in options.items()}
-    return {**layers, **given}
+    settings = {f"the option {name}": str(value) for name, value in options.items()}
+    return {**layers, **settings}
 
 
 def check_state(communicator: Communicator, replica: Replica) -> str:
-    """Return a hash of the whole state; raise ReplicaMismatch, on all ranks, where it differs."""
+    """Return a hash of the whole state; raise ReplicaMismatch, on all ranks, if it differs."""
     layers: dict[str, hashlib._Hash] = {}
     for name, array in replica.state():
         layers.setdefault(name, hashlib.sha256()).update(array.data)
@@ -72,5 +72,5 @@ def check_state(communicator: Communicator, replica: Replica) -> str:
 
 
 def _require_equal(communicator: Communicator, own: dict[str, str]) -> None:
-    """Compare what the ranks say of each layer, the layers in order."""
+    """Compare the ranks' values for each layer, the layers in order."""
     require_equal(communicator, own.items, "replicas", _REMEDY, ReplicaMismatch)

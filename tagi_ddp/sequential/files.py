@@ -29,10 +29,10 @@ class FileInterface(MergeInterface):
 
     @one_at_a_time
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load parameters; a collective call. What rank 0 gives is copied to all ranks.
+        """Load the parameters that rank 0 passes, and copy them to all ranks; a collective call.
 
-        Running statistics come along if ``state_dict`` is what `state_dict` has returned; else they
-        stay, and a warning names their layers. Raises ValueError, on all ranks and before a
+        Running statistics are loaded, too, if ``state_dict`` is the result of `state_dict`; else
+        they stay, and a warning names their layers. Raises ValueError, on all ranks and before a
         parameter changes, if rank 0's do not fit.
         """
 
@@ -65,8 +65,8 @@ class FileInterface(MergeInterface):
     def save(self, filename: str) -> None:
         """Write the parameters and running statistics to a file, on rank 0; others do nothing.
 
-        The file is the engine's own kind, and is replaced whole or not at all; OSError if not.
-        Where posteriors are merged, call `merge` on all ranks before; this warns if steps are left.
+        The file has the engine's format, and is replaced as a whole or not at all; OSError if not.
+        If posteriors are merged, call `merge` on all ranks before; this warns of unmerged steps.
         """
         if self.communicator.rank == 0 and self.unmerged_steps:
             warnings.warn(
@@ -82,20 +82,20 @@ class FileInterface(MergeInterface):
 
     @one_at_a_time
     def load(self, filename: str) -> None:
-        """Load what `save`, or the engine, wrote; a collective call: rank 0 reads, others receive.
+        """Load a file of `save`, or of the engine; a collective call: rank 0 reads, others receive.
 
-        Raises, on all ranks, ParameterFileError, where rank 0 may have an OSError of its own,
-        before a parameter changes.
+        Raises ParameterFileError on all ranks, before a parameter changes; rank 0 may raise an
+        OSError of its own instead.
         """
         self._read(lambda: read_parameters(filename, self.model, self._replica.state()))
 
     @one_at_a_time
     def load_csv(self, filename: str) -> None:
-        """Load the parameters that pytagi's ``save_csv`` wrote; a collective call, as `load`."""
+        """Load a file of pytagi's ``save_csv``; a collective call, like `load`."""
         self._read(lambda: self.model.load_csv(filename))
 
     def params_from(self, other: Any) -> None:
-        """Take over the parameters and running statistics of another network; a collective call.
+        """Copy the parameters and running statistics of another network; a collective call.
 
         ``other`` is a DDPSequential or a pytagi Sequential. Raises as `load_state_dict` does.
         """

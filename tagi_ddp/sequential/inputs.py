@@ -14,14 +14,14 @@ from tagi_ddp.engine.buffers import Shown, read_states
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checks inputs against the shape of a sample."""
+    """A check of inputs against the shape of a sample."""
 
     sample: tuple[int, ...]
 
     def take(
         self, mu_x: ArrayLike, var_x: ArrayLike | None, keep_tensors: bool
     ) -> tuple[Any, Any, Shown | None]:
-        """Return means and variances, flat, and the hidden states if ``mu_x`` are some."""
+        """Return means and variances, flat, and the hidden states if ``mu_x`` holds some."""
         shown = None
         if type(mu_x) is not np.ndarray and hasattr(mu_x, "mu_a"):
             shown = read_states(mu_x)

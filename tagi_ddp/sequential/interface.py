@@ -1,4 +1,4 @@
-"""What DDPSequential has in common with pytagi's Sequential, and its methods for merging."""
+"""The methods that DDPSequential shares with pytagi's Sequential, and those for merging."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ M = TypeVar("M", bound=Merging)
 
 
 class SequentialInterface(WrappedNetwork):
-    """pytagi's methods and properties that are no collective calls, on whatever computes."""
+    """pytagi's methods and properties that are not collective calls, for any compute."""
 
     compute: Compute
-    _calls: AbstractContextManager[Any]  # the lock of all that computes
-    _by_batch: ComputeByBatch | None = None  # who chooses ``compute``
+    _calls: AbstractContextManager[Any]  # the lock of all methods that compute
+    _by_batch: ComputeByBatch | None = None  # chooses ``compute`` for each batch
     _accumulation: Accumulation
-    _misfit: tuple[str, Any] | None = None  # what set_delta_z got; the buffer before
+    _misfit: tuple[str, Any] | None = None  # set_delta_z's error; the buffer before
 
     @property
     def has_empty_share(self) -> bool:
-        """True if the last `forward` was given no samples."""
+        """True if the last `forward` had no samples."""
         return self._accumulation.forwarded == 0
 
     @one_at_a_time
@@ -70,9 +70,9 @@ class SequentialInterface(WrappedNetwork):
         self.model.output_to_host()
 
     def get_device_with_index(self) -> str:
-        """Return where the output buffers are, which is what pytagi's OutputUpdater wants to know.
+        """Return the device of the output buffers, for pytagi's OutputUpdater.
 
-        On "cpu:0", whatever device torch computes on.
+        It is "cpu:0", whatever device torch computes on.
         """
         return "cpu:0"
 
@@ -86,15 +86,15 @@ class SequentialInterface(WrappedNetwork):
     @output_z_buffer.setter
     @one_at_a_time
     def output_z_buffer(self, value: Any) -> None:
-        """Copy hidden states of as many outputs, for an output updater to read."""
-        given = read_states(value) if hasattr(value, "mu_a") else None
+        """Copy hidden states of the same number of outputs, for an output updater."""
+        states = read_states(value) if hasattr(value, "mu_a") else None
         size = self.compute.samples * self.compute.output_size
-        if given is None or given.mean.size != size or not size:
+        if states is None or states.mean.size != size or not size:
             raise ValueError(
                 f"output_z_buffer takes hidden states of the {size} outputs of the last forward(), "
-                f"got {'None' if given is None else given.mean.size}"
+                f"got {'None' if states is None else states.mean.size}"
             )
-        self.compute.set_outputs(given)
+        self.compute.set_outputs(states)
 
     @property
     @one_at_a_time
@@ -117,7 +117,7 @@ class SequentialInterface(WrappedNetwork):
     def output_delta_z_buffer(self) -> Any:
         """The innovation of the last inputs, for the network that made them.
 
-        With ``input_state_update``: RuntimeError without, unless the engine computes.
+        It needs ``input_state_update``: RuntimeError without, unless the engine computes.
         """
         return self.compute.output_delta_z_buffer
 
@@ -125,8 +125,8 @@ class SequentialInterface(WrappedNetwork):
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
         """Set the innovation of the outputs: means and variances, each flat.
 
-        ``input_delta_z_buffer`` shows what is given, and `backward` raises ValueError unless that
-        is an element for each of the last outputs.
+        ``input_delta_z_buffer`` shows these values, and `backward` raises ValueError unless there
+        is one for each of the last outputs.
         """
         self._undo_misfit()
         expected = self.compute.samples * self.compute.output_size
@@ -145,7 +145,7 @@ class SequentialInterface(WrappedNetwork):
         self.input_delta_z_buffer = delta_states_of(mean, variance, 1)
 
     def _undo_misfit(self) -> None:
-        """Put back the buffer in whose place one of another size was set."""
+        """Restore the buffer that was replaced by one of another size."""
         if self._misfit is not None:
             self.input_delta_z_buffer, self._misfit = self._misfit[1], None
 
@@ -160,7 +160,7 @@ class SequentialInterface(WrappedNetwork):
 
     @property
     def num_samples(self) -> int:
-        """The number of samples that a smoother is to remember."""
+        """The number of samples that a smoother remembers."""
         return int(self.model.num_samples)
 
     @num_samples.setter
@@ -174,25 +174,25 @@ class SequentialInterface(WrappedNetwork):
 
     @one_at_a_time
     def reset_lstm_states(self) -> None:
-        """Forget what LSTM and SLSTM layers know of the batches before; another series begins."""
+        """Reset the states of LSTM and SLSTM layers; the next step begins another series."""
         self.compute.reset_lstm_states()
 
     @one_at_a_time
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
-        """Return what LSTM layers remember, by the layer's index.
+        """Return the states of LSTM layers, by the layer's index.
 
         Each entry holds means and variances of the outputs, then of the cells, flat. With a
-        ``time_step`` from 0 on, SLSTM layers give what `smoother` made of that step.
+        ``time_step`` from 0 on, SLSTM layers have the states of that step from `smoother`.
         """
         return self.compute.get_lstm_states(time_step)
 
     @one_at_a_time
     def set_lstm_states(self, states: LSTMStates) -> None:
-        """Replace the states of LSTM layers by those that `get_lstm_states` has returned.
+        """Set the states of LSTM layers to those that `get_lstm_states` has returned.
 
         Empty arrays reset a layer; before the first `forward` nothing happens, as that resets all.
 
-        Raises ValueError where ``states`` names another layer, or a part has another size.
+        Raises ValueError if ``states`` names another layer, or a part has another size.
         """
         now = self.compute.get_lstm_states()
         for index, parts in states.items():
@@ -222,15 +222,15 @@ class SequentialInterface(WrappedNetwork):
 
     @one_at_a_time
     def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
-        """Return what the last `smoother` returned."""
+        """Return means and variances of the outputs of the last `smoother`."""
         return self.compute.get_outputs_smoother()
 
     @one_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters by layer: (mu_w, var_w, mu_b, var_b).
 
-        The dict also carries running statistics, which `load_state_dict` takes from it; a dict that
-        was copied by ``dict()``, or pytagi's own, does not.
+        The dict also holds running statistics for `load_state_dict`; a copy by ``dict()``, or a
+        dict of pytagi's own, does not.
         """
         self._replica.pull()
         self._replica.export()
@@ -243,7 +243,7 @@ class SequentialInterface(WrappedNetwork):
 
 
 class MergeInterface:
-    """For ``reduction="precision"``, and the counters of what was not as it should be."""
+    """The methods for ``reduction="precision"``, and the counters of irregular updates."""
 
     _calls: AbstractContextManager[Any]
     _exchange: Exchange
@@ -256,34 +256,33 @@ class MergeInterface:
         """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
 
         With the precisions l = 1 / variance and the prior (mu0, l0) that all R ranks had after the
-        merge before, it takes::
+        last merge, the result is::
 
             l = l0 + sum (l_r - l0) / (1 + (R - 1) c_l)
             mu = mu0 + sum l_r (mu_r - mu0) / (1 + (R - 1) c_w) / l
 
-        With merge="bayes", c_l and c_w are 0. With merge="agreement" they lie between 0 and 1, the
-        higher the more alike ranks have learned, and sums that overshoot are damped:
-        docs/merging.md.
+        With merge="bayes", c_l and c_w are 0. With merge="agreement" they are between 0 and 1, and
+        higher if ranks have learned more alike; sums that overshoot are damped (docs/merging.md).
 
         No sample counts twice, however many steps lie between two merges. A parameter whose
         precision would fall below a tenth takes half of the merge, or a quarter, and so on;
         `get_partial_merge_counter` counts these.
 
-        Raises NotFiniteError on all ranks if a step of any was refused since the merge before.
+        Raises NotFiniteError on all ranks if a step of any was refused since the last merge.
         """
         with self._or_abort():
             self._together(self._merging("merge", Merging).merge)
 
     def local_batches(self, share: Any, size: int) -> Iterator[Any]:
-        """Yield parts of this rank's share of a batch, for a step of its own each.
+        """Yield the parts of this rank's share of a batch, each for a step of its own.
 
-        ``for part in model.local_batches(share, 32): model.learn(x[part], y[part], noise)``. To
-        ``sync_every`` and a schedule the whole share is one step. Many small steps between two
-        merges are how a large global batch keeps the quality of small ones.
+        ``for part in model.local_batches(share, 32): model.learn(x[part], y[part], noise)``.
+        ``sync_every`` and a schedule count the whole share as one step. Several small steps between
+        two merges let a large global batch keep the quality of small ones.
 
         Args:
-            share: what can be cut, like the indices from `DistributedSampler`; its length may
-                differ between ranks.
+            share: a sequence, like the indices from `DistributedSampler`; its length may differ
+                between ranks.
             size: the length of the parts; the last one may be shorter.
 
         Raises:
@@ -307,7 +306,7 @@ class MergeInterface:
 
     @one_at_a_time
     def end_epoch(self, loss: float) -> float:
-        """Merge what is left, and tell the schedule the mean of the ranks' losses; return it.
+        """Merge the remaining steps, give the schedule the ranks' mean loss, and return that mean.
 
         A collective call. Raises ValueError on all ranks if a loss is NaN or infinite.
         """
@@ -316,21 +315,21 @@ class MergeInterface:
 
     @property
     def unmerged_steps(self) -> int:
-        """The steps since the ranks were made equal; 0 where each step does that."""
+        """The number of steps since the ranks were equal; 0 if each step makes them equal."""
         return self._exchange.steps
 
     def get_partial_merge_counter(self) -> dict[str, int]:
         """Return how many parameters of each layer have taken only a part of a merge so far.
 
-        By the engine's description of the layer, as `get_neg_var_w_counter` does.
+        The keys are the engine's descriptions of the layers, as in `get_neg_var_w_counter`.
         """
         return self._by_layer(self._merging("get_partial_merge_counter", Merging).guarded)
 
     def get_merge_agreement(self) -> dict[str, float]:
         """Return by layer how much alike ranks, or nodes, had learned before the last merge.
 
-        From 0, orthogonal changes, to 1, the same; 0 with merge="bayes". By the engine's
-        description of the layer; layers with one description have their mean.
+        It is from 0, orthogonal changes, to 1, equal ones; 0 with merge="bayes". The keys are the
+        engine's descriptions of the layers; layers with the same one have their mean.
         """
         found: dict[str, list[float]] = {}
         numbers = self._merging("get_merge_agreement", Merging).agreement
@@ -341,8 +340,8 @@ class MergeInterface:
     def get_neg_var_w_counter(self) -> dict[str, int]:
         """Return how many variances of each layer's weights the last step found not positive.
 
-        By the engine's description of the layer, as pytagi does, those inside of blocks too; layers
-        with one description are added up.
+        The keys are the engine's descriptions of the layers, as in pytagi, also inside of blocks;
+        layers with the same one are added up.
         """
         return self._by_layer(self._replica.parameters.negative_variances)
 
@@ -353,7 +352,7 @@ class MergeInterface:
         raise RuntimeError(f"{method}() needs DDPSequential(..., {needs})")
 
     def _by_layer(self, numbers: Iterable[int]) -> dict[str, int]:
-        """Return numbers by the engine's description of the layer."""
+        """Return the sums of numbers by the engine's description of the layer."""
         counts: dict[str, int] = {}
         for layer, number in zip(self._replica.layers, numbers, strict=True):
             name = layer.handle.get_layer_info()

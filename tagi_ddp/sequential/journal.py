@@ -1,4 +1,4 @@
-"""The outcomes of each rank of a host so far, for the other ranks to read if it is lost."""
+"""Journals of each rank's outcomes, which the other ranks of its host read if it is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
 
-_LOOK = 0.1  # seconds between two looks at a rank that is still at work
+_LOOK = 0.1  # seconds between two reads of the journal of a rank that still works
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
 
 Outcomes = tuple[dict[int, str], dict[int, str]]  # by item: results as texts, errors
@@ -24,7 +24,7 @@ Outcomes = tuple[dict[int, str], dict[int, str]]  # by item: results as texts, e
 class Journals:
     """The files of the ranks of one host; they have no names, so they vanish with the ranks.
 
-    A rank holds the lock of its own file to the end, and the kernel ends a lock with its process.
+    A rank holds its own file's lock until it ends; the kernel releases a lock with its process.
     """
 
     def __init__(self, own: int | None, files: dict[int, int]) -> None:
@@ -33,9 +33,9 @@ class Journals:
         self._files = files
 
     def write(self, kind: str, item: int = -1, text: str = "") -> None:
-        """Note "begin", "result" or "error" of an item, or the "end" of all.
+        """Write the "begin", "result" or "error" of an item, or the "end" of all.
 
-        If the disk is full, this and all that follows is lost to the others.
+        If the disk is full, the others miss this entry and all later ones.
         """
         if self._own is not None:
             entry = json.dumps([kind, item, text]).encode() + b"\n"
@@ -47,9 +47,9 @@ class Journals:
                 self._own = None
 
     def read(self, rank: int, items: Sequence[int], patience: float) -> Outcomes:
-        """Return what another rank has made of its items, once it has ended.
+        """Return the outcomes of another rank's items, once it has ended.
 
-        It waits for that for ``patience`` seconds. An item without an outcome has an error.
+        It waits at most ``patience`` seconds for that end. An item without an outcome has an error.
         """
         if rank not in self._files:
             return {}, dict.fromkeys(items, f"rank {rank} was lost, and with it its results\n")
@@ -78,7 +78,7 @@ def journals(group: Communicator) -> Iterator[Journals]:
         return
     with contextlib.ExitStack() as opened:
         own, name = None, Path(tempfile.gettempdir()) / f"tagi_ddp.{secrets.token_hex(16)}"
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # The disk may be full.
             own = os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
             opened.callback(os.close, own)
             fcntl.lockf(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +86,7 @@ def journals(group: Communicator) -> Iterator[Journals]:
         try:
             for rank, theirs in enumerate(all_gather_object(group, str(name))):
                 if rank != group.rank:
-                    with contextlib.suppress(OSError):  # another host's
+                    with contextlib.suppress(OSError):  # It may be on another host.
                         files[rank] = os.open(theirs, _FLAGS)
                         opened.callback(os.close, files[rank])
             group.barrier()
@@ -106,7 +106,7 @@ def _is_free(file: int) -> bool:
 
 
 def _entries(file: int) -> list[Any]:
-    """Return all entries that were written as a whole."""
+    """Return all complete entries."""
     data = bytearray()
     while piece := os.pread(file, 1 << 24, len(data)):
         data += piece

@@ -1,4 +1,4 @@
-"""A whole training step in one call, and a part in those of the others."""
+"""`learn`, a whole training step in one call, `predict` and `join`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tagi_ddp._backend import SharedStep
 from tagi_ddp.checks import real
-from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.compute.rollback import Rollback
@@ -24,19 +25,19 @@ from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
 from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.trace.timeline import timeline
-from tagi_ddp.update.exchange import Alone, Exchange, Queued
+from tagi_ddp.update.exchange import Alone, Exchange, InSharedMemory, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 
 if TYPE_CHECKING:
     from tagi_ddp.compute.step_graphs import StepGraphs
 
 
-_PLAIN = (np.ndarray, type(None))  # a masked array is none of these
-_NAMES = {"mu_obs": "mu_obs (y)", "var_obs": "var_obs (noise)"}  # of `learn`, in errors
+_PLAIN = (np.ndarray, type(None))  # A masked array has another type.
+_NAMES = {"mu_obs": "mu_obs (y)", "var_obs": "var_obs (noise)"}  # the names in errors of `learn`
 
 
 class LearnInterface(SequentialInterface):
-    """`learn` and `join`, for what has forward, backward and step."""
+    """`learn`, `predict` and `join`, for a class that has forward, backward and step."""
 
     forward: Callable[..., tuple[FloatArray, FloatArray]]
     backward: Callable[[], None]
@@ -48,19 +49,22 @@ class LearnInterface(SequentialInterface):
     _or_abort: Callable[[], AbstractContextManager[None]]
     _rollback: Rollback
     _undo: Callable[[], None]
-    _alone: NativeCompute | None = None  # one process's
-    _at_once: NativeCompute | None = None  # the same, if whole steps are to be one call
+    _give_up: Callable[[BaseException], None]
+    _at_once: NativeCompute | None = None  # makes whole steps in one call
+    _step_together_at_once: SharedStep | None = None  # makes those of all ranks
+    _swaps: bool
     _graphs: StepGraphs | None = None
     _same_rows: SameRows | None = None  # until the first exchange
 
-    def _find_shorter_ways(self, cuda_graph: bool) -> None:
-        """See which whole steps can be one call of the backend, or one CUDA graph."""
+    def _find_fast_paths(self, cuda_graph: bool) -> None:
+        """Find the whole steps that can be one call of the backend, or one CUDA graph."""
         alone = self.communicator.size == 1 and self._membership is None
         natively = getattr(self._by_batch, "natively", self.compute)
-        if alone and isinstance(natively, NativeCompute):
-            self._alone = natively
-            if timeline is None and isinstance(self._exchange, Alone):
+        if timeline is None and isinstance(natively, NativeCompute):
+            if isinstance(self._exchange, Alone):
                 self._at_once = natively
+            elif isinstance(self._exchange, InSharedMemory) and not self._swaps:
+                self._at_once, self._step_together_at_once = natively, self._exchange.step
         if cuda_graph:
             from tagi_ddp.compute.step_graphs import make_step_graphs
 
@@ -86,24 +90,23 @@ class LearnInterface(SequentialInterface):
 
         Args:
             mu_x: the inputs, [batch, inputs] or flat, as for `forward`. Required, by either name.
-            mu_obs: what was observed, [batch, outputs] or flat: a float for each output, for each
-                of ``selected_idx``, or, without ``var_obs``, for each two outputs. NaN: nothing.
-                Required, by either name.
-            var_obs: the variances of the observations' noise, as many, or one number for all;
-                finite and not negative, where there is an observation (in tensors on a GPU nothing
-                looks at them). None: the noise is unknown, and every second output is its expected
-                variance.
-            selected_idx: the numbers of the outputs that were observed, counted from 1, as many
-                for each sample, as hierarchical softmax gives them; None: all.
-            var_x: the variances of the inputs, as many as ``mu_x``; None: the inputs are exact.
+            mu_obs: the observations, [batch, outputs] or flat: a float for each output, for each of
+                ``selected_idx``, or, without ``var_obs``, for each two outputs. NaN: no
+                observation. Required, by either name.
+            var_obs: the variances of the observations' noise, of the same size, or one number for
+                all; finite and not negative for each observation (not checked in tensors on a GPU).
+                None: the noise is unknown, and every second output is its expected variance.
+            selected_idx: the numbers of the observed outputs, counted from 1, equally many for each
+                sample, as for hierarchical softmax; None: all.
+            var_x: the variances of the inputs, of the same size; None: the inputs are exact.
 
         Returns:
-            what `forward` returns: the predictions before the step. `get_input_states` may have
-            nothing to tell after it.
+            the outputs of `forward`: the predictions before the step. `get_input_states` may have
+            no values after it.
 
         Raises:
             ValueError: rows, sizes or variances do not fit; the text names the argument.
-            TypeError: an argument is missing, has another type, or was given by both names.
+            TypeError: an argument is missing, has another type, or was passed by both names.
             NotFiniteError: on all ranks, with nothing learned: a delta is NaN or infinite.
             Timeout, PeerLost, Mismatch: ranks were late, are lost, or called something else.
         """
@@ -124,16 +127,21 @@ class LearnInterface(SequentialInterface):
         natively, accumulation = self._at_once, self._accumulation
         plain = type(mu_x) in _PLAIN and type(mu_obs) in _PLAIN and type(var_obs) in _PLAIN
         plain &= type(selected_idx) in _PLAIN and type(var_x) in _PLAIN
-        if natively is not None and plain and not accumulation.adds:
+        if natively is not None and plain and not accumulation.adds and self._same_rows is None:
+            together = self._step_together_at_once
             try:
-                learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx)
-            except (TypeError, ValueError):  # what follows takes more, or finds what is wrong
+                learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx, together)
+            except CommunicatorError as error:
+                self._undo()
+                self._give_up(error)
+                raise
+            except (TypeError, ValueError):  # The code below accepts more, or raises.
                 learned = None
             if learned is not None:
-                outputs, culprit = learned
+                outputs, ranks, culprit = learned
                 accumulation.forwarded = accumulation.samples = None
-                if culprit:
-                    raise NotFiniteError(refusal("step", [0], culprit), [0])
+                if ranks:
+                    raise NotFiniteError(refusal("step", ranks, culprit), ranks)
                 return outputs
         observations: dict[str, ArrayLike] = {"mu_obs": mu_obs}
         method: UpdateMethod = "update_heteros"
@@ -163,22 +171,22 @@ class LearnInterface(SequentialInterface):
     def predict(
         self, x: ArrayLike, noise: ArrayLike | None = None
     ) -> tuple[FloatArray, FloatArray]:
-        """Predict any number of samples in evaluation mode; then the mode is what it was.
+        """Predict any number of samples in evaluation mode, and restore the mode.
 
-        No collective call: each rank predicts what it likes. Layers that remember a series go on
-        with it, as in `forward`, if ``x`` is a single sample.
+        Not a collective call: each rank predicts its own samples. Layers that remember a series
+        continue it, as in `forward`, if ``x`` is a single sample.
 
         Args:
             x: the inputs, flat or not, samples * input size numbers.
             noise: the variance of the observations' noise, which is added to the predictions': a
-                number, one for each output, or an array of [samples, outputs]. None: what a
-                network that ends in EvenExp has learned of it; for others, none is added. 0: what
-                the network itself does not know, without any noise.
+                number, one for each output, or an array of [samples, outputs]. None: the learned
+                noise if the network ends in EvenExp, else none. 0: no noise, only the uncertainty
+                of the network itself.
 
         Returns:
-            means and variances, float32 arrays of [samples, outputs], also for a single output. Of
-            a network that ends in EvenExp, whose every second output is the noise of the one
-            before, the outputs are the others, half as many.
+            means and variances, float32 arrays of [samples, outputs], also for a single output. If
+            the network ends in EvenExp, every second output is the noise of the one before and is
+            left out, so there are half as many.
 
         Raises:
             ValueError: ``x`` has no whole samples, or ``noise`` is negative or of another shape.
@@ -196,13 +204,13 @@ class LearnInterface(SequentialInterface):
     def join(self) -> Iterator[None]:
         """Allow ranks to run out of batches at different times.
 
-        All ranks run their steps inside ``with model.join():``. Who leaves the block early keeps
-        following the others' updates, contributing nothing, until all have left. No other
-        collective operation belongs into the block.
+        All ranks run their steps inside ``with model.join():``. A rank that leaves the block early
+        follows the others' updates, without deltas of its own, until all have left. No other
+        collective operation is allowed in the block.
 
-        Raises NotFiniteError, as `step` does on all ranks: who then goes on, as the others do,
-        enters another such block, an empty one. And RuntimeError in an elastic job, whose ranks
-        run out of batches together: `steps`.
+        Raises NotFiniteError, as `step` does on all ranks; to continue like the others, a rank then
+        enters another, empty block. Raises RuntimeError in an elastic job, whose ranks run out of
+        batches together: `steps`.
         """
         with self._or_abort():
             if self._membership is not None:
@@ -223,14 +231,14 @@ class LearnInterface(SequentialInterface):
         self._same_rows = None
 
     def _replay(
-        self, method: UpdateMethod, given: dict[str, Any]
+        self, method: UpdateMethod, arguments: dict[str, Any]
     ) -> tuple[FloatArray, FloatArray] | None:
-        """Take the step as a CUDA graph, and return the outputs; None where that cannot be."""
+        """Make the step by a CUDA graph, and return the outputs; None if that is impossible."""
         graphs, accumulation = self._graphs, self._accumulation
         assert graphs is not None
         if graphs.alone:
             self._exchange.raise_refused(everything=False)
-        outputs: tuple[Any, Any] | None = graphs.learn(method, given)
+        outputs: tuple[Any, Any] | None = graphs.learn(method, arguments)
         if outputs is not None:
             if graphs.alone:
                 accumulation.forwarded = accumulation.samples = None
@@ -242,7 +250,7 @@ class LearnInterface(SequentialInterface):
 
 
 def _one_of(name: str, value: Any, short: str, other: Any) -> Any:
-    """Return the argument that was given by one of its two names; only the noise may be missing."""
+    """Return the argument, passed by one of its two names; only the noise may be missing."""
     if value is not None and other is not None:
         raise TypeError(f"learn() got both {name} and {short}, which are the same: give one")
     if value is None and other is None and short != "noise":
@@ -251,7 +259,7 @@ def _one_of(name: str, value: Any, short: str, other: Any) -> Any:
 
 
 def _for_all(mu_obs: Any, var_obs: Any) -> Any:
-    """Return a variance for each observation where ``var_obs`` is one number, also numpy's."""
+    """Return a variance for each observation if ``var_obs`` is one number, also numpy's."""
     if getattr(var_obs, "ndim", not isinstance(var_obs, Real)):
         return var_obs
     name = _NAMES["var_obs"]
@@ -261,6 +269,6 @@ def _for_all(mu_obs: Any, var_obs: Any) -> Any:
             f"{name} is {number:g}: the variance of the noise is finite and not negative, the "
             "square of its standard deviation"
         )
-    if hasattr(mu_obs, "new_full"):  # a tensor, on whatever device; of labels, perhaps
+    if hasattr(mu_obs, "new_full"):  # This is a tensor, perhaps of integers.
         return mu_obs.float().new_full(mu_obs.shape, number)
     return np.full(np.shape(mu_obs), number, np.float32)

@@ -1,4 +1,4 @@
-"""Many small networks, each a training of its own, shared out over ranks."""
+"""Trainings of many small networks, shared out over ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tagi_ddp.sequential.results import from_text, to_text
 
 T = TypeVar("T")
 
-# A week. Ranks may be ready hours apart, and one that is lost is noticed whatever the limit.
+# A week. Ranks may finish hours apart, and a lost one is noticed whatever the limit.
 _PATIENCE = 7 * 24 * 3600.0
 
 
 class MapError(RuntimeError):
     """Some of the items of `map_networks` failed; the others have results.
 
-    errors: by the item's index, the traceback of what was raised. results: all items', in order;
-    None where there is none.
+    errors: the tracebacks, by the item's index. results: those of all items, in order; None for an
+    item without one.
     """
 
     def __init__(self, message: str, errors: dict[int, str], results: list[Any]) -> None:
@@ -52,39 +52,38 @@ def map_networks(
 ) -> list[Any]:
     """Call ``train(item)`` for each item, on the launcher's ranks side by side; a collective call.
 
-    Each call is a training of its own, like that of one series of hundreds: build a network, wrap
-    it by `accelerate`, train it, return what is wanted of it. Before the call of item i the engine
-    and numpy's legacy generator are seeded by ``seed + i``, so that its result does not depend on
-    who computes it, nor on what was computed before. Small networks fill one core: use as many
-    ranks as cores.
+    Each call is an independent training, like that of one series of hundreds: build a network, wrap
+    it by `accelerate`, train it, return its results. Before the call of item i the engine and
+    numpy's legacy generator are seeded by ``seed + i``: its result depends neither on the rank that
+    computes it nor on earlier items. Small networks fill one core: use as many ranks as cores.
 
     Args:
         train: gets an item; returns None, a bool, a number, a text, bytes, or lists, tuples and
-            dicts of these. Arrays become lists, numpy's scalars Python's. An item that returns
-            anything else, like a date, has failed, and one that calls ``sys.exit``, too.
+            dicts of these. Arrays become lists, numpy's scalars Python's. An item fails if this
+            raises, returns anything else, like a date, or calls ``sys.exit``.
         items: the same on all ranks.
-        weights: about how long each item takes, in any unit, so that ranks end together; by
-            default all as long.
-        seed: from which the items' seeds count.
-        communicator: whose ranks take part, or a group as `as_communicator` takes it; by default
-            the launcher's ranks, and one alone without.
+        weights: the approximate time of each item, in any unit, so that ranks end together; by
+            default all are equal.
+        seed: the number from which the seeds of the items count.
+        communicator: that of the ranks, or a group for `as_communicator`; by default the launcher's
+            ranks, or this process alone without a launcher.
         progress: called with the number of own items that are done, and of all own items.
 
     Returns:
-        the results in the order of the items, on all ranks. Who is ready waits for the others, a
-        week at most, but over your ``communicator`` its ``timeout`` at most, after which all
-        results are lost: make that longer than any two ranks can be apart.
+        the results in the order of the items, on all ranks. A rank that finishes early waits for
+        the others, for a week at most. With your ``communicator`` it waits for its ``timeout``,
+        after which all results are lost: make that longer than any two ranks can be apart.
 
-    One call at a time in a process: the generators are those of all its threads.
+    Only one call can run in a process at a time: the generators are those of all its threads.
 
     Raises:
-        MapError: on all ranks, at the end, where items failed; it has the other results. If a rank
-            dies, the others of its host have its results until then, and its other items have
-            failed. ``tagi-ddp run`` and `launch` let them go on to their ends if all ranks are on
-            one host; other launchers may end them at once.
+        MapError: on all ranks, at the end, if items failed; it has the other results. If a rank
+            dies, the others of its host have its results until then, and its other items fail.
+            ``tagi-ddp run`` and `launch` let the others finish if all ranks are on one host; other
+            launchers may end them at once.
         ValueError: on all ranks, before the first item: ``weights`` has another length than
-            ``items``, ranks have different arguments, or a rank has refused one. That rank's own
-            may be a TypeError.
+            ``items``, ranks have different arguments, or a rank has refused one. That rank may
+            raise a TypeError instead.
     """
     everything: list[T]
     loads: list[float]
@@ -109,12 +108,12 @@ def map_networks(
         if launcher is not None:
             launcher.outlive(True)
         with journals(group) as kept:
-            with or_abort([group]):  # of an interrupt, or an error of ``progress``
+            with or_abort([group]):  # An interrupt or ``progress`` may raise.
                 own = _outcomes(train, everything, shares[group.rank], seed, progress, kept)
             try:
                 outcomes = all_gather_object(group, [list(part.items()) for part in own])
             except PeerLost as error:
-                lost = error  # from here on the launcher waits for this process's end
+                lost = error  # From here on the launcher waits for the end of this process.
                 outcomes = [
                     own if rank == group.rank else kept.read(rank, share, group.timeout)
                     for rank, share in enumerate(shares)
@@ -146,17 +145,17 @@ def _outcomes(
     progress: Callable[[int, int], None] | None,
     kept: Journals,
 ) -> Outcomes:
-    """Return what this rank has made of its share of the items, and write it down as it comes."""
+    """Return the outcomes of this rank's share of the items, each written when it is known."""
     results: dict[int, str] = {}
     errors: dict[int, str] = {}
     for count, index in enumerate(share, start=1):
         kept.write("begin", index)
         try:
             text = to_text(_seeded(train, items[index], seed + index))
-            from_text(text)  # what cannot be read must not be found at the end
+            from_text(text)  # A text that cannot be read fails here, not at the end.
         except KeyboardInterrupt:
             raise
-        except BaseException:  # also sys.exit(), which must end neither script nor others
+        except BaseException:  # sys.exit(), too, must end neither the script nor others.
             errors[index] = traceback.format_exc()
             kept.write("error", index, errors[index])
         else:
@@ -169,7 +168,7 @@ def _outcomes(
 
 
 def _shares(weights: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return each rank's items: the heaviest first, always to who has least."""
+    """Return each rank's items: the heaviest first, always to the rank with the least."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):

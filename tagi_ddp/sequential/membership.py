@@ -1,4 +1,4 @@
-"""How a process meets the other ranks of its elastic job, again and again."""
+"""The membership of a process in an elastic job, in one group after another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tagi_ddp.launcher.roll_call import find_source
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.update.elastic import Calls
 
-# All ranks of a group are there when they connect: one that does not come has been lost meanwhile.
+# Seconds. All ranks of a group connect at once: one that is late has been lost meanwhile.
 _CONNECT = 0.5
 
 
 @dataclass(frozen=True)
 class Group:
-    """What a process is a rank of until the next meeting; see `roll_call.Group`."""
+    """The group of this process until the next one; see `roll_call.Group`."""
 
     communicator: Communicator
     number: int
@@ -31,22 +31,22 @@ class Group:
 
 
 class Membership(Calls, Protocol):
-    """This process's part in the meetings."""
+    """The membership of this process in an elastic job."""
 
     may_use_gloo: bool
-    """Whether the next group may meet over gloo, for which torch is needed."""
+    """True if the next group may connect over gloo, which needs torch."""
 
-    def meet(
+    def join(
         self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
     ) -> Group | None:
-        """Return the next group; None: all are ``done``. See `LauncherConnection.join`."""
+        """Join and return the next group; None: all are ``done``. See `LauncherConnection.join`."""
         ...
 
 
 def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membership:
-    """Return that of a rank whose job may lose others.
+    """Return the membership of this rank, whose launcher must outlive the ranks.
 
-    Raises ValueError, TypeError, BackendUnavailable: what starts the ranks must outlive them.
+    Raises ValueError or TypeError for a wrong argument, BackendUnavailable without such a launcher.
     """
     patience = DEFAULT_TIMEOUT if elastic is True else seconds("elastic", elastic)
     if config is None:
@@ -61,53 +61,53 @@ def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membersh
     found = launcher_connection()
     if found is None:
         raise BackendUnavailable(
-            "elastic needs a launcher that outlives its ranks and lets them meet again: start "
-            "them with tagi-ddp run, or with mpirun --with-ft ulfm for backend 'mpi'"
+            "elastic needs a launcher that outlives its ranks and makes new groups of them: "
+            "start them with tagi-ddp run, or with mpirun --with-ft ulfm for backend 'mpi'"
         )
     return _Launched(config.backend, found, patience)
 
 
 def _patience(seconds: float, progress: int | None) -> float:
-    """Return for how long a rank waits for the others: longer if it, too, has only begun."""
+    """Return the seconds that a rank waits for the others; more if it has only begun."""
     return seconds if progress is not None else max(seconds, DEFAULT_TIMEOUT)
 
 
 class _Launched:
-    """Under ``tagi-ddp run``, whose launcher calls the roll."""
+    """The membership under ``tagi-ddp run``, whose launcher makes the groups."""
 
     def __init__(self, backend: str, found: LauncherConnection, patience: float) -> None:
         launched = detect()
         one_host = launched.local_world_size == launched.world_size
         self.may_use_gloo = backend == "gloo" or (backend == "auto" and not one_host)
         self._backend = backend
-        self._meeting = found
+        self._launcher = found
         self._patience = patience
         self._job = setting("JOB")
         self.called = found.called
 
     @property
     def awaited(self) -> bool:
-        return self._meeting.awaited
+        return self._launcher.awaited
 
-    def meet(
+    def join(
         self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
     ) -> Group | None:
         limit, patience = _CONNECT, _patience(self._patience, progress)
-        while (seat := self._meeting.join(progress, blamed, patience, done, admits)) is not None:
-            seat.enter(self._job)
+        while (own := self._launcher.join(progress, blamed, patience, done, admits)) is not None:
+            own.enter(self._job)
             try:
-                communicator = init(self._backend, seat.rank, seat.size, timeout=limit)
+                communicator = init(self._backend, own.rank, own.size, timeout=limit)
             except (Timeout, PeerLost) as error:
                 blamed = error.ranks
                 limit = min(2 * limit, self._patience)
                 continue
             communicator.timeout = self._patience
-            return Group(communicator, seat.number, seat.source, seat.behind, seat.stayed)
+            return Group(communicator, own.number, own.source, own.behind, own.stayed)
         return None
 
 
 class _Survivors:
-    """Of ranks that MPI itself lets go on; new ones do not join."""
+    """The membership under an MPI with fault tolerance; new ranks do not join."""
 
     may_use_gloo = False
     awaited = False
@@ -116,7 +116,7 @@ class _Survivors:
         try:
             from tagi_ddp.communicators.network.ulfm import Survivors
         except (ImportError, RuntimeError):
-            init("mpi", config.rank, config.world_size)  # says what is missing
+            init("mpi", config.rank, config.world_size)  # This raises the cause.
             raise
         self._survivors = Survivors(_patience(patience, None))
         self._patience = patience
@@ -125,7 +125,7 @@ class _Survivors:
     def called(self, progress: int, exchanging: bool) -> bool:
         return False
 
-    def meet(
+    def join(
         self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
     ) -> Group | None:
         limit, patience = _CONNECT, _patience(self._patience, progress)

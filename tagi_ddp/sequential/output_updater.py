@@ -1,4 +1,4 @@
-"""The innovation of a network's outputs from observations, where the outputs are."""
+"""The innovation of a network's outputs from observations, on the device of the outputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tagi_ddp.sequential.interface import SequentialInterface
 
 
 class OutputUpdater:
-    """pytagi's OutputUpdater for one network, without a way over the host.
+    """pytagi's OutputUpdater for one network, on the device of the network.
 
-    pytagi's own goes on working. This one reads the outputs of the last forward pass on their
-    device and leaves the innovation there, so that a training step on a GPU does not wait.
-    Observations may be numpy arrays or torch tensors; tensors on the network's device are best.
+    pytagi's own works, too. This one reads the outputs of the last forward pass on their device and
+    leaves the innovation there, so that a training step on a GPU does not wait. Observations may be
+    numpy arrays or torch tensors; tensors on the network's device are best.
     """
 
     def __init__(self, model: SequentialInterface) -> None:
@@ -32,25 +32,25 @@ class OutputUpdater:
         self._model = model
 
     def update(self, mu_obs: ArrayLike, var_obs: ArrayLike) -> None:
-        """Take observations of all outputs, [batch, outputs] or flat; NaN is no observation.
+        """Update by observations of all outputs, [batch, outputs] or flat; NaN is no observation.
 
         ``mu_obs`` are their means, ``var_obs`` the variances of their noise: finite and not
-        negative, where there is an observation. In tensors on a GPU nothing looks at them.
+        negative for each observation. Tensors on a GPU are not checked.
         """
         update_outputs(self._model, "update", {"mu_obs": mu_obs, "var_obs": var_obs})
 
     def update_using_indices(
         self, mu_obs: ArrayLike, var_obs: ArrayLike, selected_idx: ArrayLike
     ) -> None:
-        """Take observations of selected outputs, [batch, observations] or flat.
+        """Update by observations of selected outputs, [batch, observations] or flat.
 
-        ``selected_idx`` are the outputs' numbers, counted from 1, as hierarchical softmax gives.
+        ``selected_idx`` are the outputs' numbers, counted from 1, as for hierarchical softmax.
         """
         observations = {"mu_obs": mu_obs, "var_obs": var_obs, "selected_idx": selected_idx}
         update_outputs(self._model, "update_using_indices", observations)
 
     def update_heteros(self, mu_obs: ArrayLike) -> None:
-        """Take observations, [batch, outputs / 2] or flat, of unknown noise.
+        """Update by observations of unknown noise, [batch, outputs / 2] or flat.
 
         Outputs come in pairs: a value, and the expected variance of its noise.
         """
@@ -63,9 +63,9 @@ def update_outputs(
     observations: Mapping[str, ArrayLike],
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Compute the innovation of the last outputs, where they are.
+    """Compute the innovation of the last outputs, on their device.
 
-    ``names`` are what errors call the observations. Raises RuntimeError before a forward,
+    ``names`` are the names of the observations in errors. Raises RuntimeError before a forward,
     ValueError for numbers of observations, or variances, that do not fit.
     """
     compute = model.compute
@@ -104,8 +104,8 @@ def _require_sizes(
 ) -> None:
     """Raise ValueError unless there are as many observations as the method takes.
 
-    ``sizes`` are those of all arrays by their names in errors, the observations' first; these have
-    a ``shape``.
+    ``sizes`` are those of all arrays by their names in errors, first of the observations, whose
+    shape is ``shape``.
     """
     (name, count), *others = sizes.items()
     each = {"update": outputs, "update_heteros": outputs // 2}.get(method, count // samples)

@@ -1,4 +1,4 @@
-"""Where a replica lives, and what carries its deltas: from the settings to both."""
+"""The communicator and the device of a replica, by the settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tagi_ddp.replica.host import attach
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.config import DDPConfig
 
-# What a Sequential and its layers have before anybody calls set_threads.
+# The threads of a Sequential and of its layers before a call of set_threads.
 _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4
 
 
 def bring_together(
     config: DDPConfig | None, communicator: Communicator | Any | None, device: str | None
 ) -> tuple[Communicator, str]:
-    """Return the communicator that either gives, and the device of this rank's replica."""
+    """Return the communicator of either argument, and the device of this rank's replica."""
     if (config is None) == (communicator is None):
         raise TypeError("give either config or communicator")
     if not isinstance(config, DDPConfig | None):
@@ -30,10 +30,10 @@ def bring_together(
 def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
     """Return the communicator of ``config``'s ranks and the device of this rank's replica.
 
-    For NCCL the replica lives on this rank's GPU: ``device``, or that of the local rank. Where
-    there are GPUs but no NCCL, deltas go over the host, by the communicator that "auto" chooses,
-    which costs speed and warns. Raises BackendUnavailable where there is no GPU, ValueError where
-    a launcher has started other ranks than those that ``config`` names: each would train alone.
+    For NCCL the replica lives on this rank's GPU: ``device``, or that of the local rank. If there
+    are GPUs but no NCCL, deltas go over the host, by the communicator of "auto", which is slower;
+    this warns. Raises BackendUnavailable if there is no GPU, ValueError if a launcher has started
+    other ranks than those that ``config`` names: each would train alone.
     """
     _check_launcher(config)
     backend = config.backend
@@ -57,8 +57,8 @@ def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
 
 def _check_launcher(config: DDPConfig) -> None:
     environment = detect()
-    told = environment.rank, environment.world_size
-    if environment.world_size > 1 and told != (config.rank, config.world_size):
+    launched = environment.rank, environment.world_size
+    if environment.world_size > 1 and launched != (config.rank, config.world_size):
         raise ValueError(
             f"config is rank {config.rank} of {config.world_size}, but the launcher "
             f"({environment.launcher}) started this process as rank {environment.rank} of "
@@ -74,10 +74,10 @@ def _adopt(group: object, device: str | None) -> tuple[Communicator, str]:
     return communicator, device or communicator.device
 
 
-def place(model: Any, device: str, communicator: Communicator) -> Replica:
-    """Return the state of ``model``, whose replica is to live on ``device``.
+def attach_replica(model: Any, device: str, communicator: Communicator) -> Replica:
+    """Return the state of ``model``, for a replica on ``device``.
 
-    Raises ValueError if that is where ``communicator`` does not reach.
+    Raises ValueError if ``communicator`` does not reach that device.
     """
     if device == "cpu" and communicator.device != "cpu":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A rank's place in the script of an elastic job, which its group compares after a loss."""
+"""A rank's position in the script of an elastic job, which its group compares after a loss."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tagi_ddp.communicators.equality import Entry, RanksDiffer, first_difference
 
 @dataclass
 class Position:
-    """The place of this rank in its script.
+    """The position of this rank in its script.
 
-    When a rank is lost the others are at most one collective call apart: one may wait in a save
-    that another has completed. By this each rank of the next group knows how to go on.
+    If a rank is lost, the others are at most one collective call apart: one may wait in a save that
+    another has completed. From this each rank of the next group finds how to continue.
 
     calls: the number of collective calls, beside steps, that the group has completed. steps: the
     number of steps that had been made when this rank began its last step; None before its first
     one. plan: the settings of the group's loop over `DDPSequential.steps`; None if there is none
-    yet. aligned: whether this rank makes the same calls as all others: they stand behind the same
+    yet. aligned: True if this rank makes the same calls as all others: they are after the same
     step, which has been made.
     """
 
@@ -30,19 +30,19 @@ class Position:
     aligned: bool = True
 
     def begin_step(self, steps_made: int) -> None:
-        """Take note of the step that begins."""
+        """Record the step that begins."""
         self.steps, self.aligned = steps_made, True
 
     def compare(
-        self, communicator: Communicator, stayed: int, comes_back: bool, steps_made: int
+        self, communicator: Communicator, stayed: int, returned: bool, steps_made: int
     ) -> None:
-        """Compare the places of the ranks of a new group; a collective call.
+        """Compare the positions of the ranks of a new group; a collective call.
 
         Args:
             communicator: of the group.
-            stayed: how many ranks, the first ones, were in the group before. The others are nowhere
-                yet, or stand elsewhere.
-            comes_back: whether this rank is one of these, and has been in an earlier group.
+            stayed: the number of ranks, the first ones, that were in the group before. The others
+                have no position yet, or another one.
+            returned: True if this rank is one of these others, and has been in an earlier group.
             steps_made: the number of steps that the group has made.
         """
         everyone: list[dict[str, Any]] = all_gather_object(communicator, asdict(self))
@@ -50,7 +50,7 @@ class Position:
             None if each["steps"] is None else each["steps"] + 1 == steps_made
             for each in everyone[:stayed]
         }
-        self.aligned = made in ({True}, {None}) and not comes_back
+        self.aligned = made in ({True}, {None}) and not returned
         self.calls = max(each["calls"] for each in everyone)
         plans = [each["plan"] for each in everyone if each["plan"] is not None]
         if plans and self.plan is None:

@@ -1,4 +1,4 @@
-"""Predictions of any number of samples, with the noise of what will be observed."""
+"""Predictions of any number of samples, with the noise of their observations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Forward = Callable[[FloatArray], tuple[Any, Any]]
 def predict(
     network: Any, forward: Forward, x: ArrayLike, noise: ArrayLike | None
 ) -> tuple[FloatArray, FloatArray]:
-    """Return what `LearnInterface.predict` returns, by ``forward``, and in the present mode."""
+    """Predict by ``forward``, in the present mode; see `LearnInterface.predict`."""
     flat = flat_floats("x", x, False)
     *_, (last, outputs) = widths(network)
     learns_noise = last.kind == "EvenExp"

@@ -14,8 +14,8 @@ _JSON_INT = 64  # bits of an integer in decimals; Python reads no decimals of th
 def to_text(value: Any) -> str:
     """Return a text from which `from_text` makes an equal value; TypeError if it cannot.
 
-    None, bools, numbers, texts and bytes, and lists, tuples and dicts of these. Arrays become
-    lists, and numpy's scalars and other subclasses the Python type that they are made of.
+    Values are None, bools, numbers, texts and bytes, and lists, tuples and dicts of these. Arrays
+    become lists, and numpy's scalars and other subclasses the Python type that they are made of.
     """
     return json.dumps(_tagged(value))
 

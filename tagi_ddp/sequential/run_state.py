@@ -1,4 +1,4 @@
-"""All that training goes on from: what a checkpoint holds of a DDPSequential."""
+"""The state of a DDPSequential in a checkpoint, from which training continues."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
 from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
 from tagi_ddp.sequential.saved_state import check_memory, check_merge, require_alike
-from tagi_ddp.update.merging import Merging, Reduction
+from tagi_ddp.update.merging import Merging
+from tagi_ddp.update.reduction import Kind
 from tagi_ddp.update.saved import merge_saved
 
 _NAMES = (*PARAMETERS, "mu_ra", "var_ra", "first_batch")
-# Options that decide what the ranks' own states mean.
+# The options that decide the meaning of the ranks' own states.
 _DECISIVE = ("reduction", "sync_every", "merge", "compress")
 
 Entries = Callable[[int, str], Any]
 
 
 class NotBetweenSteps(AllRanksRaise, RuntimeError):
-    """There is no state to save on some rank: it is in the middle of a step."""
+    """A rank is in the middle of a step, so there is no state to save."""
 
 
 class RunStateInterface(MergeInterface, SequentialInterface):
     """`run_state`, `load_run_state` and `check_replicas`."""
 
     communicator: Communicator
-    reduction: Reduction
+    reduction: Kind
     """The reduction in use: "sum", "mean" or "precision"."""
     _options: dict[str, Any]
 
@@ -48,9 +49,9 @@ class RunStateInterface(MergeInterface, SequentialInterface):
     def check_replicas(self) -> str:
         """Return a hash of all parameters and running statistics, which is equal on all ranks.
 
-        A collective call. Raises ReplicaMismatch, on all ranks, when replicas differ in a single
-        bit, naming the first layer that differs; and NotFiniteError, on all ranks, when a step on
-        the device was refused of which nobody has been told yet.
+        A collective call. Raises ReplicaMismatch, on all ranks, if replicas differ in a single bit,
+        naming the first layer that differs; and NotFiniteError, on all ranks, if a step on the
+        device was refused and this has not been reported yet.
         """
         with self._or_abort():
             self._exchange.raise_refused(everything=True)
@@ -68,17 +69,17 @@ class RunStateInterface(MergeInterface, SequentialInterface):
 
     @one_at_a_time
     def run_state(self) -> dict[str, Any]:
-        """Return all that `load_run_state` needs to go on from here; a collective call.
+        """Return the state of the training for `load_run_state`; a collective call.
 
-        Nested dicts, lists and numbers, and numpy's arrays, which are views: write or copy them
-        before anything else is done. Where deltas are summed, ranks but rank 0 leave out what is
-        equal on all. `tagi_ddp.checkpoint` writes it to files.
+        It is nested dicts, lists, numbers and numpy's arrays. These are views: write or copy them
+        before any other call. Unless posteriors are merged, only rank 0 has what is equal on all
+        ranks. `tagi_ddp.checkpoint` writes it to files.
 
-        Not in it is what only lasts for a part of a step, or of a series: it is for after `step`,
-        and, where layers smooth, for after `smoother`.
+        It has nothing that lasts only for a part of a step, or of a series: call it after `step`,
+        and, if layers smooth, after `smoother`.
 
-        Raises RuntimeError, on all ranks, before a `step` that a `backward` needs, and within
-        `no_sync` and `local_batches`.
+        Raises RuntimeError, on all ranks, after a `backward` that no `step` has followed, and
+        within `no_sync` and `local_batches`.
         """
         remedy = "Save after step(), on all ranks."
         check = self._check_between_steps
@@ -100,25 +101,25 @@ class RunStateInterface(MergeInterface, SequentialInterface):
 
     @one_at_a_time
     def load_run_state(self, entry: Entries, ranks: int) -> None:
-        """Go on from where `run_state` was called on ``ranks`` ranks; a collective call.
+        """Continue from the `run_state` of ``ranks`` ranks; a collective call.
 
-        On as many ranks, of the same reduction, all goes on bit for bit. Else rank 0 makes one of
-        what the ranks knew, as their next merge would have, and all begin with that; LSTM states
-        are shared out anew, in the ranks' order.
+        With as many ranks, and the same reduction, training continues bit for bit. Else rank 0
+        merges the ranks' posteriors, as their next merge would have, and all begin with that; LSTM
+        states are shared out anew, in the ranks' order.
 
         Args:
-            entry: ``entry(rank, name)`` returns an entry of what rank number ``rank`` returned.
-            ranks: how many there were.
+            entry: ``entry(rank, name)`` returns an entry of the state of rank number ``rank``.
+            ranks: the number of ranks that were saved.
 
-        Raises ValueError, on all ranks and before anything is changed, where the network is
-        another one; and what ``entry`` raises.
+        Raises ValueError, on all ranks and before anything is changed, if the network is another
+        one; and what ``entry`` raises.
         """
         self.check_run_state(entry, ranks)()
 
     def check_run_state(self, entry: Entries, ranks: int) -> Callable[[], None]:
-        """Do what `load_run_state` does before anything is changed; return what does the rest."""
+        """Check all that `load_run_state` checks; return a function that loads the state."""
         rank, size = self.communicator.rank, self.communicator.size
-        saved: list[dict[str, Any]] = []  # of this rank, or of all that it needs
+        saved: list[dict[str, Any]] = []  # the states of this rank, or of all that it needs
         same = False
 
         def check() -> list[Entry]:
@@ -126,7 +127,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             same = ranks == size and entry(rank, "layout") == self._layout()
             same &= entry(0, "options") == {name: self._options[name] for name in _DECISIVE}
             if rank == 0:
-                with suppress(KeyError):  # of an earlier version
+                with suppress(KeyError):  # Earlier versions did not save it.
                     self._check_layers(entry(0, "layers"))
             names = ["memory", "exchange"]
             if same or rank == 0:
@@ -135,7 +136,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 first = other == 0 or rank == 0
                 saved.append({n: entry(other, n) for n in names if first or same or n == "memory"})
             self._check_saved(saved, same)
-            return [("whether all is as it was", str(same))]
+            return [("whether ranks and options are as before", str(same))]
 
         def load() -> None:
             with self._or_abort():
@@ -160,7 +161,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 if "parameters" in state:
                     check_fits(named_parameters(self._replica), state["parameters"])
                 if not same and "exchange" in state and merges:
-                    check_merge(state["exchange"], len(self._replica.zeros()))
+                    check_merge(state["exchange"], 2 * self._replica.parameters.size)
         if same:
             require_alike("exchange", own, saved[0]["exchange"])
         elif merges and own:
@@ -193,11 +194,11 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             for parameters in arrays:
                 load_parameters(self._replica, parameters)
                 replica.pull()
-                posteriors.append(replica.zeros())
+                posteriors.append(np.zeros(2 * replica.parameters.size, np.float32))
                 replica.parameters.read_posterior(posteriors[-1])
             if exchange and len(saved) > 1:
                 states = [state["exchange"] for state in saved]
-                posterior = merge_saved(replica, posteriors, states)
+                posterior = merge_saved(replica.on_host, posteriors, states)
                 load_parameters(self._replica, _mean_statistics(arrays, states))
                 replica.pull()
                 replica.parameters.write_posterior(posterior)
@@ -226,12 +227,12 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 )
 
     def _layout(self) -> list[int]:
-        """Return what must be equal for a rank to take the state of that of its number."""
+        """Return the numbers that must be equal for each rank to load the state of its number."""
         nodes = self._exchange.nodes if isinstance(self._exchange, Merging) else 1
         return [self.communicator.size, nodes]
 
     def _memory(self) -> dict[str, Any]:
-        """Return what layers remember, of batches of what size, and who computes those."""
+        """Return the layers' states, their batch size, and the one that `ComputeByBatch` used."""
         memory = self.compute.memory()
         return {
             "batch": self._by_batch.batch if self._by_batch else None,
@@ -251,7 +252,7 @@ class RunStateInterface(MergeInterface, SequentialInterface):
 
 
 def named_parameters(replica: Replica) -> dict[str, NDArray[Any]]:
-    """Return views of all arrays that make a replica, by names like "0.mu_w"."""
+    """Return views of all arrays of a replica, by names like "0.mu_w"."""
     numbers: dict[str, int] = {}
     named = {}
     for layer, array in replica.state():
@@ -261,7 +262,7 @@ def named_parameters(replica: Replica) -> dict[str, NDArray[Any]]:
 
 
 def check_fits(own: Mapping[str, NDArray[Any]], saved: Mapping[str, NDArray[Any]]) -> None:
-    """Raise RanksDiffer, naming the first array, unless all are those of the network saved."""
+    """Raise RanksDiffer, naming the first array, unless ``saved`` is of the ``own`` network."""
     sizes = {name: array.size for name, array in own.items()}
     theirs = {name: array.size for name, array in saved.items()}
     if sizes != theirs:
@@ -274,7 +275,7 @@ def check_fits(own: Mapping[str, NDArray[Any]], saved: Mapping[str, NDArray[Any]
 
 
 def load_parameters(replica: Replica, parameters: Mapping[str, NDArray[Any]]) -> None:
-    """Write what `named_parameters` has returned, of all arrays or of none."""
+    """Write the arrays of `named_parameters`, all of them or none."""
     if parameters:
         replica.pull()
         replica.export()
@@ -284,7 +285,7 @@ def load_parameters(replica: Replica, parameters: Mapping[str, NDArray[Any]]) ->
 
 
 def _shared(memories: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
-    """Return what a rank is to remember: its part of what all ranks did, in their order."""
+    """Return this rank's part of the layers' states of all ranks, in their order."""
     samples = sum(memory["samples"] for memory in memories)
     if not memories[0]["lstm"] or not samples:
         return memories[0]
@@ -310,7 +311,7 @@ def _shared(memories: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, 
 def _mean_statistics(
     arrays: list[Mapping[str, NDArray[Any]]], states: list[dict[str, Any]]
 ) -> dict[str, NDArray[Any]]:
-    """Return rank 0's arrays, with running statistics averaged by samples since the merge."""
+    """Return rank 0's arrays, with running statistics averaged by samples since the last merge."""
     samples = np.array([state["counters"]["_samples"] for state in states], np.float64)
     weights = samples / samples.sum() if samples.any() else np.eye(len(states))[0]
     mean = dict(arrays[0])

@@ -23,14 +23,14 @@ class SameRows:
         self._digest = ""  # of the rows of the last forward pass, "" if it had none
 
     def look(self, mean: Any) -> None:
-        """Take note of the rows of a forward pass, flat: an array or a tensor."""
+        """Record the rows of a forward pass, flat: an array or a tensor."""
         rows = mean if isinstance(mean, np.ndarray) else mean.detach().cpu().float().numpy()
         self._digest = hashlib.blake2b(rows.data, digest_size=8).hexdigest() if rows.size else ""
 
     def compare(self, stepped: bool) -> None:
         """Warn on rank 0 if two or more ranks have rows, and all the same; a collective call.
 
-        ``stepped``: whether this rank has made a step of the last forward pass.
+        ``stepped``: True if this rank has made a step of the last forward pass.
         """
         own = self._digest if stepped else ""
         found = [each for each in all_gather_object(self._communicator, own) if each]

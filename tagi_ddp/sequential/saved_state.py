@@ -1,4 +1,4 @@
-"""Checks that what a checkpoint holds of a network fits, before any of it is loaded."""
+"""Checks that the saved state of a network fits, before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_LATER = {"means"}  # entries that earlier versions did not save, and whose absence is provided for
+_LATER = {"means"}  # entries that earlier versions did not save, and that may be missing
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -63,7 +63,7 @@ def check_memory(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def check_merge(state: Mapping[str, Any], size: int) -> None:
-    """Raise ValueError unless `merge_saved` can take a state in, of ``size`` numbers."""
+    """Raise ValueError unless `merge_saved` can merge a state, with arrays of ``size`` numbers."""
     numbers = np.zeros(size, np.float32)
     level = {"gaussians": numbers, "steps": 0, "damping": None}
     known = {"node_number": 0, "counters": {"_samples": 0}, "node": level, "nodes": None}
@@ -74,10 +74,10 @@ def check_merge(state: Mapping[str, Any], size: int) -> None:
 
 
 def _differs(name: str, own: Any, saved: Any) -> ValueError:
-    return ValueError(f"{name} is {_told(saved)} in what was saved, and {_told(own)} here")
+    return ValueError(f"{name} is {_kind(saved)} in what was saved, and {_kind(own)} here")
 
 
-def _told(value: Any) -> str:
+def _kind(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.size} numbers of {value.dtype}"
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The names of the wrapped network that DDPSequential hands on to it."""
+"""The attributes that DDPSequential has from the wrapped network."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tagi_ddp.replica.protocol import Replica
 
 
 class WrappedNetwork:
-    """pytagi's names that need no code here: the network's own, with the replica's parameters."""
+    """The network's own attributes that need no code here, with the replica's parameters."""
 
     model: Any
     """The pytagi Sequential that is trained."""
     _replica: Replica
 
-    if TYPE_CHECKING:  # type checkers and the reference know these names, and no others
+    if TYPE_CHECKING:  # Type checkers and the reference know only these names.
         layers: list[Any]
         """The engine's layers, in order."""
         device: str
@@ -51,7 +51,7 @@ class WrappedNetwork:
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Return what only the model has."""
+            """Return an attribute that only the model has."""
             if name.startswith("_") or name in ("model", "compute"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             self._replica.export()

@@ -1,1 +1,1 @@
-"""What `step` does with the deltas of all ranks: exchange, cap, apply; or merge posteriors."""
+"""The work of `step`: exchange, cap and apply the deltas of all ranks, or merge posteriors."""

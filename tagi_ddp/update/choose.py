@@ -1,16 +1,21 @@
-"""Which exchange of deltas a step uses: the fastest that its setting allows."""
+"""The choice of a step's exchange: the fastest that its setting allows."""
 
 from __future__ import annotations
 
 from tagi_ddp._backend import ShmCommunicator
 from tagi_ddp.communicators.topology import topology_of
+from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.update import exchange
-from tagi_ddp.update.exchange import Alone, Bucket, Exchange, Fused, Overlapped, Queued, Setting
-from tagi_ddp.update.sharded import InSharedMemory, Scattered
-
-# Over shared memory, for deltas in the engine's layers, every rank reads every other's; with more
-# ranks than this it is less work to let each reduce its share of a bucket for all.
-MOST_FUSED_RANKS = 4
+from tagi_ddp.update.exchange import (
+    Alone,
+    Bucket,
+    Exchange,
+    InSharedMemory,
+    Overlapped,
+    Queued,
+    Setting,
+)
+from tagi_ddp.update.sharded import Scattered
 
 
 def make_exchange(setting: Setting) -> Exchange:
@@ -20,8 +25,7 @@ def make_exchange(setting: Setting) -> Exchange:
     |------------------------------|---------------------------|----------------|----------------|
     | on a device                  | there, or of one rank     | Queued         | Queued         |
     | on the host                  | of one rank               | Alone          | Alone          |
-    | in the engine's layers       | shm, at most 4 ranks      | Fused          | Fused          |
-    | in the layers or a bucket    | shm                       | Bucket         | InSharedMemory |
+    | on the host                  | shm                       | InSharedMemory | InSharedMemory |
     | in a bucket of several parts | between hosts             | Overlapped     | Scattered      |
     | anywhere                     | any other                 | Bucket         | Scattered      |
     """
@@ -32,10 +36,9 @@ def make_exchange(setting: Setting) -> Exchange:
     if communicator.size == 1:
         return Alone(setting)
     if isinstance(communicator, ShmCommunicator) and replica.memory is not None:
-        if bucket is None and communicator.size <= MOST_FUSED_RANKS:
-            return Fused(setting, communicator)
-        if setting.sharded:
-            return InSharedMemory(setting, communicator)
+        if bucket is None:
+            bucket = host_bucket(communicator, replica.parameters.size)
+        return InSharedMemory(setting, communicator, bucket)
     if setting.sharded:
         return Scattered(setting)
     several_parts = bucket is not None and bucket.nbytes >= 2 * exchange.PART_BYTES

@@ -8,29 +8,31 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from tagi_ddp._backend import COMPRESS_BLOCK
-from tagi_ddp.communicators import Buffer, Communicator
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica.codec import HostCodec
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import as_array, fill, to_host
+from tagi_ddp.replica.staging import on_host, staged
 
 Compress = Literal["bf16", "int8"]
 BITS: dict[str, int] = {"bf16": 16, "int8": 8}
 
 
 class Pending(Protocol):
-    """A sum under way."""
+    """A sum in progress."""
 
     def wait(self) -> None:
-        """Return when it is where it should be."""
+        """Wait until the sum is complete."""
         ...
 
 
 class CompressedSum:
-    """Sums changes over the ranks of a group; what rounding drops is sent the next time.
+    """A sum of changes over the ranks of a group; what rounding drops is sent the next time.
 
-    Ranks send parts of their changes to those that sum them up in full precision, and these send
-    the sums to all: each rank sends and receives two changes of few bits, however many ranks there
-    are, and all have the same bits (Tang et al. 2019, "DoubleSqueeze", arXiv:1905.06957). On the
-    wire precisions and means are in units of the prior's, so that numbers of a block are alike.
+    Each rank sends the parts of its change to the ranks that sum them in full precision, and these
+    send the sums to all. So a rank sends and receives two compressed changes, however many ranks
+    there are, and all get the same bits (Tang et al. 2019, "DoubleSqueeze", arXiv:1905.06957). On
+    the wire, precisions and means are in units of the prior: numbers of a block have similar sizes.
 
     The residual, which rounding has dropped, is kept as a change of natural parameters, because
     those units stay the same when the prior changes. Its weighted means are relative to the means
@@ -41,30 +43,30 @@ class CompressedSum:
     """
 
     def __init__(self, communicator: Communicator, replica: Replica, compress: Compress) -> None:
-        self._communicator = communicator
-        self._codec = codec = replica.codec(BITS[compress])
+        self._communicator, self._device = communicator, replica.device
+        self._codec = codec = HostCodec(BITS[compress])
         self._size = replica.parameters.size
         blocks = -(-self._size // (communicator.size * COMPRESS_BLOCK))
         self._width = blocks * COMPRESS_BLOCK
         # The residuals of this rank's changes, and of the sums that it makes.
         self._own = codec.floats(communicator.size * 2 * self._width)
         self._part = codec.floats(2 * self._width)
-        self._means = codec.floats(self._size)  # that the residuals are relative to
+        self._means = codec.floats(self._size)  # of the prior at the last `start`
 
     def restart(self) -> None:
         """Drop the residual."""
         self._own[:] = self._part[:] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on from here, on this rank."""
+        """Return this rank's state for `load_state_dict`."""
         return {
-            "own": as_array(self._own),
-            "part": as_array(self._part),
-            "means": as_array(self._means),
+            "own": self._own,
+            "part": self._part,
+            "means": self._means,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the point at which `state_dict` was called.
+        """Restore what `state_dict` returned on this rank.
 
         A state without means comes from a version whose residual had units that the state does not
         contain: the residual is dropped, with a RuntimeWarning.
@@ -79,36 +81,38 @@ class CompressedSum:
             )
             self.restart()
             return
-        fill(self._own, state["own"])
-        fill(self._part, state["part"])
-        fill(self._means, state["means"])
+        self._own[:] = state["own"]
+        self._part[:] = state["part"]
+        self._means[:] = state["means"]
 
-    def start(self, change: Buffer, description: Buffer, before: Buffer) -> Pending:
-        """Begin to sum ``change`` since Gaussians ``before``; ``description`` stays exact."""
+    def start(self, change: FloatArray, description: FloatArray, before: FloatArray) -> Pending:
+        """Start to sum ``change`` since Gaussians ``before``; ``description`` is summed exactly."""
         codec, ranks = self._codec, self._communicator.size
         units = self._rows(codec.units(before))
-        units[units == 0] = 1  # of the padding
+        units[units == 0] = 1  # the padding
         self._refer_to(before[: self._size])
         scaled = (self._own + self._rows(change)) * units
         exact = codec.floats(-(-len(description) // ranks) * ranks)
         exact[: len(description)] = description
         message = codec.join(codec.compress(scaled), exact, ranks)
         self._own = scaled / units
-        sent = to_host(self._communicator, message)
+        sent = staged(self._communicator, message, self._device)
         rows = sent * 0
         work = self._communicator.all_to_all(sent, rows, async_op=True)
 
         def finish() -> None:
             assert work is not None
             work.wait()
-            total, exactly = self._sum(rows, len(exact) // ranks, units)
+            total, exactly = self._sum(on_host(rows), len(exact) // ranks, units)
             self._halves(total / units, change)
             description[:] = exactly[: len(description)]
 
         return Finishing(finish)
 
-    def _sum(self, rows: Buffer, exact: int, units: Buffer) -> tuple[Buffer, Buffer]:
-        """Sum the parts of all ranks, give the sums to all, and return them."""
+    def _sum(
+        self, rows: FloatArray, exact: int, units: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Sum the parts of all ranks, send the sums to all, and return them."""
         codec, exactly = self._codec, self._codec.floats(exact)
         own_units = units.reshape(self._communicator.size, -1)[self._communicator.rank]
         sums = self._part * own_units
@@ -118,15 +122,15 @@ class CompressedSum:
             exactly += floats
         part = codec.join(codec.compress(sums), exactly, 1)
         self._part = sums / own_units
-        gathered = rows * 0
-        self._communicator.all_gather(to_host(self._communicator, part), gathered)
-        compressed, exactly = codec.split(gathered, exact)
+        gathered = staged(self._communicator, rows * 0, self._device)
+        self._communicator.all_gather(staged(self._communicator, part, self._device), gathered)
+        compressed, exactly = codec.split(on_host(gathered), exact)
         total = codec.floats(len(self._own))
         codec.add(compressed, total)
         return total, exactly
 
-    def _refer_to(self, means: Buffer) -> None:
-        """Convert the residuals, relative to `_means`, to those relative to ``means``."""
+    def _refer_to(self, means: FloatArray) -> None:
+        """Make the residuals, which are relative to `_means`, relative to ``means``."""
         rank, ranks = self._communicator.rank, self._communicator.size
         moved = self._codec.floats(ranks * self._width)
         moved[: self._size] = self._means - means
@@ -136,7 +140,7 @@ class CompressedSum:
         part[1] += part[0] * moved[rank]
         self._means[:] = means
 
-    def _rows(self, halves: Buffer) -> Buffer:
+    def _rows(self, halves: FloatArray) -> FloatArray:
         """Return [precisions | weighted means] as a flat array of all ranks' parts."""
         ranks = self._communicator.size
         rows = self._codec.floats(len(self._own))
@@ -146,8 +150,8 @@ class CompressedSum:
             rows.reshape(ranks, 2, -1)[:, half] = padded.reshape(ranks, -1)
         return rows
 
-    def _halves(self, rows: Buffer, out: Buffer) -> None:
-        """Write what `_rows` returned, as [precisions | weighted means], to ``out``."""
+    def _halves(self, rows: FloatArray, out: FloatArray) -> None:
+        """Write ``rows``, as `_rows` returns them, to ``out`` as [precisions | weighted means]."""
         parts = rows.reshape(self._communicator.size, 2, -1)
         for half in range(2):
             whole = parts[:, half].reshape(-1)
@@ -156,6 +160,6 @@ class CompressedSum:
 
 @dataclass
 class Finishing:
-    """A sum that a function finishes."""
+    """A sum that a function completes."""
 
     wait: Callable[[], None]

@@ -1,21 +1,25 @@
-"""What the ranks of a group know together, and how they come to it."""
+"""The common posterior of the ranks of a group, and its merges."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tagi_ddp.communicators import Buffer, Communicator
-from tagi_ddp.replica.protocol import AdaptiveSum, Replica
-from tagi_ddp.replica.staging import Sum, as_array, broadcast, fill
+import numpy as np
+
+from tagi_ddp._backend import AdaptiveSum
+from tagi_ddp.communicators import Communicator
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.staging import Sum, broadcast, host_bucket
 from tagi_ddp.update.compressed_sum import Compress, CompressedSum, Pending
 
 
 class Consensus:
-    """The posterior of all that the ranks of a group have told each other; equal on all of them.
+    """The posterior that the ranks of a group have in common; equal on all of them.
 
-    ``adaptive``: where the ranks have learned alike their changes are averaged, not summed
-    (cpp_backend/update/adaptive_sum.h). ``agreement`` then tells by layer how much alike, from 0 to
-    1, at the last merge. ``compress``: changes travel in so many bits.
+    ``adaptive``: merges average the changes in which ranks have learned alike, and sum the others
+    (cpp_backend/update/adaptive_sum.h). ``agreement`` is then by layer how much alike, from 0 to 1,
+    at the last merge. ``compress``: the format in which changes are sent.
     """
 
     def __init__(
@@ -25,28 +29,29 @@ class Consensus:
         adaptive: bool,
         compress: Compress | None,
     ) -> None:
-        self._replica = replica
+        self._replica, self._parameters = replica, replica.on_host
         self._compress = compress
-        self._damping = replica.adaptive_sum() if adaptive else None
-        self.gaussians = replica.zeros()
-        size = len(self.gaussians)
-        # A change, and what describes it.
-        self.bucket = replica.bucket(communicator, self._damping.described if self._damping else 0)
-        self.change, self._description = self.bucket[:size], self.bucket[size:]
-        self.steps = 0  # that this rank has made since its last change
+        self._damping = AdaptiveSum(self._parameters) if adaptive else None
+        size = self._parameters.size
+        self.gaussians = np.zeros(2 * size, np.float32)
+        # The bucket holds a change and its description.
+        described = self._damping.described if self._damping else 0
+        self.bucket = host_bucket(communicator, size, described)
+        self.change, self._description = self.bucket[: 2 * size], self.bucket[2 * size :]
+        self.steps = 0  # of this rank since its last change
         self.agreement = [0.0] * len(replica.layers)
         self.enter(communicator)
         self.begin()
 
     def enter(self, communicator: Communicator) -> None:
-        """Be that of another group, whose ranks know the same; what rounding kept is forgotten."""
+        """Switch to another group with the same posterior; drop the compression residual."""
         self._communicator = communicator
         self._compressed = None
         if self._compress and communicator.size > 1:
             self._compressed = CompressedSum(communicator, self._replica, self._compress)
 
     def begin(self) -> None:
-        """Begin anew with the present state."""
+        """Restart from the present posterior of the replica."""
         self._replica.parameters.read_posterior(self.gaussians)
         self.steps = 0
         if self._damping:
@@ -55,9 +60,9 @@ class Consensus:
             self._compressed.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on from here, on this rank."""
+        """Return this rank's state for `load_state_dict`."""
         return {
-            "gaussians": as_array(self.gaussians),
+            "gaussians": self.gaussians,
             "steps": self.steps,
             "agreement": list(self.agreement),
             "damping": memory_of(self._damping),
@@ -65,8 +70,8 @@ class Consensus:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was called, by a consensus of the same settings."""
-        fill(self.gaussians, state["gaussians"])
+        """Restore what `state_dict` returned for a consensus of the same settings."""
+        self.gaussians[:] = state["gaussians"]
         self.steps = state["steps"]
         self.agreement = list(state["agreement"])
         remember(self._damping, state["damping"])
@@ -74,43 +79,43 @@ class Consensus:
             self._compressed.load_state_dict(state["compressed"])
 
     def take_over(self, source: int) -> None:
-        """Know what rank ``source`` knows; a collective call."""
+        """Copy the state of rank ``source`` to all ranks; a collective call."""
         memory = [self._damping.previous, self._damping.trust] if self._damping else []
         for buffer in (self.gaussians, *memory):
-            broadcast(self._communicator, buffer, source)
+            broadcast(self._communicator, buffer, source, self._replica.device)
 
-    def merge(self, now: Buffer) -> list[int]:
-        """Take in what each rank has learned, which has led it ``now`` to another posterior.
+    def merge(self, now: FloatArray) -> list[int]:
+        """Merge the ranks' changes; ``now`` is the posterior that this rank has reached alone.
 
-        Returns how many parameters of each layer took only a part of it.
+        Returns how many parameters of each layer took only a part of the merge.
         """
         if self._communicator.size == 1:
             self.gaussians[:] = now
             self.steps = 0
             return [0] * len(self._replica.layers)
-        self._replica.parameters.change_since(now, self.gaussians, self.change)
+        self._parameters.change_since(now, self.gaussians, self.change)
         self.start().wait()
         self.agree()
-        return self._replica.parameters.add_change(self.gaussians, self.gaussians, self.change)
+        return self._parameters.add_change(self.gaussians, self.gaussians, self.change)
 
     def start(self) -> Pending:
-        """Begin to add up the ranks' changes, of which `change` holds this one's."""
+        """Start to sum the ranks' changes; `change` holds this rank's."""
         if self._damping:
             self._damping.describe(self.change, self.gaussians, self.steps, self._description)
         self.steps = 0
         if self._compressed:
             return self._compressed.start(self.change, self._description, self.gaussians)
-        return Sum(self._communicator, self.bucket)
+        return Sum(self._communicator, self.bucket, self._replica.device)
 
     def share(self, group: Communicator, root: int) -> None:
-        """Give the sum to ranks of another group, which have the same posterior.
+        """Send the sum from ``root`` to a group of ranks that have the same posterior.
 
         They wait twice as long as ``root``, which has waited for the sum.
         """
-        broadcast(group, self.bucket, root, 2 * group.timeout)
+        broadcast(group, self.bucket, root, self._replica.device, 2 * group.timeout)
 
     def agree(self) -> None:
-        """Make of the sum of all changes, in `change`, what is taken in."""
+        """Damp the sum of all changes, in `change`, if ``adaptive``."""
         if self._damping:
             ranks = self._communicator.size
             self.agreement = self._damping.damp(
@@ -119,14 +124,14 @@ class Consensus:
 
 
 def memory_of(damping: AdaptiveSum | None) -> dict[str, Any] | None:
-    """Return what it remembers of the sums before, for `remember`."""
+    """Return the memory of the sums before, for `remember`."""
     if damping is None:
         return None
-    return {"previous": as_array(damping.previous), "trust": as_array(damping.trust)}
+    return {"previous": damping.previous, "trust": damping.trust}
 
 
 def remember(damping: AdaptiveSum | None, memory: dict[str, Any] | None) -> None:
-    """Let it remember what `memory_of` has returned."""
+    """Restore what `memory_of` has returned."""
     if damping is not None and memory is not None:
-        fill(damping.previous, memory["previous"])
-        fill(damping.trust, memory["trust"])
+        damping.previous[:] = memory["previous"]
+        damping.trust[:] = memory["trust"]

@@ -1,4 +1,4 @@
-"""Exchanges of a group that loses and wins ranks: the state that goes on to the next group."""
+"""Exchanges of an elastic job, whose state passes from one group of ranks to the next."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.parameter_file import statistics_of
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Bucket, Exchange, Setting
-from tagi_ddp.update.merging import Merging, Scheme
+from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.not_finite import NotFiniteError
+from tagi_ddp.update.reduction import Reduction
 
 
 class Calls(Protocol):
-    """The launcher's requests to come for the next group; see `launcher.meeting`."""
+    """The launcher's calls to join the next group; see `launcher.meeting`."""
 
     @property
     def awaited(self) -> bool:
-        """True if ranks wait to join, and nothing else has happened."""
+        """True if new ranks wait to join, and there is no other reason for a group."""
         ...
 
     def called(self, progress: int, exchanging: bool) -> bool:
-        """Return whether this rank should come at once."""
+        """Return whether this rank should join the next group at once."""
         ...
 
 
 class NextGroup(Exception):
-    """The ranks are wanted for the next group; nothing has been exchanged."""
+    """The ranks must join the next group; nothing has been exchanged."""
 
 
 class ElasticExchange(Exchange):
-    """One that goes from group to group with its rank; it begins alone, and joins by `enter`.
+    """An exchange that stays with its rank: it begins alone, and joins each group by `enter`.
 
     ``progress`` counts the updates of all ranks that the replica has taken.
     """
 
     progress: int
     steps_made: int
-    """The number of steps that the posterior knows of."""
+    """The number of steps that the posterior includes."""
     between_steps = False
     """True in a loop over steps: ranks that wait to join are admitted between two of them."""
     awaited = False
@@ -52,40 +53,40 @@ class ElasticExchange(Exchange):
     _calls: Calls
 
     def _require_group(self) -> None:
-        """Raise `NextGroup` if this rank should come for the next group and not exchange."""
+        """Raise `NextGroup` if this rank should join the next group instead of exchanging."""
         joins = not self.between_steps and self._calls.awaited
         if joins or self._calls.called(self.progress, True):
-            raise NextGroup("all ranks meet again")
+            raise NextGroup("all ranks join the next group")
 
     @abstractmethod
     def enter(self, communicator: Communicator) -> None:
-        """Belong to another group; a collective call of its ranks."""
+        """Switch to another group; a collective call of its ranks."""
 
     @abstractmethod
     def take_over(self, source: int, behind: bool) -> None:
-        """Go on from where rank ``source`` is, as this one may be ``behind``; a collective call."""
+        """Copy the state of rank ``source`` to ranks that are ``behind``; a collective call."""
 
     def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
-        """Return this rank's part of the deltas that add up over steps; it has ``own`` so far."""
+        """Return this rank's part of the deltas that add up over steps, so far ``own``."""
         return own
 
     @abstractmethod
-    def settle(self) -> None:
-        """Make the replicas equal, which are at one place now; a collective call."""
+    def make_equal(self) -> None:
+        """Make the replicas of all ranks equal, after `take_over`; a collective call."""
 
 
 class ElasticSum(Bucket, ElasticExchange):
-    """Sums or means of deltas: the step that a rank leaves half is made by none of the others.
+    """Sums or means of deltas, in an elastic job; ``progress`` counts refused steps, too.
 
-    Or by some of them, whose replicas the others take then. Steps that were refused count, too.
+    If a rank is lost in a step, the others repeat it, or copy the replica of one that has made it.
     """
 
     def __init__(self, setting: Setting, calls: Calls) -> None:
         super().__init__(replace(setting, bucket=None))
-        self._bucket = setting.replica.zeros()  # of no group
+        self._bucket = setting.replica.zeros()  # that of no group
         self._calls = calls
         self.progress = 0
-        # The deltas that add up over steps, of all ranks: a rank that is lost takes none with it.
+        # The sums over all ranks of deltas that add up over steps: none is lost with a rank.
         self._lasting = [
             np.zeros(2 * count, np.float32) for _, count in accumulating_blocks(setting.replica)
         ]
@@ -99,10 +100,10 @@ class ElasticSum(Bucket, ElasticExchange):
         self.progress = steps
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
-        """Make the step with all ranks; raise `NextGroup` if they are wanted."""
+        """Make the step with all ranks; raise `NextGroup` if another group is due."""
         self._require_group()
         try:
-            # The ranks vote: none is finished if others wait to join.
+            # A vote of ``finished`` means here that no rank waits to join.
             self.awaited = not super().__call__(samples, finished=not self._calls.awaited)
         except NotFiniteError:
             self.progress += 1
@@ -132,7 +133,7 @@ class ElasticSum(Bucket, ElasticExchange):
 
     def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
         if not self.progress and not any(total.any() for total in self._lasting):
-            return own  # neither a step nor a checkpoint has told their sums yet
+            return own  # No step and no checkpoint has set the sums yet.
         return [total * (self._communicator.rank == source) for total in self._lasting]
 
     def count_lasting(self, own: list[FloatArray]) -> None:
@@ -140,22 +141,23 @@ class ElasticSum(Bucket, ElasticExchange):
             total[:] = part
             self._communicator.all_reduce(total)
 
-    def settle(self) -> None:
+    def make_equal(self) -> None:
         """Do nothing: all ranks are equal."""
 
 
 class ElasticMerging(Merging, ElasticExchange):
-    """Merges, of which a rank that is lost takes with it what it has learned since the last one.
+    """Merges in an elastic job; what a rank learned since the last merge is lost with it.
 
     ``progress`` counts merges.
     """
 
-    def __init__(self, setting: Setting, scheme: Scheme, every: int, calls: Calls) -> None:
-        super().__init__(setting, replace(scheme, node_size=None), every)
+    def __init__(self, setting: Setting, reduction: Reduction, calls: Calls) -> None:
+        assert isinstance(reduction.sync_every, int)  # `Reduction.check_elastic`
+        super().__init__(setting, reduction, reduction.sync_every)
         self._calls = calls
         self.progress = 0
         for memory in (self._now, self._node.bucket):
-            memory.fill(0)  # it is there before others wait for this rank
+            memory.fill(0)  # This allocates it before others wait for this rank.
 
     @property
     def steps_made(self) -> int:
@@ -166,16 +168,16 @@ class ElasticMerging(Merging, ElasticExchange):
         self._all_shares = steps
 
     def end_share(self, finished: bool = False) -> bool:
-        """Do as other merges do; raise `NextGroup` if one waits that has merged less often."""
+        """Count a share of a batch; raise `NextGroup` if a rank with fewer merges waits."""
         done = super().end_share(finished)
         if self._calls.called(self.progress, False):
-            raise NextGroup("all ranks meet again")
+            raise NextGroup("all ranks join the next group")
         return done
 
     def merge(self, finished: bool = False) -> bool:
-        """Merge, unless the ranks are wanted."""
+        """Merge; raise `NextGroup` if another group is due."""
         self._require_group()
-        self.settle()
+        self.make_equal()
         return False
 
     def enter(self, communicator: Communicator) -> None:
@@ -188,7 +190,7 @@ class ElasticMerging(Merging, ElasticExchange):
         comm, replica = self._communicator, self._replica
         everyone = all_gather_object(comm, [self.progress, self.steps_made, behind])
         self.progress = everyone[source][0]
-        # Ranks that were slower leave out what is left of the steps since the last merge.
+        # Slower ranks skip their remaining steps since the last merge.
         self._all_shares = max(steps for _, steps, _ in everyone)
         if not any(late for _, _, late in everyone):
             return
@@ -197,16 +199,16 @@ class ElasticMerging(Merging, ElasticExchange):
         for arrays in statistics_of(replica.state()).values():
             for array in arrays:
                 comm.broadcast(array if behind else array.copy(), source)
-        if behind:  # the others have what it has learned, or have left that behind
+        if behind:  # The others have merged what this rank has learned, or it is dropped.
             self._begin()
             self._node.steps = 0
             self._write()
 
-    def settle(self) -> None:
+    def make_equal(self) -> None:
         """Merge what the ranks have learned since the last merge; a collective call."""
         try:
             self.awaited = not super().merge(finished=not self._calls.awaited)
-        except NotFiniteError:  # all else has been merged
+        except NotFiniteError:  # All other steps have been merged.
             self.progress += 1
             raise
         self.progress += 1

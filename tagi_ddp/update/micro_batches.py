@@ -1,4 +1,4 @@
-"""Which deltas the next step applies: those of one batch, or the sums of several micro-batches."""
+"""The deltas that the next step applies: those of one batch, or the sums of micro-batches."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from tagi_ddp.replica.protocol import Replica
 
 
 class Accumulation:
-    """What lies between two steps: forward and backward once, or often under `no_sync`.
+    """The state between two steps: one forward and backward, or several under `no_sync`.
 
-    ``forwarded`` is the number of samples of the forward pass that a backward would follow, and
+    ``forwarded`` is the number of samples of a forward pass that no backward has followed yet, and
     None if there is none; ``samples`` those behind the replica's present deltas, None without any.
-    ``adds`` tells whether deltas add up until the next step.
+    ``adds`` is True if deltas add up until the next step.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.forwarded: int | None = None
         self.samples: int | None = None
         self.adds = False
-        self._blocked = False  # inside of no_sync
+        self._blocked = False  # True inside of `no_sync`
         self._replica = replica
         # Backward replaces most layers' deltas; in the others they add up by themselves.
         self._layers = [not layer.accumulates for layer in replica.layers]
-        self._sums: Buffer | None = None  # of earlier micro-batches, of _summed samples
+        self._sums: Buffer | None = None  # of earlier micro-batches, with `_summed` samples
         self._summed = 0
 
     @property
     def between_steps(self) -> bool:
-        """Whether there is nothing that a step would apply."""
+        """True if there are no deltas that a step would apply."""
         return self.samples is None and not self.adds
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let deltas add up until the step after the block."""
+        """Add up deltas until the step after the block."""
         self._blocked = self.adds = True
         try:
             yield
@@ -43,12 +43,12 @@ class Accumulation:
             self._blocked = False
 
     def discard(self) -> None:
-        """Forget all deltas, and a forward pass that a backward would follow."""
+        """Drop all deltas, and a forward pass that no backward has followed yet."""
         self.forwarded = self.samples = self._sums = None
         self._summed, self.adds = 0, self._blocked
 
     def before_backward(self) -> int:
-        """Return the samples of the backward that begins, and save what it would replace."""
+        """Save the deltas that a backward would replace; return its number of samples."""
         if self.forwarded is None:
             raise RuntimeError("backward() needs a forward() before it")
         if self.adds and self.forwarded and self.samples:
@@ -60,13 +60,13 @@ class Accumulation:
         return self.forwarded
 
     def after_backward(self) -> None:
-        """Take note of the new deltas; those of an empty share replace none that add up."""
+        """Record the new deltas; those of an empty share replace none that add up."""
         if self.forwarded or not (self.adds and self.samples):
             self.samples = self.forwarded
         self.forwarded = None
 
     def take(self) -> int:
-        """Let the replica's deltas be all that have added up; return their samples."""
+        """Write the sums of all deltas to the replica; return their number of samples."""
         if self._blocked:
             raise RuntimeError("step() inside no_sync() would let replicas differ; end the block")
         if self.samples is None:

@@ -1,4 +1,4 @@
-"""The error of a step that deltas forbid, and its one text."""
+"""The error of a step that is refused because of its deltas, and its text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tagi_ddp.communicators.guard import AllRanksRaise
 class NotFiniteError(AllRanksRaise, FloatingPointError):
     """A step was refused: deltas of some rank are NaN or infinite; raised on all ranks.
 
-    It has changed no parameter. ``ranks`` are those at fault.
+    It has changed no parameter. ``ranks`` are the ranks at fault.
     """
 
     def __init__(self, message: str, ranks: list[int]) -> None:
@@ -21,7 +21,7 @@ class NotFiniteError(AllRanksRaise, FloatingPointError):
 
 
 def refusal(what: str, ranks: list[int], layer: str = "") -> str:
-    """Return what to say of ``what``, like "an earlier step"; ``layer`` is this rank's at fault."""
+    """Return the text for ``what``, like "an earlier step was"; ``layer`` is at fault here."""
     where = f" (here: layer {layer})" if layer else ""
     return (
         f"{what} refused on all ranks: deltas of ranks {ranks} were NaN or infinite{where}. No "

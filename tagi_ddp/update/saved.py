@@ -1,4 +1,4 @@
-"""The posterior of ranks that are no more, from what they have saved between two merges."""
+"""The posterior of ranks that have ended, from their states between two merges."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from numpy.typing import NDArray
+import numpy as np
 
-from tagi_ddp.communicators import Buffer
-from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import fill
+from tagi_ddp._backend import AdaptiveSum, Parameters
+from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.update.consensus import remember
 
 
 def merge_saved(
-    replica: Replica, posteriors: Sequence[Buffer], states: Sequence[dict[str, Any]]
-) -> Buffer:
-    """Return what all ranks knew together: what their next merge would have made of it.
+    parameters: Parameters, posteriors: Sequence[FloatArray], states: Sequence[dict[str, Any]]
+) -> FloatArray:
+    """Return the posterior that the next merge of all ranks would have reached.
 
-    Up to rounding, and but for what a compressed sum had not sent yet.
+    It differs by rounding, and by what a compressed sum had not sent yet.
 
     Args:
-        replica: of the same network.
+        parameters: of the same network.
         posteriors: of each rank, in rank order: Gaussians, [means | variances].
-        states: what `Merging.state_dict` returned on each.
+        states: what `Merging.state_dict` returned on each rank.
     """
     ranks = zip(posteriors, states, strict=True)
     nodes = [
@@ -35,7 +34,9 @@ def merge_saved(
         )
     ]
     merged = [
-        _merged(replica, [posterior for posterior, _ in node], [state["node"] for _, state in node])
+        _merged(
+            parameters, [posterior for posterior, _ in node], [state["node"] for _, state in node]
+        )
         for node in nodes
     ]
     if len(nodes) == 1:
@@ -44,40 +45,38 @@ def merge_saved(
     arrived = next((level["sum"] for level in levels if level["sum"] is not None), None)
     firsts = [node[0][1]["nodes"] for node in nodes]
     in_flight = None if arrived is None else (arrived, [level["sent"] for level in firsts])
-    return _merged(replica, merged, [level["common"] for level in firsts], in_flight)
+    return _merged(parameters, merged, [level["common"] for level in firsts], in_flight)
 
 
 def _merged(
-    replica: Replica,
-    posteriors: Sequence[Buffer],
+    parameters: Parameters,
+    posteriors: Sequence[FloatArray],
     states: Sequence[dict[str, Any]],
-    in_flight: tuple[NDArray[Any], Sequence[NDArray[Any]]] | None = None,
-) -> Buffer:
-    """Merge the posteriors of a group; ``states`` of its consensus, on each rank.
+    in_flight: tuple[FloatArray, Sequence[FloatArray]] | None = None,
+) -> FloatArray:
+    """Merge the posteriors of a group; ``states`` are those of its consensus, on each rank.
 
-    A sum that was ``in_flight``, with the changes that were sent for it, is taken in before: each
-    change is in its own node's posterior, and not yet in the common one.
+    A sum ``in_flight``, with the changes that were sent for it, is merged before: each change is in
+    its own node's posterior, and not yet in the common one.
     """
     if len(posteriors) == 1:
         return posteriors[0]
-    parameters = replica.parameters
-    common, change, total = (replica.zeros() for _ in range(3))
-    fill(common, states[0]["gaussians"])
+    size = parameters.size
+    common = np.array(states[0]["gaussians"], np.float32)
+    change, total = (np.zeros(2 * size, np.float32) for _ in range(2))
     damping = None
     if states[0]["damping"] is not None:
-        damping = replica.adaptive_sum()
+        damping = AdaptiveSum(parameters)
         remember(damping, states[0]["damping"])
     described = damping.described if damping else 0
-    description, descriptions = replica.zeros()[:described], replica.zeros()[:described]
+    description, descriptions = (np.zeros(described, np.float32) for _ in range(2))
     if in_flight is not None:
         arrived, sent = in_flight
-        fill(total, arrived[: len(total)])
-        fill(descriptions, arrived[len(total) :])
+        total[:], descriptions[:] = arrived[: 2 * size], arrived[2 * size :]
         if damping:
             damping.damp(total, common, descriptions, len(posteriors))
         for posterior, own in zip(posteriors, sent, strict=True):
-            fill(change, own)
-            parameters.add_change(posterior, common, total, change)
+            parameters.add_change(posterior, common, total, own)
         parameters.add_change(common, common, total)
         total[:] = descriptions[:] = 0
     for posterior, state in zip(posteriors, states, strict=True):

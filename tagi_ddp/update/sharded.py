@@ -1,48 +1,20 @@
-"""The step of sharded replicas: each rank caps and applies its part, and all take the results.
+"""The exchange of sharded replicas: each rank updates its part, and all gather the results.
 
-Sums of deltas are scattered instead of sent to all, and posteriors gathered: as many bytes travel,
-and 1 / ranks of the work on parameters is left to each. The same bits as without.
+Sums of deltas are scattered instead of sent to all, and posteriors are gathered: this sends as many
+bytes, and each rank has 1 / ranks of the work on parameters. The results are the same bits.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
-from tagi_ddp._backend import Agreement, Contribution, ShmCommunicator, shards, update_sharded
-from tagi_ddp.replica.staging import host_bucket
+from tagi_ddp._backend import Agreement, Contribution, shards
 from tagi_ddp.trace.timeline import traced
-from tagi_ddp.update.exchange import HostExchange, InMemory, Setting, shown_in_memory, vote
-
-
-class InSharedMemory(InMemory):
-    """Over shared memory, in one call: a rank finds the deltas of its part in all buckets."""
-
-    def __init__(self, setting: Setting, communicator: ShmCommunicator) -> None:
-        """Pack deltas into a bucket, unless they lie in one."""
-        super().__init__(setting)
-        self._memory = communicator
-        self._in_place = setting.bucket is not None
-        self._bucket = (
-            host_bucket(communicator, self._parameters.size)
-            if setting.bucket is None
-            else setting.bucket
-        )
-
-    def _exchange(self, own: Contribution) -> Agreement:
-        if own.batch and not self._in_place:
-            self._parameters.pack(self._bucket)
-        return shown_in_memory(
-            self._memory,
-            partial(
-                update_sharded, self._memory, self._parameters, self._bucket, own, self._average
-            ),
-        )
+from tagi_ddp.update.exchange import HostExchange, Setting, vote
 
 
 class Scattered(HostExchange):
-    """Over any communicator of hosts: agree, scatter sums of deltas, apply, gather posteriors."""
+    """An exchange by the host: agree, scatter sums of deltas, apply, gather posteriors."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -51,17 +23,18 @@ class Scattered(HostExchange):
         self._bucket = bucket
         shards_of_ranks = shards(size, setting.communicator.size)
         self._counts = [2 * count for _, count in shards_of_ranks]
-        # Of each rank [means | variances] of its part.
+        # The parts of the ranks, [means | variances], and their begins.
         self._parts = [
             (begin, bucket[2 * begin : 2 * (begin + count)]) for begin, count in shards_of_ranks
         ]
 
-    def _exchange(self, own: Contribution) -> Agreement:
+    def _exchange(self, samples: int, finished: bool) -> tuple[Agreement, str]:
         communicator, parameters = self._communicator, self._replica.parameters
-        agreement = vote(communicator, own)
+        culprit = parameters.first_not_finite() if samples else ""
+        agreement = vote(communicator, Contribution(samples, not culprit, finished))
         if not agreement.applies:
-            return agreement
-        if own.batch == 0:
+            return agreement, culprit
+        if samples == 0:
             self._bucket.fill(0)
         else:
             for begin, part in self._parts:
@@ -75,7 +48,7 @@ class Scattered(HostExchange):
         for rank, (begin, part) in enumerate(self._parts):
             if rank != communicator.rank:
                 parameters.take_shard(part, begin)
-        return agreement
+        return agreement, culprit
 
     @traced("reducing")
     def _reduce(self, mine: np.ndarray) -> None:

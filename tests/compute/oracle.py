@@ -98,7 +98,7 @@ class Both:
         self.replica.pull()
         engines = self._deltas()
         outputs = np.empty((2, len(mean) * network.output_size), np.float32)
-        network.forward(mean, variance, None, innovation is not None, False, *outputs)
+        network.forward(mean, variance, None, innovation is not None, *outputs)
         import cutagi
 
         states = cutagi.BaseHiddenStates(outputs[0].size, len(mean))

@@ -85,7 +85,7 @@ def test_index_outside_is_an_error() -> None:
         outputs = np.empty((2, 6), np.float32)
         inputs = np.array([0, index], np.float32)
         with pytest.raises(IndexError, match=f"index {index}, but the rows go from 0 to 4"):
-            both.native.forward(inputs, None, None, False, False, *outputs)
+            both.native.forward(inputs, None, None, False, *outputs)
 
 
 def test_indices_have_no_innovation() -> None:

@@ -91,7 +91,7 @@ def wrap_all(comm: Any) -> int:
                     model = wrapped.model if in_task else wrapped
                     assert (model.model is net, model.average) == (True, False)
                     sharded = use_fsdp and strategy is not ShardingStrategy.NO_SHARD
-                    assert type(model._exchange).__module__.endswith("update.sharded") == sharded
+                    assert model._reduction.sharded == sharded
                     assert train(wrapped, comm.rank, comm.size) == losses
                     state = full_state_dict(wrapped)
                     assert bool(state) == (comm.rank == 0)

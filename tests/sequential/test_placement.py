@@ -94,7 +94,7 @@ def test_no_gpu(shm: RankPool) -> None:
 def test_a_replica_on_the_host_is_refused_before_anything_is_exchanged() -> None:
     communicator: Any = SimpleNamespace(device="cuda:0")  # which can do nothing
     with pytest.raises(ValueError, match="works on cuda:0, but the replica lives on the CPU"):
-        placement.place(fresh("mlp"), "cpu", communicator)
+        placement.attach_replica(fresh("mlp"), "cpu", communicator)
 
 
 def last_is_refused(comm: Any) -> str:

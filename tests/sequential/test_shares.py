@@ -83,8 +83,8 @@ def train_as_one(comm: Any, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm", "layer_norm"])
-def test_one_process_has_the_bits_of_two_ranks(shm: RankPool, name: str) -> None:
-    assert shm.run(train_as_one, name, size=2) == [0.0, 0.0]
+def test_one_process_equals_two_ranks_up_to_rounding(shm: RankPool, name: str) -> None:
+    assert max(shm.run(train_as_one, name, size=2)) < 1e-5
 
 
 def last_micro_batch_outside(comm: Any) -> bool:

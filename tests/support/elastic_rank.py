@@ -85,13 +85,13 @@ def happen(model: Any, what: dict[str, Any], step: int, folder: Path) -> None:
 
 def break_first_group() -> None:
     """Let this rank's first group break when the ranks have just agreed on what they begin with."""
-    settle = ElasticSum.settle
+    make_equal = ElasticSum.make_equal
 
     def broken(exchange: ElasticSum) -> None:
-        ElasticSum.settle = settle  # type: ignore[method-assign]
+        ElasticSum.make_equal = make_equal  # type: ignore[method-assign]
         raise Timeout("the network is slow")
 
-    ElasticSum.settle = broken  # type: ignore[method-assign]
+    ElasticSum.make_equal = broken  # type: ignore[method-assign]
 
 
 def main() -> None:

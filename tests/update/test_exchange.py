@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from contract.data import caught
 from support.networks import NETWORKS, distance, learn, parameters
 from support.rank_pool import RankPool
 from support.reports import wrap
 from support.tasks import train
 
-from tagi_ddp.communicators import topology
 from tagi_ddp.update import exchange
 
 SHARES = (30, 41)
-WAYS = {"engine": ("Fused", "Bucket"), "torch": ("Fused", "Bucket", "Overlapped")}
+WAYS = {"engine": ("InSharedMemory", "Bucket")}
+WAYS["torch"] = WAYS["native"] = (*WAYS["engine"], "Overlapped")
 
 
 def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, Any]:
-    model = wrap(comm, "batch_norm", average=average, compute=compute)
+    name = "mlp" if compute == "native" else "batch_norm"
+    model = wrap(comm, name, average=average, compute=compute)
     bucket = getattr(model.compute, "bucket", None)
-    kind, part_bytes = getattr(exchange, way), exchange.PART_BYTES
-    exchange.PART_BYTES = 256
-    if kind is exchange.Overlapped:
-        assert len(exchange.parts_of(model._replica.memory, exchange.PART_BYTES)) > 2
     setting = exchange.Setting(comm, model._replica, average, bucket)
-    more = {"Fused": (comm,), "Bucket": (), "Overlapped": (bucket,)}[way]
-    model._exchange = kind(setting, *more)
-    exchange.PART_BYTES = part_bytes
-    train(model, "batch_norm", SHARES)
+    if way == "Bucket":
+        model._exchange = exchange.Bucket(setting)
+    elif way == "Overlapped":
+        part_bytes, exchange.PART_BYTES = exchange.PART_BYTES, 256
+        assert len(exchange.parts_of(model._replica.parameters.blocks, exchange.PART_BYTES)) > 2
+        model._exchange = exchange.Overlapped(setting, bucket)
+        exchange.PART_BYTES = part_bytes
+    else:
+        shared = comm.empty(2 * model._replica.parameters.size) if bucket is None else bucket
+        model._exchange = exchange.InSharedMemory(setting, comm, shared)
+    train(model, name, SHARES)
     with model.join():
         for step in range(3 * comm.rank):
-            learn(model, *NETWORKS["batch_norm"].batch(step, 11))
+            learn(model, *NETWORKS[name].batch(step, 11))
             model.step()
     return model.check_replicas(), parameters(model)
 
@@ -45,13 +51,11 @@ def test_all_ways_give_the_same_bits(shm: RankPool, average: bool, compute: str)
 
 @pytest.mark.parametrize(("compute", "way"), [("engine", "Bucket"), ("torch", "Overlapped")])
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
-def test_backends_give_the_same(
-    shm: RankPool, backend: str, compute: str, way: str, request: pytest.FixtureRequest
-) -> None:
-    expected = shm.run(exchange_by, compute, "Fused", False, size=2)[0][1]
-    answers = request.getfixturevalue(backend).run(
-        exchange_by, compute, way, False, size=2, limit=60
-    )
+def test_backends_give_the_same(shm: RankPool, backend: str, compute: str, way: str) -> None:
+    expected = shm.run(exchange_by, compute, "InSharedMemory", False, size=2)[0][1]
+    pool = RankPool(backend, 2, environment={"RANK_POOL_HOSTS": "ab"})
+    answers = pool.run(exchange_by, compute, way, False, limit=60)
+    pool.close()
     assert answers[0][0] == answers[1][0]
     assert distance(answers[0][1], expected) < 1e-6
 
@@ -60,27 +64,55 @@ def chosen(comm: Any, compute: str) -> str:
     return type(wrap(comm, compute=compute)._exchange).__name__
 
 
-def test_choice(shm: RankPool) -> None:
-    assert set(shm.run(chosen, "engine", size=4)) == {"Fused"}
-    assert set(shm.run(chosen, "torch", size=4)) == {"Bucket"}
-    assert shm.run(chosen, "torch", size=1) == ["Alone"]
+@pytest.mark.parametrize("compute", ["engine", "native", "torch"])
+def test_choice(shm: RankPool, compute: str) -> None:
+    assert set(shm.run(chosen, compute, size=4)) == {"InSharedMemory"}
+    assert shm.run(chosen, compute, size=1) == ["Alone"]
 
 
-def chosen_between_hosts(comm: Any) -> list[str]:
-    kinds, own_name, own_size = [], topology.host_id, exchange.PART_BYTES
+def chosen_by_size(comm: Any) -> list[str]:
+    kinds, own_size = [], exchange.PART_BYTES
     for size in (1 << 10, own_size):
         exchange.PART_BYTES = size
-        for name in ("one host", f"host {comm.rank}"):
-            topology.host_id = lambda name=name: name
-            with comm.split(0) as part:  # one that has not asked where its ranks are
-                kinds.append(type(wrap(part)._exchange).__name__)
-    topology.host_id, exchange.PART_BYTES = own_name, own_size
+        kinds.append(type(wrap(comm)._exchange).__name__)
+    exchange.PART_BYTES = own_size
     return kinds
 
 
-def test_choice_between_hosts(gloo: RankPool) -> None:
-    expected = ["Bucket", "Overlapped", "Bucket", "Bucket"]
-    assert gloo.run(chosen_between_hosts, size=2, fresh=True) == [expected] * 2
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK_POOL_HOSTS": "ab"}, ["Overlapped", "Bucket"]),
+        ({"TAGI_DDP_TWO_LEVELS": "0"}, ["Bucket", "Bucket"]),  # on one host, by TCP
+    ],
+    ids=["two hosts", "one host"],
+)
+def test_choice_on_a_network(environment: dict[str, str], expected: list[str]) -> None:
+    pool = RankPool("gloo", 2, environment=environment)
+    answers = pool.run(chosen_by_size, limit=60)
+    pool.close()
+    assert answers == [expected] * 2
+
+
+def learn_until_one_fails(comm: Any, compute: str, sharded: bool, steps: int) -> int:
+    """Return the number of the collective after so many steps, as the error of rank 0 names it."""
+    model = wrap(comm, average=False, compute=compute, sharded=sharded)
+    x, y = NETWORKS["mlp"].batch(comm.rank, 9)
+    model.learn(x, y, 0.1)  # the first one also compares the rows of the ranks
+    for _ in range(steps):
+        model.learn(x, y, 0.1)
+    error = caught(lambda: model.learn(x, y[: 9 - comm.rank], 0.1))
+    return int(re.findall(r"#(\d+) on rank 0", str(error))[0]) if comm.rank == 0 else 0
+
+
+@pytest.mark.parametrize("compute", ["engine", "native", "torch"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_step_is_one_collective(shm: RankPool, compute: str, sharded: bool) -> None:
+    first, later = (
+        shm.run(learn_until_one_fails, compute, sharded, steps, size=2, fresh=True)[0]
+        for steps in (0, 5)
+    )
+    assert later - first == 5
 
 
 def five_ranks(comm: Any) -> tuple[str, str]:
@@ -89,9 +121,9 @@ def five_ranks(comm: Any) -> tuple[str, str]:
     return type(model._exchange).__name__, model.check_replicas()
 
 
-def test_more_ranks_than_fused_suits() -> None:
+def test_five_ranks() -> None:
     pool = RankPool("shm", 5)
     answers = pool.run(five_ranks, limit=60)
     pool.close()
     assert len(set(answers)) == 1
-    assert answers[0][0] == "Bucket"
+    assert answers[0][0] == "InSharedMemory"

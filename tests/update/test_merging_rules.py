@@ -15,7 +15,7 @@ from tagi_ddp._backend import cap_factor
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.update.elastic import ElasticMerging
 from tagi_ddp.update.exchange import Setting
-from tagi_ddp.update.merging import Scheme
+from tagi_ddp.update.reduction import Reduction
 
 Options = dict[str, Any]
 
@@ -113,9 +113,9 @@ class NoCalls:
 def fall_behind(comm: Any) -> int:
     """Rank 1 has made two steps that rank 0 knows nothing of, and goes on from where that is."""
     with wrap(comm) as model:
-        scheme = Scheme(node_size=None, rule="agreement", compress=None)
+        reduction = Reduction("precision", sync_every=4)
         setting = Setting(comm, model._replica, average=False, rollback=model._rollback)
-        exchange = ElasticMerging(setting, scheme, 4, NoCalls())
+        exchange = ElasticMerging(setting, reduction, NoCalls())
         for _ in range(1 + comm.rank):
             learn(model, *NETWORKS["mlp"].batch(0, 6))
             exchange(6)
