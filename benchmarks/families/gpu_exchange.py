@@ -66,7 +66,7 @@ def _compare(communicator: Communicator, gpus: OnGpus, case: Case) -> list[Row]:
     )
     ways = _exchanges(model, gpus.device)
     figures = measure_queued(communicator, ways, gpus.device, case.calls, case.sgd_rounds)
-    size = model._replica.parameters.deltas.nbytes
+    size = model._local.replica.parameters.deltas.nbytes
     return _rows_of(case, gpus.where, figures, size / 1e9)
 
 
@@ -75,7 +75,7 @@ def _exchanges(model: DDPSequential, device: torch.device) -> Ways:
 
     Each has been seen to sum. The deltas are zeros, which stay zeros however often.
     """
-    nccl, parameters = model.communicator, model._replica.parameters
+    nccl, parameters = model.communicator, model._local.replica.parameters
     parameters.apply_agreed = lambda agreement: None
     counts = [count for _, count in parameters.blocks for _ in ("mean", "variance") if count]
     ways: Ways = {}
@@ -93,7 +93,7 @@ def _exchanges(model: DDPSequential, device: torch.device) -> Ways:
     def buffers() -> list[Tensor]:
         return [torch.empty(count, device=device) for count in counts]
 
-    add(OURS, [parameters.deltas], lambda: model._exchange(1))
+    add(OURS, [parameters.deltas], lambda: model._ranks.exchange(1))
 
     each = buffers()
     add(BLOCKING, each, lambda: [nccl.all_reduce(part) for part in each])

@@ -92,7 +92,7 @@ def _measure_far(
         model.set_threads(1)
         task.step(model, shares[0])  # the first one is slower
     merged.merge()
-    merged._exchange._all_shares = 8 * FAR_EVERY  # as later, when merges are seldom
+    merged._ranks.exchange._all_shares = 8 * FAR_EVERY  # as later, when merges are seldom
 
     def measure(model: DDPSequential, count: int) -> tuple[float, float]:
         """Return the seconds, and the bytes that left this node, of a step."""

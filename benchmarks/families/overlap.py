@@ -41,8 +41,8 @@ def _compare(communicator: Communicator, hidden: int, batch: int, rounds: int) -
         (overlapped, Overlapped, (overlapped.compute.bucket,)),
         (plain, Bucket, ()),
     ):
-        setting = Setting(communicator, model._replica, False, model.compute.bucket)
-        model._exchange = kind(setting, *more)
+        setting = Setting(communicator, model._local.replica, False, model.compute.bucket)
+        model._ranks.exchange = kind(setting, *more)
     contenders = [
         Contender(name, trainer(model, samples[part], labels[part]))
         for name, model in (("ours", overlapped), ("plain", plain))

@@ -273,14 +273,14 @@ def _case(
         merge = _arithmetic(network, alone) if scheme == "precision" else 0.0
         once = _seconds(network, model, 1)
         if scheme == "precision":
-            model._exchange._all_shares = 8 * EVERY  # as later, when merges are seldom
+            model._ranks.exchange._all_shares = 8 * EVERY  # as later, when merges are seldom
         seconds = _seconds(network, model, max(1, min(15, round(1 / once))))
     return step, merge, _parameters(model), seconds
 
 
 def _arithmetic(network: Communicator, model: DDPSequential) -> float:
     """Return the seconds of a merge's arithmetic for each byte, while all ranks do it."""
-    replica = model._replica
+    replica = model._local.replica
     consensus, now = Consensus(SingleCommunicator(), replica, True, None), replica.zeros()
     change = replica.on_host.change_since
     add = replica.on_host.add_change

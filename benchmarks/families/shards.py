@@ -74,7 +74,7 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
     alone = SingleCommunicator()
     with DDPSequential(network, communicator=alone, average=False, compute="torch") as model:
         model.set_threads(1)
-        replica = model._replica
+        replica = model._local.replica
         prior = replica.zeros()
         replica.parameters.read_posterior(prior)
         if name == "one process":
@@ -83,8 +83,8 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
                 task.step(model, samples(0, RANKS * LOCAL))
             return rate_labels(task, model, data)
         if name == "agreement":
-            model._exchange = _OneOfMany(
-                Setting(alone, replica, average=False, rollback=model._rollback)
+            model._ranks.exchange = _OneOfMany(
+                Setting(alone, replica, average=False, rollback=model._local.rollback)
             )
         samples, merge = _forever(_shards(data.y_train, skew)), RULES[name](replica)
         for _ in range(max(1, EPOCHS * len(data.y_train) // (RANKS * LOCAL * EVERY))):
@@ -105,7 +105,7 @@ class _OneOfMany(Exchange):
     """Steps as a rank does that is to merge by agreement."""
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
-        self._replica.step_alone(samples, RANKS)
+        self._local.replica.step_alone(samples, RANKS)
         return False
 
 

@@ -128,7 +128,7 @@ class StepGraphs:
     def _warn_once(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(_text(reason), RuntimeWarning, stacklevel=7)
+            warnings.warn(_text(reason), RuntimeWarning, stacklevel=8)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def make_step_graphs(compute: Any, rollback: Rollback, alone: bool) -> StepGraph
     """Return graphs of the steps of ``compute``; None, with a warning, if graphs are impossible."""
     reason = _why_not(compute)
     if reason is not None:
-        warnings.warn(_text(reason), RuntimeWarning, stacklevel=4)
+        warnings.warn(_text(reason), RuntimeWarning, stacklevel=5)
         return None
     return StepGraphs(compute, compute.replica, rollback, alone)
 

@@ -65,14 +65,15 @@ class PosteriorStatistics(Callback):
 def _replica(trainer: Trainer) -> Replica:
     model = getattr(trainer.task_model, "model", None)
     if isinstance(model, SequentialInterface):
-        return model._replica
+        return model._local.replica
     if not hasattr(model, "_cpp_backend"):
         raise TypeError(f"PosteriorStatistics needs a TAGI network, got a {type(model).__name__}")
     return attach(model)
 
 
 def _merging(trainer: Trainer) -> Merging | None:
-    exchange = getattr(getattr(trainer.task_model, "model", None), "_exchange", None)
+    ranks = getattr(getattr(trainer.task_model, "model", None), "_ranks", None)
+    exchange = getattr(ranks, "exchange", None)
     return exchange if isinstance(exchange, Merging) else None
 
 

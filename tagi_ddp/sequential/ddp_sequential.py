@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
+import numpy.typing as npt
 from numpy.typing import ArrayLike
 
-from tagi_ddp.communicators import Communicator, CommunicatorError
-from tagi_ddp.communicators.guard import CanAbort, Closing, or_abort, report
+from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.compute import (
-    Choice,
-    ComputeByBatch,
-    NativeCompute,
-    Precision,
-    choose,
-    make_compute,
-)
-from tagi_ddp.compute.rollback import Rollback
+from tagi_ddp.compute import Choice, Precision, choose
+from tagi_ddp.data import DistributedSampler
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
-from tagi_ddp.engine.threads import new_lock, one_at_a_time
+from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.sequential.elastic import ElasticInterface
+from tagi_ddp.sequential.elastic import ElasticJob, GroupChange
 from tagi_ddp.sequential.equality import check_structure
-from tagi_ddp.sequential.files import FileInterface
-from tagi_ddp.sequential.inputs import Inputs
-from tagi_ddp.sequential.learning import LearnInterface
-from tagi_ddp.sequential.membership import make_membership
+from tagi_ddp.sequential.files import ParameterFiles
+from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.sequential.local_network import LocalNetwork
+from tagi_ddp.sequential.membership import Membership, make_membership
+from tagi_ddp.sequential.merges import Merges
 from tagi_ddp.sequential.placement import (
     attach_replica,
     bring_together,
     require_sequential,
     threads_for,
 )
-from tagi_ddp.sequential.run_state import RunStateInterface
+from tagi_ddp.sequential.ranks import Ranks
+from tagi_ddp.sequential.run_state import Entries, RunState
 from tagi_ddp.sequential.same_rows import SameRows
-from tagi_ddp.trace.timeline import traced
+from tagi_ddp.sequential.training import Training, one_of
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
-from tagi_ddp.update.exchange import Exchange, Setting
+from tagi_ddp.update.exchange import Setting
 from tagi_ddp.update.merging import make_merging
-from tagi_ddp.update.micro_batches import Accumulation
-from tagi_ddp.update.not_finite import refusal
 from tagi_ddp.update.reduction import Kind, Reduction, Rule
 
+T = TypeVar("T")
 
-class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInterface, Closing):
+
+class DDPSequential(SequentialInterface):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -129,88 +122,117 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         elastic: bool | float = False,
     ) -> None:
         """Connect the ranks, compare the models and copy rank 0's parameters to all."""
-        self._calls = new_lock()
-        self._own_communicator = communicator is None
-        if reduction is None:
-            reduction = "mean" if average else "sum"
+        own = communicator is None
+        membership: Membership | None = None
+        kind = reduction or ("mean" if average else "sum")
+        arguments = kind, sync_every, node_size, sharded, merge, compress
         if elastic is not False:
-            Reduction(reduction, sync_every, node_size, sharded, merge, compress).check_elastic()
+            Reduction(*arguments).check_elastic()
             if device not in (None, "cpu"):
                 raise ValueError(f"device cannot be {device!r} with elastic: leave it out")
-            self._membership = make_membership(config, elastic)
+            membership = make_membership(config, elastic)
             # This rank is alone until it is ready for a group, so that no other waits for it.
-            self.communicator, device = SingleCommunicator(), "cpu"
+            communicator, device = SingleCommunicator(), "cpu"
         else:
-            self.communicator, device = bring_together(config, communicator, device)
-        self.model = model
-        self.config = config or DDPConfig(
-            [], "auto", self.communicator.rank, self.communicator.size
-        )
-        self._closed = False
+            communicator, device = bring_together(config, communicator, device)
+        self._ranks = Ranks(communicator, own)
+        self._elastic: ElasticJob | None = None
+        self._config = config or DDPConfig([], "auto", communicator.rank, communicator.size)
         try:
-            with self._or_abort():
-                self._reduction = Reduction(
-                    reduction, sync_every, node_size, sharded, merge, compress
-                )
-                self.reduction, self.average = self._reduction.kind, self._reduction.average
+            with self._ranks.or_abort():
+                self._reduction = Reduction(*arguments)
                 require_sequential(model)
-                self._attach(compute, device, precision)
-                self._find_fast_paths(cuda_graph)
+                self._assemble(model, membership, compute, device, precision, cuda_graph)
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, compute: Choice, device: str, precision: Precision) -> None:
-        reduction = self._reduction
+    def _assemble(
+        self,
+        model: Any,
+        membership: Membership | None,
+        compute: Choice,
+        device: str,
+        precision: Precision,
+        cuda_graph: bool,
+    ) -> None:
+        """Make the parts, with all ranks."""
+        reduction, ranks = self._reduction, self._ranks
+        communicator = ranks.communicator
         check_sizes_of_updates()
-        replica = attach_replica(self.model, device, self.communicator)
-        chosen = choose(self.model, replica, compute, device, precision)
+        replica = attach_replica(model, device, communicator)
+        chosen = choose(model, replica, compute, device, precision)
         options = {"reduction": reduction.kind, "compute": chosen, "precision": precision}
-        self._options = options | reduction.options()
-        schedule = reduction.sync_every
-        state = {"sync_every": vars(schedule)} if isinstance(schedule, SyncSchedule) else {}
-        elastic = self._membership is not None
-        if not elastic:
-            check_structure(self.communicator, replica, self._options | state)
+        options |= reduction.options()
+        if membership is None:
+            check_structure(communicator, replica, options | reduction.state())
         bucket = None
         if chosen != "engine" and device == "cpu":
-            size = replica.parameters.size
             # The shared memory of a group ends with the group.
-            bucket = replica.zeros() if elastic else host_bucket(self.communicator, size)
-        kit = self.model, replica, bucket, device, precision
-        self.compute = make_compute(chosen, *kit)
-        if chosen == "auto" and isinstance(self.compute, NativeCompute):
-            self._by_batch = ComputeByBatch(
-                self.model, self.compute, partial(make_compute, "torch", *kit)
-            )
-        self._swaps = swaps_in_samples(self.model)
-        self._inputs = Inputs(sample_shape(self.model))
-        self._replica = self.compute.replica
-        self._accumulation = Accumulation(self._replica)
-        self._rollback = Rollback(self.model, self._by_batch or self.compute, self._replica)
-        threads = threads_for(self.model, self._replica, self.communicator)
+            size = replica.parameters.size
+            bucket = replica.zeros() if membership else host_bucket(communicator, size)
+        local = LocalNetwork(model, replica, bucket, chosen, device, precision)
+        super().__init__(local)
+        threads = threads_for(model, local.replica, communicator)
         if threads or chosen != "engine":
-            self.set_threads(threads or self.model._cpp_backend.num_threads)
-        if elastic:
-            self._shares_cores = threads is not None
-            self._begin_elastic()
-            return
-        if reduction.kind == "sum" and self.communicator.size > 1:
-            self._same_rows = SameRows(self.communicator)
-        self._replica.share(self.communicator)
-        setting = Setting(
-            self.communicator,
-            self._replica,
-            reduction.average,
-            self._rollback,
-            bucket,
-            reduction.sharded,
-        )
-        self._exchange: Exchange = (
-            make_merging(setting, reduction) if reduction.merges else make_exchange(setting)
-        )
+            local.set_threads(threads or model._cpp_backend.num_threads)
+        same_rows, together = None, _call
+        exchange: Callable[[int], object] = lambda samples: ranks.exchange(samples)  # noqa: E731
+        self._run_state = RunState(local, ranks, options)
+        self._files = ParameterFiles(model, local.replica, ranks)
+        if membership is None:
+            if reduction.kind == "sum" and communicator.size > 1:
+                same_rows = SameRows(communicator)
+            local.replica.share(communicator)
+            setting = Setting(
+                communicator,
+                local.replica,
+                reduction.average,
+                local.rollback,
+                bucket,
+                reduction.sharded,
+            )
+            ranks.exchange = (
+                make_merging(setting, reduction) if reduction.merges else make_exchange(setting)
+            )
+        else:
+            self._elastic = ElasticJob(
+                local,
+                ranks,
+                reduction,
+                options,
+                membership,
+                self._config,
+                threads is not None,
+                self.merge,
+            )
+            exchange, together = self._elastic.step, self._elastic.together
+        self._merges = Merges(ranks, local.replica, together)
+        shared = communicator.size > 1 and not reduction.merges
+        elastic = membership is not None
+        self._training = Training(local, ranks, shared, same_rows, exchange, elastic, cuda_graph)
 
-    # --- the engine's interface ---------------------------------------------------------------
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of all ranks; in an elastic job, that of the present group."""
+        return self._ranks.communicator
+
+    @property
+    def config(self) -> DDPConfig:
+        """The settings of this rank; in an elastic job, in the present group."""
+        return self._config if self._elastic is None else self._elastic.config
+
+    @property
+    def reduction(self) -> Kind:
+        """The reduction in use: "sum", "mean" or "precision"."""
+        return self._reduction.kind
+
+    @property
+    def average(self) -> bool:
+        """True if the deltas of all ranks are averaged."""
+        return self._reduction.average
+
+    # Training.
 
     def __call__(
         self, mu_x: ArrayLike, var_x: ArrayLike | None = None
@@ -219,7 +241,6 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         return self.forward(mu_x, var_x)
 
     @one_at_a_time
-    @traced("forward")
     def forward(
         self, mu_x: ArrayLike, var_x: ArrayLike | None = None
     ) -> tuple[FloatArray, FloatArray]:
@@ -237,68 +258,18 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
             means and variances of the outputs, each flat, batch * output size floats; tensors on
             the replica's device, without a wait for it, if torch computes and ``mu_x`` is a tensor.
         """
-        if self._closed:
-            self._require_open()
-        begins = False  # True if this begins a step that can be undone
-        try:
-            compute, by_batch = self.compute, self._by_batch
-            keep = by_batch is not None or compute.takes_tensors
-            mean, variance, shown = self._inputs.take(mu_x, var_x, keep)
-            if self._misfit is not None:
-                self._undo_misfit()
-            if self._rollback.needed and self._accumulation.samples is None:
-                self._rollback.keep()
-                begins = True
-            if self._same_rows is not None:
-                self._same_rows.look(mean)
-            if len(mean) == 0:
-                self._accumulation.forwarded = 0
-                return mean, mean + 0
-            if by_batch is not None and mean.size != by_batch.size:
-                compute = self.compute = by_batch(mean)
-            if shown is None:
-                outputs = compute.forward(mean, variance)
-            else:
-                outputs = compute.forward_from(shown)
-            self._accumulation.forwarded = compute.samples
-            if self._swaps:
-                shared = self.communicator.size > 1 and self.reduction != "precision"
-                if shared or self._accumulation.adds:
-                    require_even(compute.samples)
-            return outputs
-        except BaseException as error:
-            if begins:
-                self._undo()
-            self._give_up(error)
-            raise
+        return self._training.forward(mu_x, var_x)
 
     @one_at_a_time
-    @traced("backward")
     def backward(self) -> None:
         """Compute the deltas from ``input_delta_z_buffer``, which the output updater has filled.
 
         Deltas add up over calls under `no_sync`, and until the next `step` after it; otherwise each
         call replaces them.
         """
-        if self._closed:
-            self._require_open()
-        try:
-            if self._misfit is not None:
-                raise ValueError(self._misfit[0])
-            accumulation, early = self._accumulation, self._exchange.early
-            if accumulation.before_backward():
-                if early is not None:
-                    early.discard()
-                self.compute.backward(None if early is None or accumulation.adds else early.start)
-            elif early is not None and not accumulation.adds:
-                early.start_nothing()
-            accumulation.after_backward()
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        self._training.backward()
 
     @one_at_a_time
-    @traced("step")
     def step(self) -> None:
         """Exchange the deltas of all ranks and apply the same update to every replica.
 
@@ -307,77 +278,386 @@ class DDPSequential(LearnInterface, FileInterface, RunStateInterface, ElasticInt
         `forward`. If replicas are on devices and no deltas go over the host, no rank waits for this
         check: the error is raised eight steps later, or by `check_replicas`.
         """
-        if self._closed:
-            self._require_open()
-        try:
-            samples = self._accumulation.take()
+        self._training.step()
+
+    @one_at_a_time
+    def learn(
+        self,
+        mu_x: ArrayLike | None = None,
+        mu_obs: ArrayLike | None = None,
+        var_obs: ArrayLike | None = None,
+        selected_idx: ArrayLike | None = None,
+        var_x: ArrayLike | None = None,
+        *,
+        x: ArrayLike | None = None,
+        y: ArrayLike | None = None,
+        noise: ArrayLike | None = None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Train on this rank's share of a batch: forward, output update, backward and step.
+
+        ``x``, ``y`` and ``noise`` are other names of ``mu_x``, ``mu_obs`` and ``var_obs``.
+
+        Args:
+            mu_x: the inputs, [batch, inputs] or flat, as for `forward`. Required, by either name.
+            mu_obs: the observations, [batch, outputs] or flat: a float for each output, for each of
+                ``selected_idx``, or, without ``var_obs``, for each two outputs. NaN: no
+                observation. Required, by either name.
+            var_obs: the variances of the observations' noise, of the same size, or one number for
+                all; finite and not negative for each observation (not checked in tensors on a GPU).
+                None: the noise is unknown, and every second output is its expected variance.
+            selected_idx: the numbers of the observed outputs, counted from 1, equally many for each
+                sample, as for hierarchical softmax; None: all.
+            var_x: the variances of the inputs, of the same size; None: the inputs are exact.
+
+        Returns:
+            the outputs of `forward`: the predictions before the step. `get_input_states` may have
+            no values after it.
+
+        Raises:
+            ValueError: rows, sizes or variances do not fit; the text names the argument.
+            TypeError: an argument is missing, has another type, or was passed by both names.
+            NotFiniteError: on all ranks, with nothing learned: a delta is NaN or infinite.
+            Timeout, PeerLost, Mismatch: ranks were late, are lost, or called something else.
+        """
+        if mu_x is None or mu_obs is None or not (x is y is noise is None):
             try:
-                if self._membership is None:
-                    self._exchange(samples)
-                else:
-                    self._step_together(samples)
-            except BaseException:
-                self._undo()
-                raise
-            self._rollback.drop()
-            if self._by_batch is not None:  # A merging exchange may have undone the step.
-                self.compute = self._by_batch.now
-            if self._same_rows is not None:
-                self._compare_rows(stepped=True)
-        except BaseException as error:
-            self._give_up(error)
-            raise
+                mu_x = one_of("mu_x", mu_x, "x", x)
+                mu_obs = one_of("mu_obs", mu_obs, "y", y)
+                var_obs = one_of("var_obs", var_obs, "noise", noise)
+            except TypeError:
+                with self._ranks.or_abort():
+                    raise
+        assert mu_x is not None
+        assert mu_obs is not None
+        return self._training.learn(mu_x, mu_obs, var_obs, selected_idx, var_x)
 
-    def barrier(self) -> None:
-        """Wait until every rank has called it."""
-        self.communicator.barrier()
+    @one_at_a_time
+    def predict(
+        self, x: ArrayLike, noise: ArrayLike | None = None
+    ) -> tuple[FloatArray, FloatArray]:
+        """Predict any number of samples in evaluation mode, and restore the mode.
 
-    # --- beyond the engine's interface --------------------------------------------------------
+        Not a collective call: each rank predicts its own samples. Layers that remember a series
+        continue it, as in `forward`, if ``x`` is a single sample.
+
+        Args:
+            x: the inputs, flat or not, samples * input size numbers.
+            noise: the variance of the observations' noise, which is added to the predictions': a
+                number, one for each output, or an array of [samples, outputs]. None: the learned
+                noise if the network ends in EvenExp, else none. 0: no noise, only the uncertainty
+                of the network itself.
+
+        Returns:
+            means and variances, float32 arrays of [samples, outputs], also for a single output. If
+            the network ends in EvenExp, every second output is the noise of the one before and is
+            left out, so there are half as many.
+
+        Raises:
+            ValueError: ``x`` has no whole samples, or ``noise`` is negative or of another shape.
+        """
+        return self._training.predict(x, noise)
+
+    def join(self) -> AbstractContextManager[None]:
+        """Allow ranks to run out of batches at different times.
+
+        All ranks run their steps inside ``with model.join():``. A rank that leaves the block early
+        follows the others' updates, without deltas of its own, until all have left. No other
+        collective operation is allowed in the block.
+
+        Raises NotFiniteError, as `step` does on all ranks; to continue like the others, a rank then
+        enters another, empty block. Raises RuntimeError in an elastic job, whose ranks run out of
+        batches together: `steps`.
+        """
+        return self._training.join()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Add up the deltas of several micro-batches before one `step` exchanges their sum.
 
         ``with model.no_sync():`` forward and backward of every micro-batch; then `step`, outside.
         """
-        return self._accumulation.no_sync()
+        return self._local.accumulation.no_sync()
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        self.communicator.barrier()
+
+    # Merges, for ``reduction="precision"``, and counters.
+
+    @one_at_a_time
+    def merge(self) -> None:
+        """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
+
+        With the precisions l = 1 / variance and the prior (mu0, l0) that all R ranks had after the
+        last merge, the result is::
+
+            l = l0 + sum (l_r - l0) / (1 + (R - 1) c_l)
+            mu = mu0 + sum l_r (mu_r - mu0) / (1 + (R - 1) c_w) / l
+
+        With merge="bayes", c_l and c_w are 0. With merge="agreement" they are between 0 and 1, and
+        higher if ranks have learned more alike; sums that overshoot are damped (docs/merging.md).
+
+        No sample counts twice, however many steps lie between two merges. A parameter whose
+        precision would fall below a tenth takes half of the merge, or a quarter, and so on;
+        `get_partial_merge_counter` counts these.
+
+        Raises NotFiniteError on all ranks if a step of any was refused since the last merge.
+        """
+        self._merges.merge()
+
+    def local_batches(self, share: Any, size: int) -> Iterator[Any]:
+        """Yield the parts of this rank's share of a batch, each for a step of its own.
+
+        ``for part in model.local_batches(share, 32): model.learn(x[part], y[part], noise)``.
+        ``sync_every`` and a schedule count the whole share as one step. Several small steps between
+        two merges let a large global batch keep the quality of small ones.
+
+        Args:
+            share: a sequence, like the indices from `DistributedSampler`; its length may differ
+                between ranks.
+            size: the length of the parts; the last one may be shorter.
+
+        Raises:
+            RuntimeError: posteriors are not merged: it needs ``reduction="precision"``.
+            TypeError, ValueError: ``size`` is no integer of 1 or more.
+        """
+        return self._merges.local_batches(share, size)
+
+    @one_at_a_time
+    def begin_epoch(self, batches: int) -> None:
+        """Begin an epoch of the schedule with this many steps, the same number on all ranks."""
+        self._merges.begin_epoch(batches)
+
+    @one_at_a_time
+    def end_epoch(self, loss: float) -> float:
+        """Merge the remaining steps, give the schedule the ranks' mean loss, and return that mean.
+
+        A collective call. Raises ValueError on all ranks if a loss is NaN or infinite.
+        """
+        return self._merges.end_epoch(loss)
+
+    @property
+    def unmerged_steps(self) -> int:
+        """The number of steps since the ranks were equal; 0 if each step makes them equal."""
+        return self._ranks.exchange.steps
+
+    def get_partial_merge_counter(self) -> dict[str, int]:
+        """Return how many parameters of each layer have taken only a part of a merge so far.
+
+        The keys are the engine's descriptions of the layers, as in `get_neg_var_w_counter`.
+        """
+        return self._merges.partial_counts()
+
+    def get_merge_agreement(self) -> dict[str, float]:
+        """Return by layer how much alike ranks, or nodes, had learned before the last merge.
+
+        It is from 0, orthogonal changes, to 1, equal ones; 0 with merge="bayes". The keys are the
+        engine's descriptions of the layers; layers with the same one have their mean.
+        """
+        return self._merges.agreement()
+
+    def get_neg_var_w_counter(self) -> dict[str, int]:
+        """Return how many variances of each layer's weights the last step found not positive.
+
+        The keys are the engine's descriptions of the layers, as in pytagi, also inside of blocks;
+        layers with the same one are added up.
+        """
+        return self._merges.negative_variances()
+
+    # Files and states.
+
+    @one_at_a_time
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the parameters that rank 0 passes, and copy them to all ranks; a collective call.
+
+        Running statistics are loaded, too, if ``state_dict`` is the result of `state_dict`; else
+        they stay, and a warning names their layers. Raises ValueError, on all ranks and before a
+        parameter changes, if rank 0's do not fit.
+        """
+        self._files.load_state_dict(state_dict)
+
+    @one_at_a_time
+    def save(self, filename: str) -> None:
+        """Write the parameters and running statistics to a file, on rank 0; others do nothing.
+
+        The file has the engine's format, and is replaced as a whole or not at all; OSError if not.
+        If posteriors are merged, call `merge` on all ranks before; this warns of unmerged steps.
+        """
+        self._files.save(filename)
+
+    @one_at_a_time
+    def load(self, filename: str) -> None:
+        """Load a file of `save`, or of the engine; a collective call: rank 0 reads, others receive.
+
+        Raises ParameterFileError on all ranks, before a parameter changes; rank 0 may raise an
+        OSError of its own instead.
+        """
+        self._files.load(filename)
+
+    @one_at_a_time
+    def load_csv(self, filename: str) -> None:
+        """Load a file of pytagi's ``save_csv``; a collective call, like `load`."""
+        self._files.load_csv(filename)
+
+    def params_from(self, other: Any) -> None:
+        """Copy the parameters and running statistics of another network; a collective call.
+
+        ``other`` is a DDPSequential or a pytagi Sequential. Raises as `load_state_dict` does.
+        """
+        self.load_state_dict(other.state_dict())
+
+    @one_at_a_time
+    def check_replicas(self) -> str:
+        """Return a hash of all parameters and running statistics, which is equal on all ranks.
+
+        A collective call. Raises ReplicaMismatch, on all ranks, if replicas differ in a single bit,
+        naming the first layer that differs; and NotFiniteError, on all ranks, if a step on the
+        device was refused and this has not been reported yet.
+        """
+        return self._run_state.check_replicas()
+
+    @one_at_a_time
+    def run_state(self) -> dict[str, Any]:
+        """Return the state of the training for `load_run_state`; a collective call.
+
+        It is nested dicts, lists, numbers and numpy's arrays. These are views: write or copy them
+        before any other call. Unless posteriors are merged, only rank 0 has what is equal on all
+        ranks. `tagi_ddp.checkpoint` writes it to files.
+
+        It has nothing that lasts only for a part of a step, or of a series: call it after `step`,
+        and, if layers smooth, after `smoother`.
+
+        Raises RuntimeError, on all ranks, after a `backward` that no `step` has followed, and
+        within `no_sync` and `local_batches`.
+        """
+        return self._run_state.run_state()
+
+    @one_at_a_time
+    def load_run_state(self, entry: Entries, ranks: int) -> None:
+        """Continue from the `run_state` of ``ranks`` ranks; a collective call.
+
+        With as many ranks, and the same reduction, training continues bit for bit. Else rank 0
+        merges the ranks' posteriors, as their next merge would have, and all begin with that; LSTM
+        states are shared out anew, in the ranks' order.
+
+        Args:
+            entry: ``entry(rank, name)`` returns an entry of the state of rank number ``rank``.
+            ranks: the number of ranks that were saved.
+
+        Raises ValueError, on all ranks and before anything is changed, if the network is another
+        one; and what ``entry`` raises.
+        """
+        self.check_run_state(entry, ranks)()
+
+    def check_run_state(self, entry: Entries, ranks: int) -> Callable[[], None]:
+        """Check all that `load_run_state` checks; return a function that loads the state."""
+        return self._run_state.check_run_state(entry, ranks)
+
+    # Elastic jobs.
+
+    @property
+    def elastic(self) -> bool:
+        """True if the job continues when ranks are lost."""
+        return self._elastic is not None
+
+    @property
+    def changes(self) -> list[GroupChange]:
+        """The changes of the group so far, in an elastic job."""
+        return [] if self._elastic is None else self._elastic.changes
+
+    @property
+    def steps_made(self) -> int:
+        """The number of steps of all ranks in an elastic job; also the number of the next step."""
+        return self._elastic_job("steps_made").steps_made
+
+    @property
+    def joined(self) -> bool:
+        """True if this rank joined an elastic job that others had begun."""
+        return self._elastic is not None and self._elastic.joined
+
+    def steps(
+        self, sampler: DistributedSampler, global_batch_size: int, epochs: int, first: int = 0
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield (step, share) for each step of an elastic job, as `DistributedSampler.steps` does.
+
+        ``for step, share in model.steps(sampler, 256, epochs=10):`` call `step`, or `learn`, once
+        on the share. If a rank is lost before a step is made, the step is repeated with shares of
+        other sizes. A rank that joins begins at the step of the others. The loop ends when all
+        ranks have ended theirs, with their posteriors merged.
+
+        Args:
+            sampler: the same on all ranks; its rank and number of replicas follow the group's.
+            global_batch_size, epochs, first: as for `DistributedSampler.steps`.
+
+        Raises:
+            RuntimeError: the model is not elastic, or a turn of the loop made no step, or several.
+        """
+        return self._elastic_job("steps").steps(sampler, global_batch_size, epochs, first)
+
+    def regroup(self, lost: Sequence[int] = ()) -> None:
+        """Make a group of the remaining ranks; `step` of an elastic job does so by itself.
+
+        It is for collective calls of the script's own: if one raises PeerLost or Timeout, call this
+        with the error's ``ranks``. All remaining ranks must call this, or `step`. New ranks do not
+        join here, because their scripts are elsewhere.
+        """
+        self._elastic_job("regroup").regroup(lost)
+
+    def survive(self, call: Callable[[], T], changes: bool = False) -> T | None:
+        """Make a collective call; if a rank is lost meanwhile, repeat it in the next group.
+
+        Args:
+            call: calls operations of `communicator`, the same on all ranks.
+            changes: True if it changes the network, so that others may not copy this rank's state
+                before it returns.
+
+        Returns:
+            the result of ``call``; None, without the call, if the last step is repeated, or if
+            other ranks are ahead: they have completed the call, or are after another step.
+
+        Raises:
+            RuntimeError: the model is not elastic.
+            PeerLost: the job has ended.
+        """
+        return self._elastic_job("survive").survive(call, changes)
+
+    def saves(self, step: int) -> bool:
+        """Return whether the ranks save after ``step`` steps; not if the last one is repeated.
+
+        Raises ValueError if another number of steps has been made.
+        """
+        return self._elastic_job("saves").saves(step)
+
+    def _elastic_job(self, name: str) -> ElasticJob:
+        if self._elastic is None:
+            raise RuntimeError(f"{name} needs DDPSequential(..., elastic=True)")
+        return self._elastic
+
+    # The end.
 
     def close(self) -> None:
         """Leave the group; the model stays usable on its own. May be called again.
 
         Warns if a step on the device was refused and this has not been reported yet.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._at_once = self._graphs = None
-        exchange: Exchange | None = getattr(self, "_exchange", None)
-        if exchange is not None:
-            exchange.close()
-        if self._own_communicator:
-            self.communicator.close()
-        if exchange is not None and (ranks := exchange.take_refused(everything=True)):
-            warnings.warn(refusal("a step before close() was", ranks), RuntimeWarning, stacklevel=2)
+        if hasattr(self, "_training"):
+            self._training.close()
+        self._ranks.close()
 
-    def _or_abort(self) -> AbstractContextManager[None]:
-        """Report an error in the block to the other ranks, so that none waits for this one."""
-        self._require_open()
-        return or_abort(self._groups())
+    def __enter__(self) -> DDPSequential:
+        """Return the model itself."""
+        return self
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise CommunicatorError("the model is closed; wrap it again to go on")
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; if the block ends in an error, report it to the other ranks before."""
+        if error is not None:
+            self._ranks.give_up(error)
+        self.close()
 
-    def _undo(self) -> None:
-        """Drop the deltas of the present step, and restore the other state that it has changed."""
-        self._accumulation.discard()
-        self._rollback.restore()
-        if self._by_batch is not None:
-            self.compute = self._by_batch.now
 
-    def _give_up(self, error: BaseException) -> None:
-        report(self._groups(), error)
-
-    def _groups(self) -> Iterator[CanAbort]:
-        yield self.communicator
-        if (exchange := getattr(self, "_exchange", None)) is not None:
-            yield exchange
+def _call(exchange: Callable[[], object]) -> None:
+    exchange()

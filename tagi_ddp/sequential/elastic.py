@@ -13,20 +13,19 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators import Communicator, CommunicatorError, PeerLost, Timeout
+from tagi_ddp.communicators import CommunicatorError, PeerLost, Timeout
 from tagi_ddp.communicators.equality import Entry, require_equal
-from tagi_ddp.communicators.guard import CanAbort, report
 from tagi_ddp.communicators.topology import topology_of
-from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.equality import check_state, refuse_others
-from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
+from tagi_ddp.sequential.local_network import LocalNetwork
 from tagi_ddp.sequential.membership import Group, Membership
 from tagi_ddp.sequential.position import Position
+from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.update.elastic import ElasticExchange, ElasticMerging, ElasticSum, NextGroup
 from tagi_ddp.update.exchange import Setting
-from tagi_ddp.update.reduction import Kind, Reduction
+from tagi_ddp.update.reduction import Reduction
 
 _LARGE = 1 << 12  # more samples than a rank of a small network has in most steps
 
@@ -59,58 +58,67 @@ class GroupChange:
     joined: bool
 
 
-class ElasticInterface(MergeInterface, SequentialInterface):
-    """The methods and properties of DDPSequential for ``elastic``."""
+class ElasticJob:
+    """The part of `DDPSequential` for a job whose ranks may be lost and which ranks may join.
 
-    communicator: Communicator
-    config: DDPConfig
-    reduction: Kind
-    _reduction: Reduction
-    changes: list[GroupChange]
-    """The changes of the group so far, in an elastic job."""
-    _options: dict[str, Any]
-    _groups: Callable[[], Iterator[CanAbort]]
-    _rollback: Rollback
-    _undo: Callable[[], None]
-    _membership: Membership | None = None
-    _shares_cores = False  # True if threads follow the number of ranks
-    _began = False  # True if this rank has a state that others may copy
-    _entered = False  # True if it has been a rank of a group
-    _position: Position
+    Args:
+        local: this rank's network.
+        ranks: the ranks of the present group; first this one alone.
+        reduction: how replicas become one.
+        options: must be the same on all ranks.
+        membership: joins groups.
+        config: of the first group.
+        shares_cores: threads follow the number of ranks.
+        merge: merges the posteriors of all ranks.
+    """
 
-    @property
-    def elastic(self) -> bool:
-        """True if the job continues when ranks are lost."""
-        return self._membership is not None
+    def __init__(
+        self,
+        local: LocalNetwork,
+        ranks: Ranks,
+        reduction: Reduction,
+        options: dict[str, Any],
+        membership: Membership,
+        config: DDPConfig,
+        shares_cores: bool,
+        merge: Callable[[], None],
+    ) -> None:
+        """Enter the first group; a collective call."""
+        self._local, self._ranks = local, ranks
+        self._options = options
+        self._membership = membership
+        self._shares_cores = shares_cores
+        self._merge = merge
+        self._began = False  # True if this rank has a state that others may take
+        self._entered = False  # True if it has been a rank of a group
+        self._position = Position()
+        self.config = config
+        self.changes: list[GroupChange] = []
+        setting = Setting(ranks.communicator, local.replica, reduction.average, local.rollback)
+        self._exchange: ElasticExchange = (
+            ElasticMerging(setting, reduction, membership)
+            if reduction.merges
+            else ElasticSum(setting, membership)
+        )
+        ranks.exchange = self._exchange
+        self._import_early()
+        self._regroup((), time.monotonic())
 
     @property
     def steps_made(self) -> int:
-        """The number of steps of all ranks in an elastic job; also the number of the next step."""
-        return self._elastic("steps_made").steps_made
+        """The number of steps of all ranks."""
+        return self._exchange.steps_made
 
     @property
     def joined(self) -> bool:
-        """True if this rank joined an elastic job that others had begun."""
+        """True if this rank joined a job that others had begun."""
         return bool(self.changes) and self.changes[0].joined
 
     def steps(
         self, sampler: DistributedSampler, global_batch_size: int, epochs: int, first: int = 0
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield (step, share) for each step of an elastic job, as `DistributedSampler.steps` does.
-
-        ``for step, share in model.steps(sampler, 256, epochs=10):`` call `step`, or `learn`, once
-        on the share. If a rank is lost before a step is made, the step is repeated with shares of
-        other sizes. A rank that joins begins at the step of the others. The loop ends when all
-        ranks have ended theirs, with their posteriors merged.
-
-        Args:
-            sampler: the same on all ranks; its rank and number of replicas follow the group's.
-            global_batch_size, epochs, first: as for `DistributedSampler.steps`.
-
-        Raises:
-            RuntimeError: the model is not elastic, or a turn of the loop made no step, or several.
-        """
-        exchange = self._elastic("steps")
+        """Yield (step, share) as `DDPSequential.steps` says."""
+        exchange = self._exchange
         if not self.joined:
             exchange.steps_made = max(exchange.steps_made, integer("first", first, 0))
         settings = {**sampler.settings, "global_batch_size": global_batch_size, "epochs": epochs}
@@ -123,8 +131,8 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         try:
             while True:
                 yield from self._turns(sampler, global_batch_size, epochs)
-                if self.unmerged_steps:
-                    self.merge()
+                if exchange.steps:
+                    self._merge()
                 elif self._end():
                     return
         finally:
@@ -134,21 +142,21 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         """Raise RanksDiffer, on all ranks, unless they make the same steps."""
         made = [("the number of the first step", str(self.steps_made))]
         remedy = "Give all ranks the same data and arguments."
-        require_equal(self.communicator, lambda: plan + made, "steps()", remedy)
+        require_equal(self._ranks.communicator, lambda: plan + made, "steps()", remedy)
 
     def _turns(
         self, sampler: DistributedSampler, global_batch_size: int, epochs: int
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        exchange, drawn = self._elastic("steps"), None
-        while drawn is not self.communicator:
+        exchange, drawn = self._exchange, None
+        while drawn is not self._ranks.communicator:
             if exchange.awaited:
                 self._regroup((), time.monotonic())
-            drawn = self.communicator
+            drawn = self._ranks.communicator
             sampler.rank, sampler.num_replicas = drawn.rank, drawn.size
             for step, share in sampler.steps(global_batch_size, epochs, self.steps_made):
                 self._position.aligned = True  # All ranks begin the same turn.
                 yield step, share
-                if drawn is not self.communicator:
+                if drawn is not self._ranks.communicator:
                     break
                 if self.steps_made != step + 1:
                     raise RuntimeError(
@@ -160,32 +168,11 @@ class ElasticInterface(MergeInterface, SequentialInterface):
                     break
 
     def regroup(self, lost: Sequence[int] = ()) -> None:
-        """Make a group of the remaining ranks; `step` of an elastic job does so by itself.
-
-        It is for collective calls of the script's own: if one raises PeerLost or Timeout, call this
-        with the error's ``ranks``. All remaining ranks must call this, or `step`. New ranks do not
-        join here, because their scripts are elsewhere.
-        """
-        self._elastic("regroup")
+        """Make a group of the remaining ranks."""
         self._regroup(lost, time.monotonic(), admits=False)
 
     def survive(self, call: Callable[[], T], changes: bool = False) -> T | None:
-        """Make a collective call; if a rank is lost meanwhile, repeat it in the next group.
-
-        Args:
-            call: calls operations of `communicator`, the same on all ranks.
-            changes: True if it changes the network, so that others may not copy this rank's state
-                before it returns.
-
-        Returns:
-            the result of ``call``; None, without the call, if the last step is repeated, or if
-            other ranks are ahead: they have completed the call, or are after another step.
-
-        Raises:
-            RuntimeError: the model is not elastic.
-            PeerLost: the job has ended.
-        """
-        self._elastic("survive")
+        """Make a collective call as `DDPSequential.survive` says."""
         position = self._position
         while position.aligned:
             calls = position.calls
@@ -205,10 +192,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
     # --- for checkpoints ----------------------------------------------------------------------
 
     def saves(self, step: int) -> bool:
-        """Return whether the ranks save after ``step`` steps; not if the last one is repeated.
-
-        Raises ValueError if another number of steps has been made.
-        """
+        """Return whether the ranks save after ``step`` steps; see `DDPSequential.saves`."""
         position, made = self._position, self.steps_made
         if position.aligned and position.steps is not None and step != made:
             raise ValueError(f"step is {step}, but {made} steps have been made: give that number")
@@ -216,57 +200,36 @@ class ElasticInterface(MergeInterface, SequentialInterface):
 
     # --- for DDPSequential --------------------------------------------------------------------
 
-    def _together(self, exchange: Callable[[], object]) -> None:
+    def together(self, exchange: Callable[[], object]) -> None:
         """Exchange with the other ranks; enter a new group if one is lost, or waits to join."""
         try:
             exchange()
             return
         except (NextGroup, PeerLost, Timeout) as error:
-            if self._membership is None:
-                raise
             began, reason = time.monotonic(), error
-        report(self._groups(), reason)
+        self._ranks.give_up(reason)
         lost = reason.ranks if isinstance(reason, CommunicatorError) else ()
-        self._regroup(lost, began, admits=not self._elastic("step").between_steps)
+        self._regroup(lost, began, admits=not self._exchange.between_steps)
 
-    def _step_together(self, samples: int) -> None:
+    def step(self, samples: int) -> None:
         """Make a step with the other ranks, or enter a new group; see `Exchange`."""
         self._position.begin_step(self.steps_made)
-        self._together(partial(self._exchange, samples))
+        self.together(partial(self._exchange, samples))
 
-    def _begin_elastic(self) -> None:
-        """Enter the first group."""
-        membership = self._membership
-        assert membership is not None
-
-        setting = Setting(
-            self.communicator, self._replica, self.reduction == "mean", self._rollback
-        )
-        self._exchange = (
-            ElasticMerging(setting, self._reduction, membership)
-            if self.reduction == "precision"
-            else ElasticSum(setting, membership)
-        )
-        self.changes = []
-        self._position = Position()
-        self._import_early(membership)
-        self._regroup((), time.monotonic())
-
-    def _import_early(self, membership: Membership) -> None:
+    def _import_early(self) -> None:
         """Import slow modules that may be needed, before others wait for this rank."""
         with contextlib.suppress(ImportError):
-            if membership.may_use_gloo:
+            if self._membership.may_use_gloo:
                 import tagi_ddp.communicators.network.rendezvous
-            if self._by_batch is not None and self._by_batch.may_need_torch(_LARGE):
+            by_batch = self._local.by_batch
+            if by_batch is not None and by_batch.may_need_torch(_LARGE):
                 import tagi_ddp.compute.on_torch  # noqa: F401
 
     def _regroup(self, blamed: Sequence[int], began: float, admits: bool = True) -> None:
-        membership = self._membership
-        assert membership is not None
-        self._undo()
+        self._local.undo()
         while True:
             self._leave()
-            group = membership.join(self._progress, blamed, False, admits)
+            group = self._membership.join(self._progress, blamed, False, admits)
             if group is None:
                 raise PeerLost("this elastic job has ended: there is no other group", blamed)
             try:
@@ -277,7 +240,6 @@ class ElasticInterface(MergeInterface, SequentialInterface):
 
     def _end(self) -> bool:
         """Return whether all ranks are done; if not, this one has entered a new group."""
-        assert self._membership is not None
         began = time.monotonic()
         group = self._membership.join(self._progress, (), True, True)
         if group is None:
@@ -292,11 +254,11 @@ class ElasticInterface(MergeInterface, SequentialInterface):
 
     @property
     def _progress(self) -> int | None:
-        return self._elastic("step").progress if self._began else None
+        return self._exchange.progress if self._began else None
 
     def _leave(self) -> None:
         self._exchange.close()
-        self.communicator.close()
+        self._ranks.communicator.close()
 
     def _enter(self, group: Group, began: float) -> None:
         """Enter a group; a collective call."""
@@ -305,14 +267,16 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         known, new = self._began, not self._entered
         joins = new and (known or rank in group.behind)
         behind = rank in group.behind or (not known and rank != group.source)
-        self.communicator = communicator
+        self._ranks.communicator = communicator
         self.config = DDPConfig(self.config.device_ids, self.config.backend, 0, size)
         self.config.rank = rank
         topology_of(communicator)  # All ranks make this collective call here.
-        refused = refuse_others(communicator, self._replica, self._options, known, group.source)
+        refused = refuse_others(
+            communicator, self._local.replica, self._options, known, group.source
+        )
         if refused:
             raise PeerLost(f"ranks {refused} have another network", refused)
-        exchange = self._elastic("step")
+        exchange = self._exchange
         exchange.enter(communicator)
         self._began = known and not behind
         exchange.take_over(group.source, behind)
@@ -322,12 +286,14 @@ class ElasticInterface(MergeInterface, SequentialInterface):
         # In the first group no rank has a state that others may copy before all is complete.
         self._began = known or rank in group.behind
         exchange.make_equal()
-        self._replica.pull()
-        state = check_state(communicator, self._replica)
-        if any(len(part) for parts in self.compute.get_lstm_states().values() for part in parts):
-            self.compute.reset_lstm_states()  # Other ranks have these series now.
+        self._local.replica.pull()
+        state = check_state(communicator, self._local.replica)
+        if any(
+            len(part) for parts in self._local.compute.get_lstm_states().values() for part in parts
+        ):
+            self._local.compute.reset_lstm_states()  # Other ranks have these series now.
         if self._shares_cores:
-            self.set_threads(topology_of(communicator).share_of_cores(rank))
+            self._local.set_threads(topology_of(communicator).share_of_cores(rank))
         self._began = self._entered = True
         if joins or not new:
             self.changes.append(
@@ -347,12 +313,7 @@ class ElasticInterface(MergeInterface, SequentialInterface):
 
     def _take_lasting(self, exchange: ElasticExchange, source: int) -> None:
         """Restore this rank's part of the deltas that add up over steps."""
-        memory = self.compute.memory()
+        memory = self._local.compute.memory()
         if memory.lasting:
             lasting = exchange.take_lasting(source, memory.lasting)
-            self.compute.remember(replace(memory, lasting=lasting))
-
-    def _elastic(self, name: str) -> ElasticExchange:
-        if isinstance(self._exchange, ElasticExchange):
-            return self._exchange
-        raise RuntimeError(f"{name} needs DDPSequential(..., elastic=True)")
+            self._local.compute.remember(replace(memory, lasting=lasting))

@@ -1,40 +1,45 @@
-"""The methods that DDPSequential shares with pytagi's Sequential, and those for merging."""
+"""The methods that DDPSequential shares with pytagi's Sequential."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tagi_ddp.checks import flat_floats, integer
-from tagi_ddp.compute import Compute, ComputeByBatch, LSTMStates
+from tagi_ddp.compute import Compute, LSTMStates
 from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, read_states
-from tagi_ddp.engine.threads import one_at_a_time
+from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.sequential.wrapped import WrappedNetwork
-from tagi_ddp.update.exchange import Exchange
-from tagi_ddp.update.merging import Merging, ScheduledMerging
-from tagi_ddp.update.micro_batches import Accumulation
-
-M = TypeVar("M", bound=Merging)
+from tagi_ddp.sequential.local_network import LocalNetwork
 
 
-class SequentialInterface(WrappedNetwork):
-    """pytagi's methods and properties that are not collective calls, for any compute."""
+class SequentialInterface:
+    """pytagi's methods and properties that are not collective calls, on a `LocalNetwork`."""
 
-    compute: Compute
-    _calls: AbstractContextManager[Any]  # the lock of all methods that compute
-    _by_batch: ComputeByBatch | None = None  # chooses ``compute`` for each batch
-    _accumulation: Accumulation
-    _misfit: tuple[str, Any] | None = None  # set_delta_z's error; the buffer before
+    model: Any
+    """The pytagi Sequential that is trained."""
+
+    def __init__(self, local: LocalNetwork) -> None:
+        """Show ``local`` as a Sequential."""
+        self._local = local
+        self._calls = new_lock()  # of all methods that compute
+        self.model = local.model
+
+    @property
+    def compute(self) -> Compute:
+        """The compute of the last batch."""
+        return self._local.compute
+
+    @property
+    def _replica(self) -> Replica:
+        return self._local.replica
 
     @property
     def has_empty_share(self) -> bool:
         """True if the last `forward` had no samples."""
-        return self._accumulation.forwarded == 0
+        return self._local.accumulation.forwarded == 0
 
     @one_at_a_time
     def train(self) -> None:
@@ -49,7 +54,7 @@ class SequentialInterface(WrappedNetwork):
     @one_at_a_time
     def set_threads(self, num_threads: int) -> None:
         """Compute with this many threads; torch's are shared by the whole process."""
-        (self._by_batch or self.compute).set_threads(integer("num_threads", num_threads, 1))
+        self._local.set_threads(integer("num_threads", num_threads, 1))
 
     def to_device(self, device: str) -> None:
         """Raise ValueError unless the replica lives on ``device`` already: it cannot be moved."""
@@ -80,7 +85,7 @@ class SequentialInterface(WrappedNetwork):
     @one_at_a_time
     def output_z_buffer(self) -> Any:
         """The output hidden states of the last forward pass; empty if that had no samples."""
-        empty = self._accumulation.forwarded == 0
+        empty = self._local.accumulation.forwarded == 0
         return empty_states() if empty else self.compute.output_z_buffer
 
     @output_z_buffer.setter
@@ -128,7 +133,7 @@ class SequentialInterface(WrappedNetwork):
         ``input_delta_z_buffer`` shows these values, and `backward` raises ValueError unless there
         is one for each of the last outputs.
         """
-        self._undo_misfit()
+        self._local.undo_misfit()
         expected = self.compute.samples * self.compute.output_size
         mean = flat_floats("delta_mu", delta_mu, False)
         variance = flat_floats("delta_var", delta_var, False)
@@ -141,13 +146,8 @@ class SequentialInterface(WrappedNetwork):
         text = f"{name} has {size} elements, not {expected}: give one for each output"
         if mean.size != variance.size or not expected:
             raise ValueError(text)
-        self._misfit = text, self.input_delta_z_buffer
+        self._local.misfit = text, self.input_delta_z_buffer
         self.input_delta_z_buffer = delta_states_of(mean, variance, 1)
-
-    def _undo_misfit(self) -> None:
-        """Restore the buffer that was replaced by one of another size."""
-        if self._misfit is not None:
-            self.input_delta_z_buffer, self._misfit = self._misfit[1], None
 
     @property
     def input_state_update(self) -> bool:
@@ -241,120 +241,45 @@ class SequentialInterface(WrappedNetwork):
         }
         return state
 
+    if TYPE_CHECKING:  # Type checkers and the reference know only these names.
+        layers: list[Any]
+        """The engine's layers, in order."""
+        device: str
+        """The device of the engine's own kernels: "cpu", or "cuda:" with a number."""
+        z_buffer_size: int
+        """The size of the engine's own hidden states."""
+        z_buffer_block_size: int
+        """The batch size for which the engine's own hidden states were allocated."""
 
-class MergeInterface:
-    """The methods for ``reduction="precision"``, and the counters of irregular updates."""
+        def get_layer_stack_info(self) -> str:
+            """Return the engine's descriptions of the layers, a line each."""
 
-    _calls: AbstractContextManager[Any]
-    _exchange: Exchange
-    _replica: Replica
-    _or_abort: Callable[[], AbstractContextManager[None]]
-    _together: Callable[[Callable[[], object]], None]
+        def parameters(self) -> list[tuple[list[float], ...]]:
+            """Return the parameters by layer: (mu_w, var_w, mu_b, var_b), each flat."""
 
-    @one_at_a_time
-    def merge(self) -> None:
-        """Merge the posteriors of all ranks now; a collective call, for ``reduction="precision"``.
+        def get_norm_mean_var(self) -> dict[str, Any]:
+            """Return, by normalization layer, the statistics of a batch and the running ones."""
 
-        With the precisions l = 1 / variance and the prior (mu0, l0) that all R ranks had after the
-        last merge, the result is::
+        def save_csv(self, filename: str) -> None:
+            """Write the parameters to CSV files, as the engine does."""
 
-            l = l0 + sum (l_r - l0) / (1 + (R - 1) c_l)
-            mu = mu0 + sum l_r (mu_r - mu0) / (1 + (R - 1) c_w) / l
+        def preinit_layer(self) -> None:
+            """Initialize the engine's layers that wait for the first `forward`."""
 
-        With merge="bayes", c_l and c_w are 0. With merge="agreement" they are between 0 and 1, and
-        higher if ranks have learned more alike; sums that overshoot are damped (docs/merging.md).
+        def params_to_device(self) -> None:
+            """Copy the engine's own parameters to its device; nothing to do on the CPU."""
 
-        No sample counts twice, however many steps lie between two merges. A parameter whose
-        precision would fall below a tenth takes half of the merge, or a quarter, and so on;
-        `get_partial_merge_counter` counts these.
+        def params_to_host(self) -> None:
+            """Copy the engine's own parameters to the host; nothing to do on the CPU."""
 
-        Raises NotFiniteError on all ranks if a step of any was refused since the last merge.
-        """
-        with self._or_abort():
-            self._together(self._merging("merge", Merging).merge)
+        def delta_z_to_host(self) -> list[float] | None:
+            """Return the engine's own innovation of the inputs, copied to the host."""
 
-    def local_batches(self, share: Any, size: int) -> Iterator[Any]:
-        """Yield the parts of this rank's share of a batch, each for a step of its own.
+    else:
 
-        ``for part in model.local_batches(share, 32): model.learn(x[part], y[part], noise)``.
-        ``sync_every`` and a schedule count the whole share as one step. Several small steps between
-        two merges let a large global batch keep the quality of small ones.
-
-        Args:
-            share: a sequence, like the indices from `DistributedSampler`; its length may differ
-                between ranks.
-            size: the length of the parts; the last one may be shorter.
-
-        Raises:
-            RuntimeError: posteriors are not merged: it needs ``reduction="precision"``.
-            TypeError, ValueError: ``size`` is no integer of 1 or more.
-        """
-        with self._or_abort():
-            merging = self._merging("local_batches", Merging)
-            size = integer("size", size, 1)
-        with merging.local_steps():
-            for first in range(0, len(share), size):
-                yield share[first : first + size]
-        with self._or_abort():
-            self._together(merging.end_share)
-
-    @one_at_a_time
-    def begin_epoch(self, batches: int) -> None:
-        """Begin an epoch of the schedule with this many steps, the same number on all ranks."""
-        with self._or_abort():
-            self._merging("begin_epoch", ScheduledMerging).begin_epoch(batches)
-
-    @one_at_a_time
-    def end_epoch(self, loss: float) -> float:
-        """Merge the remaining steps, give the schedule the ranks' mean loss, and return that mean.
-
-        A collective call. Raises ValueError on all ranks if a loss is NaN or infinite.
-        """
-        with self._or_abort():
-            return self._merging("end_epoch", ScheduledMerging).end_epoch(loss)
-
-    @property
-    def unmerged_steps(self) -> int:
-        """The number of steps since the ranks were equal; 0 if each step makes them equal."""
-        return self._exchange.steps
-
-    def get_partial_merge_counter(self) -> dict[str, int]:
-        """Return how many parameters of each layer have taken only a part of a merge so far.
-
-        The keys are the engine's descriptions of the layers, as in `get_neg_var_w_counter`.
-        """
-        return self._by_layer(self._merging("get_partial_merge_counter", Merging).guarded)
-
-    def get_merge_agreement(self) -> dict[str, float]:
-        """Return by layer how much alike ranks, or nodes, had learned before the last merge.
-
-        It is from 0, orthogonal changes, to 1, equal ones; 0 with merge="bayes". The keys are the
-        engine's descriptions of the layers; layers with the same one have their mean.
-        """
-        found: dict[str, list[float]] = {}
-        numbers = self._merging("get_merge_agreement", Merging).agreement
-        for layer, number in zip(self._replica.layers, numbers, strict=True):
-            found.setdefault(layer.handle.get_layer_info(), []).append(number)
-        return {name: sum(values) / len(values) for name, values in found.items()}
-
-    def get_neg_var_w_counter(self) -> dict[str, int]:
-        """Return how many variances of each layer's weights the last step found not positive.
-
-        The keys are the engine's descriptions of the layers, as in pytagi, also inside of blocks;
-        layers with the same one are added up.
-        """
-        return self._by_layer(self._replica.parameters.negative_variances)
-
-    def _merging(self, method: str, kind: type[M]) -> M:
-        if isinstance(self._exchange, kind):
-            return self._exchange
-        needs = 'reduction="precision"' + ", sync_every=SyncSchedule(...)" * (kind is not Merging)
-        raise RuntimeError(f"{method}() needs DDPSequential(..., {needs})")
-
-    def _by_layer(self, numbers: Iterable[int]) -> dict[str, int]:
-        """Return the sums of numbers by the engine's description of the layer."""
-        counts: dict[str, int] = {}
-        for layer, number in zip(self._replica.layers, numbers, strict=True):
-            name = layer.handle.get_layer_info()
-            counts[name] = counts.get(name, 0) + number
-        return counts
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute that only the model has."""
+            if name.startswith("_") or name in ("model", "compute"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._replica.export()
+            return getattr(self.model, name)

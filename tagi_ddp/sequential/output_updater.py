@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from tagi_ddp.checks import flat_floats, require_variances, shape_of, whole_numbers
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.sequential.interface import SequentialInterface
+from tagi_ddp.sequential.local_network import LocalNetwork
 
 
 class OutputUpdater:
@@ -37,7 +38,7 @@ class OutputUpdater:
         ``mu_obs`` are their means, ``var_obs`` the variances of their noise: finite and not
         negative for each observation. Tensors on a GPU are not checked.
         """
-        update_outputs(self._model, "update", {"mu_obs": mu_obs, "var_obs": var_obs})
+        update_outputs(self._model._local, "update", {"mu_obs": mu_obs, "var_obs": var_obs})
 
     def update_using_indices(
         self, mu_obs: ArrayLike, var_obs: ArrayLike, selected_idx: ArrayLike
@@ -47,18 +48,18 @@ class OutputUpdater:
         ``selected_idx`` are the outputs' numbers, counted from 1, as for hierarchical softmax.
         """
         observations = {"mu_obs": mu_obs, "var_obs": var_obs, "selected_idx": selected_idx}
-        update_outputs(self._model, "update_using_indices", observations)
+        update_outputs(self._model._local, "update_using_indices", observations)
 
     def update_heteros(self, mu_obs: ArrayLike) -> None:
         """Update by observations of unknown noise, [batch, outputs / 2] or flat.
 
         Outputs come in pairs: a value, and the expected variance of its noise.
         """
-        update_outputs(self._model, "update_heteros", {"mu_obs": mu_obs})
+        update_outputs(self._model._local, "update_heteros", {"mu_obs": mu_obs})
 
 
 def update_outputs(
-    model: SequentialInterface,
+    local: LocalNetwork,
     method: UpdateMethod,
     observations: Mapping[str, ArrayLike],
     names: Mapping[str, str] = MappingProxyType({}),
@@ -68,8 +69,8 @@ def update_outputs(
     ``names`` are the names of the observations in errors. Raises RuntimeError before a forward,
     ValueError for numbers of observations, or variances, that do not fit.
     """
-    compute = model.compute
-    if model.has_empty_share and not any(map(_size, observations.values())):
+    compute = local.compute
+    if local.accumulation.forwarded == 0 and not any(map(_size, observations.values())):
         return
     samples = compute.samples
     if samples == 0:

@@ -10,20 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.compute.interface import Memory
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS, walk
-from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
-from tagi_ddp.sequential.interface import MergeInterface, SequentialInterface
+from tagi_ddp.sequential.local_network import LocalNetwork
+from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.sequential.saved_state import check_memory, check_merge, require_alike
 from tagi_ddp.update.merging import Merging
-from tagi_ddp.update.reduction import Kind
 from tagi_ddp.update.saved import merge_saved
 
 _NAMES = (*PARAMETERS, "mu_ra", "var_ra", "first_batch")
@@ -37,88 +35,55 @@ class NotBetweenSteps(AllRanksRaise, RuntimeError):
     """A rank is in the middle of a step, so there is no state to save."""
 
 
-class RunStateInterface(MergeInterface, SequentialInterface):
-    """`run_state`, `load_run_state` and `check_replicas`."""
+class RunState:
+    """`run_state`, `load_run_state` and `check_replicas` of `DDPSequential`."""
 
-    communicator: Communicator
-    reduction: Kind
-    """The reduction in use: "sum", "mean" or "precision"."""
-    _options: dict[str, Any]
+    def __init__(self, local: LocalNetwork, ranks: Ranks, options: dict[str, Any]) -> None:
+        """Keep the state of ``local``; ``options`` are those that all ranks have alike."""
+        self._local, self._replica = local, local.replica
+        self._ranks = ranks
+        self._options = options
+        self._merges = options["reduction"] == "precision"
 
-    @one_at_a_time
     def check_replicas(self) -> str:
-        """Return a hash of all parameters and running statistics, which is equal on all ranks.
-
-        A collective call. Raises ReplicaMismatch, on all ranks, if replicas differ in a single bit,
-        naming the first layer that differs; and NotFiniteError, on all ranks, if a step on the
-        device was refused and this has not been reported yet.
-        """
-        with self._or_abort():
-            self._exchange.raise_refused(everything=True)
+        """Do what `DDPSequential.check_replicas` says."""
+        with self._ranks.or_abort():
+            self._ranks.exchange.raise_refused(everything=True)
             self._replica.pull()
             self._replica.export()
             try:
-                return check_state(self.communicator, self._replica)
+                return check_state(self._ranks.communicator, self._replica)
             except ReplicaMismatch as error:
-                if not self.unmerged_steps:
+                if not self._ranks.exchange.steps:
                     raise
+                steps = self._ranks.exchange.steps
                 raise ReplicaMismatch(
-                    f"{error} There were {self.unmerged_steps} steps since the last merge: call "
-                    "merge() before."
+                    f"{error} There were {steps} steps since the last merge: call merge() before."
                 ) from None
 
-    @one_at_a_time
     def run_state(self) -> dict[str, Any]:
-        """Return the state of the training for `load_run_state`; a collective call.
-
-        It is nested dicts, lists, numbers and numpy's arrays. These are views: write or copy them
-        before any other call. Unless posteriors are merged, only rank 0 has what is equal on all
-        ranks. `tagi_ddp.checkpoint` writes it to files.
-
-        It has nothing that lasts only for a part of a step, or of a series: call it after `step`,
-        and, if layers smooth, after `smoother`.
-
-        Raises RuntimeError, on all ranks, after a `backward` that no `step` has followed, and
-        within `no_sync` and `local_batches`.
-        """
+        """Do what `DDPSequential.run_state` says."""
         remedy = "Save after step(), on all ranks."
         check = self._check_between_steps
-        require_equal(self.communicator, check, "run states", remedy, NotBetweenSteps)
-        with self._or_abort():
-            self._exchange.raise_refused(everything=True)
+        require_equal(self._ranks.communicator, check, "run states", remedy, NotBetweenSteps)
+        with self._ranks.or_abort():
+            self._ranks.exchange.raise_refused(everything=True)
             self._replica.pull()
             self._replica.export()
-            own = self.reduction == "precision" or self.communicator.rank == 0
+            own = self._merges or self._ranks.communicator.rank == 0
             return {
                 "options": {name: self._options[name] for name in _DECISIVE},
                 "layout": self._layout(),
-                "layers": [layer.name for layer in walk(self.model)],
+                "layers": [layer.name for layer in walk(self._local.model)],
                 "parameters": named_parameters(self._replica) if own else {},
-                "exchange": self._exchange.state_dict(),
+                "exchange": self._ranks.exchange.state_dict(),
                 "memory": self._memory(),
-                "lasting": self.compute.memory().lasting,
+                "lasting": self._local.compute.memory().lasting,
             }
 
-    @one_at_a_time
-    def load_run_state(self, entry: Entries, ranks: int) -> None:
-        """Continue from the `run_state` of ``ranks`` ranks; a collective call.
-
-        With as many ranks, and the same reduction, training continues bit for bit. Else rank 0
-        merges the ranks' posteriors, as their next merge would have, and all begin with that; LSTM
-        states are shared out anew, in the ranks' order.
-
-        Args:
-            entry: ``entry(rank, name)`` returns an entry of the state of rank number ``rank``.
-            ranks: the number of ranks that were saved.
-
-        Raises ValueError, on all ranks and before anything is changed, if the network is another
-        one; and what ``entry`` raises.
-        """
-        self.check_run_state(entry, ranks)()
-
     def check_run_state(self, entry: Entries, ranks: int) -> Callable[[], None]:
-        """Check all that `load_run_state` checks; return a function that loads the state."""
-        rank, size = self.communicator.rank, self.communicator.size
+        """Check as `DDPSequential.load_run_state` does; return a function that loads the state."""
+        rank, size = self._ranks.communicator.rank, self._ranks.communicator.size
         saved: list[dict[str, Any]] = []  # the states of this rank, or of all that it needs
         same = False
 
@@ -139,24 +104,23 @@ class RunStateInterface(MergeInterface, SequentialInterface):
             return [("whether ranks and options are as before", str(same))]
 
         def load() -> None:
-            with self._or_abort():
+            with self._ranks.or_abort():
                 if same:
                     self._load_own(saved[0])
                 else:
                     self._load_together(saved)
-                self._accumulation.forwarded = self._accumulation.samples = None
+                self._local.accumulation.forwarded = self._local.accumulation.samples = None
 
-        require_equal(self.communicator, check, "run states", "Nothing was loaded.")
+        require_equal(self._ranks.communicator, check, "run states", "Nothing was loaded.")
         return load
 
     def _check_saved(self, saved: list[dict[str, Any]], same: bool) -> None:
-        """Raise ValueError unless `_load_own` or `_load_together` can load all of it."""
-        rank, merges = self.communicator.rank, bool(saved[0]["exchange"])
-        own = self._exchange.state_dict()
+        rank, merges = self._ranks.communicator.rank, bool(saved[0]["exchange"])
+        own = self._ranks.exchange.state_dict()
         for number, state in enumerate(saved):
             check_memory(self._memory(), state["memory"])
             if "lasting" in state:
-                require_alike("lasting", self.compute.memory().lasting, state["lasting"])
+                require_alike("lasting", self._local.compute.memory().lasting, state["lasting"])
             if merges or (rank == 0 and number == 0):
                 if "parameters" in state:
                     check_fits(named_parameters(self._replica), state["parameters"])
@@ -172,21 +136,21 @@ class RunStateInterface(MergeInterface, SequentialInterface):
     def _load_own(self, own: Mapping[str, Any]) -> None:
         self._remember(own["memory"], own["lasting"])
         load_parameters(self._replica, own["parameters"])
-        if self.reduction != "precision":
-            self._replica.share(self.communicator)
-        self._exchange.load_state_dict(own["exchange"])
-        self._exchange.count_lasting(own["lasting"])
+        if not self._merges:
+            self._replica.share(self._ranks.communicator)
+        self._ranks.exchange.load_state_dict(own["exchange"])
+        self._ranks.exchange.count_lasting(own["lasting"])
 
     def _load_together(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        rank, replica = self.communicator.rank, self._replica
+        rank, replica = self._ranks.communicator.rank, self._replica
         memories = [state["memory"] for state in saved]
         if rank == 0:
             lasting = [
                 np.sum(parts, 0) for parts in zip(*(s["lasting"] for s in saved), strict=True)
             ]
         else:
-            lasting = [deltas * 0 for deltas in self.compute.memory().lasting]
-        self._remember(_shared(memories, rank, self.communicator.size), lasting)
+            lasting = [deltas * 0 for deltas in self._local.compute.memory().lasting]
+        self._remember(_shared(memories, rank, self._ranks.communicator.size), lasting)
         exchange = saved[0]["exchange"]
         if rank == 0:
             arrays = [state["parameters"] for state in (saved if exchange else saved[:1])]
@@ -204,21 +168,21 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 replica.parameters.write_posterior(posterior)
                 replica.updated()
                 replica.export()
-        replica.share(self.communicator)
-        self._exchange.restart()
-        if exchange and isinstance(self._exchange, Merging):
-            self._exchange.go_on(exchange)
-        self._exchange.count_lasting(lasting)
+        replica.share(self._ranks.communicator)
+        self._ranks.exchange.restart()
+        if exchange and isinstance(self._ranks.exchange, Merging):
+            self._ranks.exchange.go_on(exchange)
+        self._ranks.exchange.count_lasting(lasting)
 
     # --- the parts ----------------------------------------------------------------------------
 
     def _check_between_steps(self) -> list[Entry]:
-        if not self._accumulation.between_steps:
+        if not self._local.accumulation.between_steps:
             raise NotBetweenSteps("there are deltas of a backward() that no step() has applied")
         return []
 
     def _check_layers(self, saved: list[str]) -> None:
-        own = [layer.name for layer in walk(self.model)]
+        own = [layer.name for layer in walk(self._local.model)]
         for mine, other in zip_longest(own, saved, fillvalue="none"):
             if mine != other:
                 raise RanksDiffer(
@@ -227,15 +191,13 @@ class RunStateInterface(MergeInterface, SequentialInterface):
                 )
 
     def _layout(self) -> list[int]:
-        """Return the numbers that must be equal for each rank to load the state of its number."""
-        nodes = self._exchange.nodes if isinstance(self._exchange, Merging) else 1
-        return [self.communicator.size, nodes]
+        nodes = self._ranks.exchange.nodes if isinstance(self._ranks.exchange, Merging) else 1
+        return [self._ranks.communicator.size, nodes]
 
     def _memory(self) -> dict[str, Any]:
-        """Return the layers' states, their batch size, and the one that `ComputeByBatch` used."""
-        memory = self.compute.memory()
+        memory = self._local.compute.memory()
         return {
-            "batch": self._by_batch.batch if self._by_batch else None,
+            "batch": self._local.by_batch.batch if self._local.by_batch else None,
             "samples": memory.samples,
             "lstm": {
                 index: [np.asarray(part, np.float32) for part in parts]
@@ -244,11 +206,11 @@ class RunStateInterface(MergeInterface, SequentialInterface):
         }
 
     def _remember(self, memory: Mapping[str, Any], lasting: list[FloatArray]) -> None:
-        if self._by_batch is not None and memory["batch"] is not None:
-            self.compute = self._by_batch.choose(memory["batch"])
+        if self._local.by_batch is not None and memory["batch"] is not None:
+            self._local.compute = self._local.by_batch.choose(memory["batch"])
         lstm: Any = {index: tuple(parts) for index, parts in memory["lstm"].items()}
         samples = memory["samples"] if any(len(parts[0]) for parts in lstm.values()) else 0
-        self.compute.remember(Memory(samples, lstm, lasting))
+        self._local.compute.remember(Memory(samples, lstm, lasting))
 
 
 def named_parameters(replica: Replica) -> dict[str, NDArray[Any]]:

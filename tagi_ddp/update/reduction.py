@@ -80,6 +80,11 @@ class Reduction:
         if self.node_size is not None:
             raise _not_elastic("node_size", self.node_size)
 
+    def state(self) -> dict[str, Any]:
+        """Return the state of the schedule, if there is one; ranks begin with the same."""
+        every = self.sync_every
+        return {"sync_every": vars(every)} if isinstance(every, SyncSchedule) else {}
+
     def options(self) -> dict[str, Any]:
         """Return the arguments that must be the same on all ranks, as JSON."""
         every = self.sync_every

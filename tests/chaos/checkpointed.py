@@ -41,9 +41,9 @@ def train(
     sampler, size, epochs = loop
 
     def tell_state(steps: int) -> None:
-        model._replica.pull()
-        model._replica.export()
-        tell(step=steps, state=digest(named_parameters(model._replica)))
+        model._local.replica.pull()
+        model._local.replica.export()
+        tell(step=steps, state=digest(named_parameters(model._local.replica)))
 
     with Checkpoints(folder / "checkpoints", model, sampler=sampler, keep=keep) as checkpoints:
         first = checkpoints.resume()

@@ -119,7 +119,7 @@ def rank_main(folder: Path, kill: Kill) -> None:
             loop = DistributedSampler(SAMPLES, 1, 0, seed=3), BATCH, 1
             train(model, folder, loop, learn, tell, kill.every, keep=99)
             tell(end=model.steps_made, ranks=model.communicator.size, hash=model.check_replicas())
-            parameters = named_parameters(model._replica)
+            parameters = named_parameters(model._local.replica)
             np.savez(folder / f"{os.getpid()}.npz", **parameters)
 
 
@@ -144,7 +144,7 @@ def alone(until: int) -> tuple[Any, dict[str, np.ndarray]]:
     for step, share in DistributedSampler(SAMPLES, 1, 0, seed=3).steps(BATCH, 1):
         if step < until:
             model.learn(x[share], y[share], SIGMA_V**2)
-    found = named_parameters(model._replica).items()
+    found = named_parameters(model._local.replica).items()
     return model, {name: array.copy() for name, array in found}
 
 

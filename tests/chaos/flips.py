@@ -140,7 +140,7 @@ def flips_of_a_run(comm: Any, folder: str, first: int, flips: int | None) -> tup
 
         def state() -> bytes:
             arrays = [value.numpy() for value in module.state_dict().values()]
-            arrays += [array for _, array in model._replica.state()]
+            arrays += [array for _, array in model._local.replica.state()]
             draws = f"{generator.bit_generator.state} {sampler.batch_sizes} {checkpoints.extra}"
             return b"".join([*(array.tobytes() for array in arrays), draws.encode()])
 

@@ -114,8 +114,8 @@ def _spoil(model: Any) -> None:
 
 
 def _digest(model: Any) -> str:
-    model._replica.pull()
-    arrays = [array for _, array in model._replica.state()]
+    model._local.replica.pull()
+    arrays = [array for _, array in model._local.replica.state()]
     assert all(np.isfinite(array).all() for array in arrays)
     state = b"".join(array.tobytes() for array in arrays)
     return hashlib.sha256(state).hexdigest()[:16]

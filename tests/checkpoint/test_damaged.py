@@ -79,7 +79,7 @@ class Run:
         self.checkpoints.wait()
 
     def bytes(self) -> bytes:
-        return b"".join(array.tobytes() for _, array in self.model._replica.state())
+        return b"".join(array.tobytes() for _, array in self.model._local.replica.state())
 
     def close(self) -> None:
         self.checkpoints.close()

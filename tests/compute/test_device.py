@@ -129,10 +129,10 @@ def refuse_one(comm: Any) -> tuple[int, ...]:
 def test_negative_variances_are_counted() -> None:
     model = accelerate(fresh("mlp"), device="cpu:0")
     learn(model, *NETWORKS["mlp"].batch(0, 6))
-    parameters: Any = model._replica.parameters
+    parameters: Any = model._local.replica.parameters
     parameters.var[:7] = 1e-8
     parameters.deltas.chunk(2)[1][:7] = -1e9
-    model._accumulation.samples = 1  # a cap factor of 0.1 lets the variance fall below 0
+    model._local.accumulation.samples = 1  # a cap factor of 0.1 lets the variance fall below 0
     model.step()
     assert list(model.get_neg_var_w_counter().values()) == [7, 0, 0]
 

@@ -53,7 +53,7 @@ def take_steps(net: Any, inputs: int, update: Callable[[OutputUpdater], None]) -
 
     # The host waits where a refused step would have to undo what it keeps itself: that running
     # statistics have begun, and what size the batches of LSTM layers have.
-    for flag in model._replica.statistics.flags:
+    for flag in model._local.replica.statistics.flags:
         flag[0] = 0
     for lstm in model.compute.network.lstms.values():
         lstm._batch = BATCH

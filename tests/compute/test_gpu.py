@@ -96,7 +96,7 @@ def test_graphs_of_steps(name: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("waiting_is_an_error")
     outputs += learn_all(graphs, then)
     torch.cuda.set_sync_debug_mode("default")
-    assert len(graphs._graphs._graphs) == 2
+    assert len(graphs._training.graphs._graphs) == 2
     for ours, theirs in zip(outputs, expected, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
             assert mine.shape == other.shape

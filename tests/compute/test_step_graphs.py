@@ -104,7 +104,7 @@ def test_equal_to_steps_one_by_one(name: str, stand_in: None) -> None:
             for model in (plain, graphs):
                 model(batch(name, 99, 5)[0])
                 model.load_run_state(lambda rank, name: state[name], 1)
-    assert len(graphs._graphs._graphs) == 2
+    assert len(graphs._training.graphs._graphs) == 2
     assert distance(parameters(plain), parameters(graphs)) == 0
     assert plain.check_replicas() == graphs.check_replicas()
     np.testing.assert_array_equal(plain.get_outputs(), graphs.get_outputs())
@@ -118,7 +118,7 @@ def test_inputs_of_another_type(stand_in: None) -> None:
         outputs = [model.learn((10 * x).to(torch.int16), y, 0.25) for model in (plain, graphs)]
         for ours, theirs in zip(*outputs, strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    assert len(graphs._graphs._graphs) == 1
+    assert len(graphs._training.graphs._graphs) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -139,7 +139,7 @@ def test_every_way_to_learn(way: str, to_input: bool, stand_in: None) -> None:
             model.learn(x, var_x=spread, **seen)
             if to_input:
                 model.inputs = model.get_input_states()
-    assert len(graphs._graphs._graphs) == 1
+    assert len(graphs._training.graphs._graphs) == 1
     assert distance(parameters(plain), parameters(graphs)) == 0
     if to_input:
         np.testing.assert_array_equal(plain.inputs, graphs.inputs)
@@ -160,7 +160,7 @@ def test_a_refused_step_is_told_later(stand_in: None) -> None:
         model.learn(x, y, 0.25)
     with pytest.raises(NotFiniteError, match="earlier step"):
         model.learn(x, y, 0.25)
-    assert len(model._graphs._graphs) == 1
+    assert len(model._training.graphs._graphs) == 1
 
 
 def test_inputs_that_torch_follows(stand_in: None) -> None:
@@ -170,7 +170,7 @@ def test_inputs_that_torch_follows(stand_in: None) -> None:
         mean, variance = model.learn(x.requires_grad_(), y, 0.25)
         assert not mean.requires_grad
         assert not variance.requires_grad
-    (graph,) = model._graphs._graphs.values()
+    (graph,) = model._training.graphs._graphs.values()
     assert not any(part.requires_grad for part in graph.inputs.values())
 
 
@@ -191,7 +191,7 @@ def test_what_comes_between(stand_in: None) -> None:
             model.eval()
             model(x)
             model.train()
-    assert len(graphs._graphs._graphs) == 1
+    assert len(graphs._training.graphs._graphs) == 1
     assert distance(parameters(plain), parameters(graphs)) == 0
     graphs.eval()
     with pytest.raises(RuntimeError, match="train"):
@@ -208,7 +208,9 @@ def ranks(comm: Any, cuda_graph: bool) -> tuple[str, int]:
         for step in range(12):  # every second one without a share for rank 1
             size = (3 + comm.rank) * (step % 2 == 0 or comm.rank == 0)
             model.learn(*batch("batch_norm", 2 * step + comm.rank, size), 0.25)
-    return model.check_replicas(), len(model._graphs._graphs) if model._graphs else 0
+    return model.check_replicas(), len(
+        model._training.graphs._graphs
+    ) if model._training.graphs else 0
 
 
 def test_ranks(shm: RankPool) -> None:
@@ -227,8 +229,8 @@ def test_fallbacks_say_why(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> N
         (warning,) = told
         assert f"without a CUDA graph, as {reason}" in str(warning.message)
         assert warning.filename == __file__
-        assert model._graphs is not None
-        assert not model._graphs._graphs
+        assert model._training.graphs is not None
+        assert not model._training.graphs._graphs
         plain = accelerate(fresh("mlp"), "torch", DEVICE)
         for _ in range(5):
             plain.learn(x, y, 0.25)

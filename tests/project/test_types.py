@@ -13,7 +13,7 @@ import pytest
 from pytagi.nn import Sequential
 
 import tagi_ddp
-from tagi_ddp.sequential import wrapped
+from tagi_ddp.sequential import interface
 
 ROOT = Path(__file__).parents[2]
 PYRIGHT = shutil.which("pyright")
@@ -25,7 +25,7 @@ def public(kind: type) -> set[str]:
 
 def test_what_the_wrapped_network_has_is_declared() -> None:
     """Type checkers know these names from there alone; they are found at run time."""
-    tree = ast.parse(Path(wrapped.__file__).read_text())
+    tree = ast.parse(Path(interface.__file__).read_text())
     block = next(node for node in ast.walk(tree) if isinstance(node, ast.If))
     names = {node.name for node in block.body if isinstance(node, ast.FunctionDef)}
     names |= {ast.unparse(node.target) for node in block.body if isinstance(node, ast.AnnAssign)}

@@ -28,7 +28,7 @@ def through_public_interface(comm: Any, name: str, monkeypatched: str) -> tuple[
             learn(model, *NETWORKS[name].batch(20 * step + comm.rank, 6))
             learn(model, *NETWORKS[name].batch(20 * step + comm.rank + 10, 7))
         model.step()
-    return type(model._replica).__name__, repr(parameters(model))
+    return type(model._local.replica).__name__, repr(parameters(model))
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "lstm", "layer_norm"])
@@ -56,7 +56,7 @@ def test_unknown_layout_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(RuntimeWarning, match="mu_w is elsewhere") as record:
         model = DDPSequential(fresh("mlp"), DDPConfig([], "auto"), compute="engine")
     assert len(record) == 1
-    assert isinstance(model._replica, host.Copied)
+    assert isinstance(model._local.replica, host.Copied)
     monkeypatch.setenv("TAGI_DDP_ENGINE_ACCESS", "memory")
     with pytest.raises(pointers.LayoutError), warnings.catch_warnings():
         DDPSequential(fresh("mlp"), DDPConfig([], "auto"))

@@ -74,7 +74,7 @@ def error_after_training(comm: Any, way: str, compute: str, steps: int) -> float
 
 def step_with_local_cap(model: DDPSequential) -> None:
     """What a step must not be: the sum of the deltas, capped as for one rank's share."""
-    parameters = model._replica.parameters
+    parameters = model._local.replica.parameters
     parameters.refresh()
     bucket = np.empty(2 * parameters.size, np.float32)
     parameters.pack(bucket)

@@ -58,7 +58,7 @@ def collapse(comm: Any, compute: str) -> dict[str, int]:
     inner = model.model._cpp_backend.layers[2].main_block.layers[0]
     set_delta_variances(model, inner, [-1e9] * 7 + [0.0] * (inner.num_weights - 7))
     inner.var_w = [1e-8] * inner.num_weights
-    model._accumulation.samples = 1  # a cap factor of 0.1 lets the variance fall below 0
+    model._local.accumulation.samples = 1  # a cap factor of 0.1 lets the variance fall below 0
     model.step()
     return model.get_neg_var_w_counter()
 

@@ -135,7 +135,7 @@ def abort_in_a_step(comm: Any, operation: str) -> tuple[str, bool]:
             model.step()
     finally:
         del os.environ["TAGI_DDP_STAND_IN_FAULT"]
-    model._replica.export()
+    model._local.replica.export()
     after = parameters(model)
     same = all(np.array_equal(after[k][i], before[k][i]) for k in before for i in range(4))
     return str(error.value), same

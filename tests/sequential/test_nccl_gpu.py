@@ -101,7 +101,7 @@ def test_refused_step(gpu: RankPool) -> None:
 
 def stepper(model: DDPSequential, name: str) -> Callable[[], None]:
     """Return a training step that has all it needs on the GPU, and has been done often enough."""
-    device = model._replica.parameters.mu.device
+    device = model._local.replica.parameters.mu.device
     x, y = (torch.from_numpy(a).to(device) for a in NETWORKS[name].batch(0, 20))
     noise = torch.full_like(y, SIGMA_V**2)
     updater = OutputUpdater(model)

@@ -107,7 +107,7 @@ class Program:
             options["compute"] = compute
         self.model = DDPSequential(net, communicator=comm, **options)
         self.outputs = 1 if self.kind.smooths else 2
-        self.later = self.model._replica.device != "cpu"  # refused steps are told later
+        self.later = self.model._local.replica.device != "cpu"  # refused steps are told later
         self.merges = options.get("reduction") == "precision"
 
     def data(self, rng: np.random.Generator) -> tuple[Any, Any, Any]:
@@ -127,7 +127,7 @@ class Program:
         if rng.random() < 0.3 and model.compute.name != "engine":
             import torch
 
-            if model.compute.takes_tensors or model._by_batch is not None:
+            if model.compute.takes_tensors or model._local.by_batch is not None:
                 x = torch.from_numpy(x) if not self.kind.smooths else x
         if event == "learn":
             model.learn(x, y, noise)

@@ -99,15 +99,17 @@ def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, d
     for sharded in (False, True):
         model = wrap(comm, compute=compute, device=device, sharded=sharded)
         learn(model, *NETWORKS["mlp"].batch(comm.rank, 5))
-        for layer in model._replica.layers:
+        for layer in model._local.replica.layers:
             if device != "cpu":
-                model._replica.parameters.deltas.chunk(2)[1].fill_(-1e9)
+                model._local.replica.parameters.deltas.chunk(2)[1].fill_(-1e9)
                 continue
             weights = len(layer.handle.mu_w)
             set_delta_variances(
                 model, layer.handle, [-1e9] * (weights // 2) + [0.0] * -(-weights // 2)
             )
-        model._accumulation.samples = 1 if comm.rank == 0 else 0  # a small cap factor: large steps
+        model._local.accumulation.samples = (
+            1 if comm.rank == 0 else 0
+        )  # a small cap factor: large steps
         model.step()
         found.append((model.check_replicas(), model.get_neg_var_w_counter()))
     return found

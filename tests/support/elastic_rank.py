@@ -55,7 +55,9 @@ def train(model: Any, what: dict[str, Any], epochs: int) -> None:
         for step, share in model.steps(sampler, BATCH, epochs, checkpoints.resume()):
             happen(model, what, step, folder)
             learn(model, what, share)
-            HASHES.setdefault(model.steps_made, check_state(SingleCommunicator(), model._replica))
+            HASHES.setdefault(
+                model.steps_made, check_state(SingleCommunicator(), model._local.replica)
+            )
             if "save" in what and model.steps_made % what["save"] == 0:
                 checkpoints.save(model.steps_made)
 

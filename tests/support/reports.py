@@ -34,8 +34,8 @@ def set_delta_variances(model: DDPSequential, handle: Any, values: list[float]) 
     if model.compute.name == "engine":
         handle.delta_var_w = values
         return
-    index = [layer.handle for layer in model._replica.layers].index(handle)
-    offset, count = model._replica.parameters.blocks[2 * index]
+    index = [layer.handle for layer in model._local.replica.layers].index(handle)
+    offset, count = model._local.replica.parameters.blocks[2 * index]
     deltas = model.compute.bucket.reshape(2, -1)
     deltas[1, offset : offset + count] = values
 

@@ -53,14 +53,14 @@ def test_what_cannot_be_sent_is_dropped_for_good(bits: int, bad: float) -> None:
 def repeat(comm: Any, compress: Any, times: int) -> tuple[float, float, list[float]]:
     """Sum the same changes again and again; returns the errors of one sum and of their mean."""
     model = DDPSequential(fresh("mlp"), communicator=comm, reduction="precision")
-    size = model._replica.parameters.size
+    size = model._local.replica.parameters.size
     rng = np.random.default_rng(1)
     variances = 10.0 ** rng.uniform(-4, 0, size)
     before = np.concatenate([rng.normal(size=size), variances]).astype(np.float32)
     scale = np.concatenate([1 / variances, 1 / np.sqrt(variances)])
     changes = rng.normal(size=(comm.size, 2 * size))
     expected, total, first = changes.sum(0), np.zeros(2 * size), 0.0
-    whole = CompressedSum(comm, model._replica, compress)
+    whole = CompressedSum(comm, model._local.replica, compress)
     for _ in range(times):
         change = (changes[comm.rank] * scale).astype(np.float32)
         squares = np.full(3, comm.rank, np.float32)
@@ -211,10 +211,13 @@ def test_loading_forgets_what_has_not_been_sent(shm: RankPool) -> None:
 def test_a_residual_in_the_units_of_an_earlier_version_is_dropped() -> None:
     comm = SingleCommunicator()
     model = DDPSequential(fresh("mlp"), communicator=comm, reduction="precision")
-    whole = CompressedSum(comm, model._replica, "int8")
+    whole = CompressedSum(comm, model._local.replica, "int8")
     kept = whole.state_dict()
     kept["own"][:] = 1
-    old = {"own": np.ones(2 * model._replica.parameters.size, np.float32), "part": kept["part"]}
+    old = {
+        "own": np.ones(2 * model._local.replica.parameters.size, np.float32),
+        "part": kept["part"],
+    }
     with pytest.warns(RuntimeWarning, match="rounding error of compress= in other units"):
         whole.load_state_dict(old)
     assert not any(array.any() for array in whole.state_dict().values())

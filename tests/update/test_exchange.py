@@ -23,17 +23,19 @@ def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, 
     name = "mlp" if compute == "native" else "batch_norm"
     model = wrap(comm, name, average=average, compute=compute)
     bucket = getattr(model.compute, "bucket", None)
-    setting = exchange.Setting(comm, model._replica, average, bucket)
+    setting = exchange.Setting(comm, model._local.replica, average, bucket)
     if way == "Bucket":
-        model._exchange = exchange.Bucket(setting)
+        model._ranks.exchange = exchange.Bucket(setting)
     elif way == "Overlapped":
         part_bytes, exchange.PART_BYTES = exchange.PART_BYTES, 256
-        assert len(exchange.parts_of(model._replica.parameters.blocks, exchange.PART_BYTES)) > 2
-        model._exchange = exchange.Overlapped(setting, bucket)
+        assert (
+            len(exchange.parts_of(model._local.replica.parameters.blocks, exchange.PART_BYTES)) > 2
+        )
+        model._ranks.exchange = exchange.Overlapped(setting, bucket)
         exchange.PART_BYTES = part_bytes
     else:
-        shared = comm.empty(2 * model._replica.parameters.size) if bucket is None else bucket
-        model._exchange = exchange.InSharedMemory(setting, comm, shared)
+        shared = comm.empty(2 * model._local.replica.parameters.size) if bucket is None else bucket
+        model._ranks.exchange = exchange.InSharedMemory(setting, comm, shared)
     train(model, name, SHARES)
     with model.join():
         for step in range(3 * comm.rank):
@@ -61,7 +63,7 @@ def test_backends_give_the_same(shm: RankPool, backend: str, compute: str, way: 
 
 
 def chosen(comm: Any, compute: str) -> str:
-    return type(wrap(comm, compute=compute)._exchange).__name__
+    return type(wrap(comm, compute=compute)._ranks.exchange).__name__
 
 
 @pytest.mark.parametrize("compute", ["engine", "native", "torch"])
@@ -74,7 +76,7 @@ def chosen_by_size(comm: Any) -> list[str]:
     kinds, own_size = [], exchange.PART_BYTES
     for size in (1 << 10, own_size):
         exchange.PART_BYTES = size
-        kinds.append(type(wrap(comm)._exchange).__name__)
+        kinds.append(type(wrap(comm)._ranks.exchange).__name__)
     exchange.PART_BYTES = own_size
     return kinds
 
@@ -118,7 +120,7 @@ def test_a_step_is_one_collective(shm: RankPool, compute: str, sharded: bool) ->
 def five_ranks(comm: Any) -> tuple[str, str]:
     model = wrap(comm)
     train(model, "mlp", [3, 4, 5, 6, 7])
-    return type(model._exchange).__name__, model.check_replicas()
+    return type(model._ranks.exchange).__name__, model.check_replicas()
 
 
 def test_five_ranks() -> None:

@@ -46,7 +46,7 @@ def test_one_process_just_trains(device: str) -> None:
             learn(model, *NETWORKS["mlp"].batch(step, 6))
             model.step()
     assert [model.unmerged_steps for model in models] == [0, 0, 2, 0]
-    assert [m._exchange.state_dict()["node"]["steps"] for m in models[1:]] == [0, 2, 0]
+    assert [m._ranks.exchange.state_dict()["node"]["steps"] for m in models[1:]] == [0, 2, 0]
     assert len({model.check_replicas() for model in models}) == 1
 
 
@@ -159,7 +159,7 @@ def widen(comm: Any, device: str) -> tuple[dict[str, int], bool, str]:
     """A step after which all ranks know a parameter four times less: merged, less than nothing."""
     model = wrap(comm, device=device)
     learn(model, *NETWORKS["mlp"].batch(comm.rank, 4))
-    deltas = model._replica.parameters.deltas if device != "cpu" else model.compute.bucket
+    deltas = model._local.replica.parameters.deltas if device != "cpu" else model.compute.bucket
     deltas[:] = 0
     deltas[len(deltas) // 2 + 7] = 100.0  # as far as the cap lets it
     model.step()
@@ -188,7 +188,7 @@ def refuse(comm: Any, options: Options) -> tuple[list[Report], bool, bool]:
         if (comm.rank, step) == (1, 1):
             layer = model.model._cpp_backend.layers[2]
             if "device" in options:
-                model._replica.parameters.deltas[7] = float("inf")
+                model._local.replica.parameters.deltas[7] = float("inf")
             else:
                 bad = [float("nan")] + [0.0] * (layer.num_weights - 1)
                 set_delta_variances(model, layer, bad)
@@ -256,7 +256,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting(shm: RankPool, options: Options)
 def miss_one(comm: Any) -> Report:
     """Rank 3 does not come to the merge of its node, 2 comes late; 0 waits for 1, 1 for 2."""
     model = wrap(comm, node_size=2)
-    exchange: Any = model._exchange
+    exchange: Any = model._ranks.exchange
     merge, levels = exchange._merge_node, exchange._levels_of_world
 
     def late() -> None:
@@ -284,7 +284,7 @@ def leave_early(comm: Any) -> tuple[bool, bool]:
         model.begin_epoch(9)
         learn(model, *NETWORKS["mlp"].batch(comm.rank, 6))
         model.step()
-        under_way = model._exchange._sender is not None
+        under_way = model._ranks.exchange._sender is not None
     comm.barrier()
     again = wrap(comm, sync_every=schedule(), node_size=1)
     again.begin_epoch(1)

@@ -88,7 +88,7 @@ def tremble(comm: Any, device: str, options: Options, shares: int, local: int) -
             for part in model.local_batches(np.arange(6), 6 // local):
                 learn(model, x[part], y[part] + 3000 * (-1) ** merge)
                 model.step()
-    state = model._exchange.state_dict()
+    state = model._ranks.exchange.state_dict()
     level = state["node"] if state["nodes"] is None else state["nodes"]["common"]
     return bool((level["damping"]["trust"] == 1).all())
 
@@ -114,7 +114,7 @@ def fall_behind(comm: Any) -> int:
     """Rank 1 has made two steps that rank 0 knows nothing of, and goes on from where that is."""
     with wrap(comm) as model:
         reduction = Reduction("precision", sync_every=4)
-        setting = Setting(comm, model._replica, average=False, rollback=model._rollback)
+        setting = Setting(comm, model._local.replica, average=False, rollback=model._local.rollback)
         exchange = ElasticMerging(setting, reduction, NoCalls())
         for _ in range(1 + comm.rank):
             learn(model, *NETWORKS["mlp"].batch(0, 6))

@@ -1,0 +1,134 @@
+"""The replica of one rank: its compute, its inputs, and its deltas between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from tagi_ddp.compute import (
+    Choice,
+    Compute,
+    ComputeByBatch,
+    NativeCompute,
+    Precision,
+    make_compute,
+)
+from tagi_ddp.compute.rollback import Rollback
+from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
+from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.sequential.inputs import Inputs
+from tagi_ddp.update.exchange import Overlapped
+from tagi_ddp.update.micro_batches import Accumulation
+
+
+class LocalNetwork:
+    """A network on one rank, without the other ranks.
+
+    compute: of the last batch. by_batch: chooses it for each batch; None if there is no choice.
+    misfit: the error of an innovation of the wrong size, and the buffer that it has replaced.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        replica: Replica,
+        bucket: FloatArray | None,
+        chosen: Choice,
+        device: str,
+        precision: Precision,
+    ) -> None:
+        """Compute ``model``, whose state is ``replica``; the deltas go to ``bucket``, if any."""
+        kit = model, replica, bucket, device, precision
+        self.model = model
+        self.bucket = bucket
+        self.compute: Compute = make_compute(chosen, *kit)
+        self.by_batch: ComputeByBatch | None = None
+        if chosen == "auto" and isinstance(self.compute, NativeCompute):
+            make_torch = partial(make_compute, "torch", *kit)
+            self.by_batch = ComputeByBatch(model, self.compute, make_torch)
+        self.replica = self.compute.replica
+        self.accumulation = Accumulation(self.replica)
+        self.rollback = Rollback(model, self.by_batch or self.compute, self.replica)
+        self.misfit: tuple[str, Any] | None = None
+        self.swaps = swaps_in_samples(model)
+        self._inputs = Inputs(sample_shape(model))
+
+    def set_threads(self, count: int) -> None:
+        """Compute with ``count`` threads."""
+        (self.by_batch or self.compute).set_threads(count)
+
+    def forward(
+        self,
+        mu_x: ArrayLike,
+        var_x: ArrayLike | None,
+        shared: bool,
+        look: Callable[[Any], None] | None,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Compute the outputs of a share; an error undoes the step that begins with it.
+
+        ``shared``: other ranks have shares of the same batch. ``look`` gets the flat inputs.
+        """
+        begins = False  # True if this begins a step that can be undone
+        try:
+            compute, by_batch = self.compute, self.by_batch
+            keep = by_batch is not None or compute.takes_tensors
+            mean, variance, shown = self._inputs.take(mu_x, var_x, keep)
+            if self.misfit is not None:
+                self.undo_misfit()
+            if self.rollback.needed and self.accumulation.samples is None:
+                self.rollback.keep()
+                begins = True
+            if look is not None:
+                look(mean)
+            if len(mean) == 0:
+                self.accumulation.forwarded = 0
+                return mean, mean + 0
+            if by_batch is not None and mean.size != by_batch.size:
+                compute = self.compute = by_batch(mean)
+            if shown is None:
+                outputs = compute.forward(mean, variance)
+            else:
+                outputs = compute.forward_from(shown)
+            self.accumulation.forwarded = compute.samples
+            if self.swaps and (shared or self.accumulation.adds):
+                require_even(compute.samples)
+            return outputs
+        except BaseException:
+            if begins:
+                self.undo()
+            raise
+
+    def backward(self, early: Overlapped | None) -> None:
+        """Compute the deltas; ``early`` begins to reduce them meanwhile."""
+        if self.misfit is not None:
+            raise ValueError(self.misfit[0])
+        accumulation = self.accumulation
+        if accumulation.before_backward():
+            if early is not None:
+                early.discard()
+            self.compute.backward(None if early is None or accumulation.adds else early.start)
+        elif early is not None and not accumulation.adds:
+            early.start_nothing()
+        accumulation.after_backward()
+
+    def end_step(self) -> None:
+        """Keep the state of a step that was made."""
+        self.rollback.drop()
+        if self.by_batch is not None:  # A merging exchange may have undone the step.
+            self.compute = self.by_batch.now
+
+    def undo(self) -> None:
+        """Drop the deltas of the present step, and restore the other state that it has changed."""
+        self.accumulation.discard()
+        self.rollback.restore()
+        if self.by_batch is not None:
+            self.compute = self.by_batch.now
+
+    def undo_misfit(self) -> None:
+        """Restore the buffer that an innovation of the wrong size has replaced."""
+        if self.misfit is not None:
+            self.compute.input_delta_z_buffer, self.misfit = self.misfit[1], None
