@@ -42,6 +42,7 @@ lint: style types ## check style and types
 style: .venv/.installed-dev ## check style alone
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	.venv/bin/python tests/support/docstrings.py
 	.venv/bin/clang-format --dry-run -Werror $(CPP)
 
 # The types of the C++ backend lie where it is installed; mypy looks for them in the package.

@@ -85,7 +85,7 @@ def main() -> int:
 
 
 class Report:
-    """What is known so far, in two files: ``path``, JSON, and the same as text beside it."""
+    """The report so far, in two files: ``path``, JSON, and the same as text beside it."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path = path.resolve()
@@ -118,7 +118,7 @@ class Report:
         self.write()
 
     def complete(self) -> bool:
-        """Tell whether everything ran and nothing failed."""
+        """Return whether everything ran and nothing failed."""
         return all(step["state"] == "done" and not missing(step) for step in self.steps)
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""Which batch learns how well, and whether the first step could say that it is too large.
+"""Compare the errors of batches, and rules that find a batch too large, some at the first step.
 
 ``python -m benchmarks.settings`` trains networks of several sizes on eight sets, with batches and
 noises of all sizes; docs/training.md shows what it prints. One process, and no other to compare

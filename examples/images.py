@@ -190,7 +190,7 @@ def _download(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time, of all that name this folder, run the block."""
+    """Run the block in one process at a time, of all that name this folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     deadline = time.monotonic() + _DOWNLOAD_LIMIT_S
     try:

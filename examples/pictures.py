@@ -1,4 +1,4 @@
-"""What the examples' pictures share; importing it sets matplotlib's defaults.
+"""Functions that draw the examples' pictures; importing them sets matplotlib's defaults.
 
 The colours are those of M. Okabe and K. Ito, which colour-blind people can tell apart.
 """
@@ -44,7 +44,7 @@ def save(figure, path):
 
 
 def plain_ticks(axis, ticks):
-    """Let a logarithmic axis show these numbers, as they are, and no others."""
+    """Show these numbers on a logarithmic axis, as they are, and no others."""
     axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 

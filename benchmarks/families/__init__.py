@@ -1,1 +1,1 @@
-"""What is measured, a file a family; each has a function `rows`."""
+"""Families of measurements, one file each; each file has a function `rows`."""

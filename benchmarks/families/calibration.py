@@ -1,4 +1,4 @@
-"""How well merged posteriors know what they do not know; see `rows`."""
+"""The calibration of merged posteriors; see `rows`."""
 
 from __future__ import annotations
 

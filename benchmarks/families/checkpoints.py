@@ -1,4 +1,4 @@
-"""How long training pauses for a checkpoint; see `rows`."""
+"""The pause of training for a checkpoint; see `rows`."""
 
 from __future__ import annotations
 

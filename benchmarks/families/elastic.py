@@ -1,4 +1,4 @@
-"""How soon an elastic job goes on after a kill, and has a new rank; see `rows`.
+"""The time until an elastic job goes on after a kill, or has a new rank; see `rows`.
 
 ``python -m benchmarks.families.elastic FOLDER WAY KIND RANKS HIDDEN`` is a rank of such a job.
 """

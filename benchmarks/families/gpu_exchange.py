@@ -1,4 +1,4 @@
-"""What ranks on GPUs exchange in a step, over NCCL; see `rows`."""
+"""The exchange between ranks on GPUs in a step, over NCCL; see `rows`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a training step takes; see `rows`."""
+"""The memory of a training step; see `rows`."""
 
 from __future__ import annotations
 

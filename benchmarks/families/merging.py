@@ -1,4 +1,4 @@
-"""How good merged posteriors are, by ranks, steps between two merges and batch; see `rows`."""
+"""The quality of merged posteriors, by ranks, steps between two merges and batch; see `rows`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good merged posteriors of convolutions are; see `rows`."""
+"""The quality of merged posteriors of convolutions; see `rows`."""
 
 from __future__ import annotations
 

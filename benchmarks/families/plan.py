@@ -1,4 +1,4 @@
-"""What `tagi_ddp.plan` predicts, against steps over emulated hosts; see `rows`."""
+"""The predictions of `tagi_ddp.plan`, against steps over emulated hosts; see `rows`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it takes to start many ranks on one machine, and how soon they hear of a death; see `rows`.
+"""The cost of a start of many ranks on one machine, and the time to hear of a death; see `rows`.
 
 ``python -m benchmarks.families.start shm 256`` measures one way at one size.
 """

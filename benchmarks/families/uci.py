@@ -35,7 +35,7 @@ class Published:
 
     @property
     def rounding(self) -> float:
-        """What the RMSE may be greater, or less: half of its last digit."""
+        """The rounding error of the RMSE: half of its last digit."""
         return 0.5 * 10.0 ** -len(self.printed_rmse.partition(".")[2])
 
 

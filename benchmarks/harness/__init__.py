@@ -1,1 +1,1 @@
-"""How rows are measured: in turn, in the same run, on the same work."""
+"""Measurements of rows: in turn, in the same run, on the same work."""

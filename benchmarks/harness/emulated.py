@@ -71,7 +71,7 @@ def emulated_hosts(
 
 @contextmanager
 def _meeting_at_host_0() -> Iterator[None]:
-    """Let ranks meet there; afterwards the variables are as they were."""
+    """Set the variables by which ranks meet at host 0; restore them at the end."""
     before = dict(os.environ)
     os.environ.update(MASTER_ADDR=address(0), MASTER_PORT="29500", GLOO_SOCKET_IFNAME="veth")
     try:
@@ -143,7 +143,7 @@ def _leave_home() -> None:
 
 
 def _relay(stack: ExitStack, processes: list[int], mbit: float | None, delay_ms: float) -> None:
-    """Let a process carry packets between the networks of ``processes``."""
+    """Start a process that carries packets between the networks of ``processes``."""
     if not os.path.exists("/dev/net/tun"):
         raise NotPossible("no /dev/net/tun")
     script = str(Path(__file__).with_name("relay.py"))

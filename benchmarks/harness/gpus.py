@@ -1,4 +1,4 @@
-"""What rows of GPUs share: why there is none, ranks on GPUs, and the time of work queued there."""
+"""Shared parts of rows of GPUs: why there is no GPU, ranks on GPUs, and the time of queued work."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _why_not(ranks: int) -> str:
 
 @contextlib.contextmanager
 def at_once_on_a_gpu() -> Iterator[None]:
-    """Let new processes use a GPU at the same time, by NVIDIA's MPS, where that is installed.
+    """Start NVIDIA's MPS, where it is installed, so that new processes use a GPU at the same time.
 
     Without it they take turns of some milliseconds, which then is what an exchange takes. One that
     runs already, and the variable of its folder, are left alone.

@@ -1,4 +1,4 @@
-"""How a row is measured: ours and the others in turn, in the same processes, in the same run."""
+"""The measurement of a row: ours and the others in turn, in the same processes and the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank runs: ``python -m benchmarks.harness.rank FOLDER FAMILY ... [--quick]``.
+"""The program of each rank: ``python -m benchmarks.harness.rank FOLDER FAMILY ... [--quick]``.
 
 Rank 0 leaves the rows by family, pickled, in FOLDER/rows.
 """

@@ -1,4 +1,4 @@
-"""What torch's users have: the benchmarks' networks as torch.nn modules, trained by SGD."""
+"""The baseline of torch: the benchmarks' networks as torch.nn modules, trained by SGD."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cnn(channels: int) -> nn.Module:
 
 
 def resnet18(channels: int) -> nn.Module:
-    """Where pytagi's pads right and bottom only, torch's pads all sides: as many sums."""
+    """Return a ResNet-18. It pads all sides where pytagi's pads right and bottom: as many sums."""
     blocks = [_Block(channels, channels), _Block(channels, channels)]
     for factor in (2, 4, 8):
         after = factor * channels

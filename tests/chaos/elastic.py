@@ -44,7 +44,7 @@ LAUNCHER = [str(Path(sys.executable).with_name("tagi-ddp")), "run"]
 
 
 class BrokenPromise(AssertionError):
-    """What an elastic job must not do."""
+    """A violation of what an elastic job promises."""
 
 
 class Job:
@@ -113,7 +113,7 @@ class Job:
         return float(next(line["time"] for line in lines if "step" in line))
 
     def finish(self, seconds: float) -> list[dict[str, Any]]:
-        """Let the job end; return what the ranks that are left say at the end."""
+        """Hurry the job to its end; return the last line of each rank that reached it."""
         (self._folder / "hurry").touch()
         try:
             status = self._process.wait(seconds)
@@ -171,7 +171,7 @@ class Campaign:
         self._random = random.Random(seed)
 
     def happen(self, left: int) -> int:
-        """Let something happen, of at most ``left`` events; return how many they were."""
+        """Stop a rank, or kill one, or two if ``left`` >= 4; return the number of events."""
         before = sum(self.count.values())
         time.sleep(self._random.uniform(0, 0.1))
         draw = self._random.random()

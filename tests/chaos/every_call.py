@@ -69,7 +69,7 @@ class Kill:
 
 
 def die_at(kill: Kill, folder: Path) -> None:
-    """Let this process end at its call, unless it takes the place of the one that did."""
+    """Make this process kill itself at the call of ``kill``, unless it replaces a killed rank."""
     killed = folder / "killed"
     if os.environ["RANK"] != str(kill.rank) or killed.exists():
         return

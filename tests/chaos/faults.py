@@ -40,7 +40,7 @@ STATUSES = {"kill": 137, "exit": NUMBER}  # of `tagi-ddp run`; else 1 where a ra
 
 @dataclass(frozen=True)
 class Fault:
-    """What rank ``culprit`` does at step ``step`` of a job."""
+    """A fault of rank ``culprit`` at step ``step`` of a job, and the job's settings."""
 
     seed: int
     kind: str
@@ -75,7 +75,7 @@ class Fault:
 
 @dataclass
 class Report:
-    """How one rank ended."""
+    """The end of one rank: its status, its error, and the hashes of its steps."""
 
     #: Exit status, or minus the signal; None: it was still running at the limit.
     status: int | None

@@ -1,4 +1,4 @@
-"""What is damaged is refused on all ranks before anything is loaded, and stays where it is."""
+"""All ranks refuse a damaged checkpoint before they load anything. Its files stay in place."""
 
 from __future__ import annotations
 

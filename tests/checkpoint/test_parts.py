@@ -93,7 +93,7 @@ def equal_or_not(comm: Any, folder: str, same: bool) -> Report:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_parts_on_another_number_of_ranks(shm: RankPool, tmp_path: Path, same: bool) -> None:
-    """What all ranks had is given to all; what each had for itself cannot be."""
+    """Resume on three ranks a part that was equal on two. A part that differed is refused."""
     shm.run(equal_or_not, str(tmp_path), same, size=2)
     for kind, text, _ in shm.run(equal_or_not, str(tmp_path), same, size=3):
         assert kind == ("" if same else "CheckpointError")

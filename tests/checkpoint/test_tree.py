@@ -1,4 +1,4 @@
-"""What is saved is read back, of the same types and to the bit; what cannot be is refused."""
+"""Saved values are read back with types and bits. Values that no file can hold are refused."""
 
 from __future__ import annotations
 

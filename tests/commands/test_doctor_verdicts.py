@@ -1,4 +1,4 @@
-"""What tagi-ddp doctor concludes from what it has found."""
+"""The verdicts that tagi-ddp doctor draws from its findings."""
 
 from __future__ import annotations
 

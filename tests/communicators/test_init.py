@@ -1,4 +1,4 @@
-"""What init() does with its arguments and with what is, or is not, installed."""
+"""The backend that init() takes, its arguments, and its errors where packages are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks make a node, and how many cores each has: plain arithmetic."""
+"""The ranks of each node, and the number of cores of each rank: plain arithmetic."""
 
 from __future__ import annotations
 

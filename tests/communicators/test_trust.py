@@ -1,4 +1,4 @@
-"""Who gets into a job: ranks that have its secret, and processes of the same user on this host."""
+"""Access to a job: for ranks with its secret, and for the same user's processes on this host."""
 
 from __future__ import annotations
 

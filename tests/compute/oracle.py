@@ -26,7 +26,7 @@ FEW_TOLERANCE = 1e-3
 
 @dataclass
 class Results:
-    """What one forward and backward give, by name."""
+    """The arrays that one forward and backward give, by name."""
 
     arrays: dict[str, np.ndarray]
 

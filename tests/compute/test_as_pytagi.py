@@ -1,4 +1,4 @@
-"""What scripts of pytagi's users do besides the four calls, on every compute."""
+"""Uses of pytagi's interface besides the four calls of a step, on every compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes, and what is said of it."""
+"""The choice of a compute, and the warnings and notes about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds on a GPU; skipped where there is none."""
+"""Tests of steps on a GPU; skipped where there is none."""
 
 from __future__ import annotations
 

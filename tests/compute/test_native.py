@@ -242,7 +242,7 @@ def test_tensors_are_torchs() -> None:
 
 
 def test_arrays_of_any_kind() -> None:
-    """What the backend does not take as it is is copied first."""
+    """Train on arrays of any kind. Those that the backend does not take are copied first."""
     import pytagi.nn as nn
 
     rng = np.random.default_rng(0)

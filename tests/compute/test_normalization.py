@@ -109,7 +109,7 @@ def test_images(
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_digits(exact: bool) -> None:
-    """Where sums are of many numbers, all digits that float32 has are the engine's."""
+    """Compare layers that sum many numbers with the engine, at the default tolerance."""
 
     def layers() -> list[Any]:
         import pytagi
@@ -209,7 +209,7 @@ def test_loaded_statistics(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_innovation_of_the_inputs(seed: int) -> None:
-    """What goes below the first layer, too, equals the engine's."""
+    """Check that the innovation of the network's inputs, too, equals the engine's."""
     import pytagi.nn as nn
 
     both = Both(with_parameters(nn.LayerNorm([2, 4, 4] if seed else [32]), seed), nn.ReLU())

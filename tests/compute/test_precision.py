@@ -1,4 +1,4 @@
-"""What a lower precision of products costs, and that it is had only on request."""
+"""The error of products in lower precision, and the options that are refused."""
 
 from __future__ import annotations
 

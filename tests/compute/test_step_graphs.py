@@ -214,7 +214,7 @@ def ranks(comm: Any, cuda_graph: bool) -> tuple[str, int]:
 
 
 def test_ranks(shm: RankPool) -> None:
-    """What several ranks do together comes after each one's graph."""
+    """Train two ranks with graphs and without. The replicas are equal; each rank has one graph."""
     plain, graphs = (shm.run(ranks, option, size=2) for option in (False, True))
     assert {digest for digest, _ in plain} == {digest for digest, _ in graphs}
     assert [count for _, count in graphs] == [1, 1]

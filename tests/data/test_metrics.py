@@ -142,7 +142,7 @@ def test_bools_and_foreign_byte_order(shm):
 
 
 def found_together(comm):
-    """Let two ranks put together what they found, of rows that differ in number."""
+    """Reduce metrics, and gather rows that differ in number, on two ranks."""
     means = reduce_metrics(comm, [1.0, 2.0], 2)
     assert means.tolist() == [0.5, 1.0]
     assert reduce_metrics(comm, 3, 4) == 0.75

@@ -1,4 +1,4 @@
-"""What the loader takes, in fresh interpreters, from libraries that are compiled here."""
+"""The libraries that the loader takes in fresh interpreters; the tests compile them."""
 
 from __future__ import annotations
 

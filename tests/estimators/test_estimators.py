@@ -92,7 +92,7 @@ def test_digits() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 10, 100])
 def test_probabilities_are_those_of_the_engine(count: int) -> None:
-    """Which takes one sample, and does not divide by their sum, as some leaves are no class."""
+    """Divide the engine's, sample by sample, by their sum: some leaves of the tree are no class."""
     tree, rng = Classes(count, 0.5), np.random.default_rng(0)
     mean = rng.normal(size=(3, tree.outputs)).astype(np.float32)
     variance = rng.uniform(0.1, 1, mean.shape).astype(np.float32)

@@ -48,7 +48,7 @@ def known(model: Any, x: np.ndarray = X) -> np.ndarray:
 
 
 def streamed(model: Any, y: np.ndarray) -> Any:
-    """Let the model learn by `partial_fit` alone."""
+    """Train the model by `partial_fit` alone; return it."""
     classes = {"classes": [0, 1]} if isinstance(model, TAGIClassifier) else {}
     return model.partial_fit(X, y, **classes)
 

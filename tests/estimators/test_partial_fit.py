@@ -122,7 +122,7 @@ def everything(model: Any) -> dict[str, Any]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
-    """Let `learn` raise once so many steps were learned."""
+    """Make `learn` raise ``error`` in every call after the first ``after`` ones."""
     left, learn = after, DDPSequential.learn
 
     def fails(*args: Any, **kwargs: Any) -> Any:

@@ -177,7 +177,7 @@ def check_move(comm: Any, cap: float | Tensor, refused: bool | None) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "batch_norm", "layer_norm"])
 def test_networks(interpreter: RankPool, name: str) -> None:
-    """Where Linear layers stand alone, before a ReLU, and after other layers."""
+    """Check networks whose Linear layers stand alone, before a ReLU, and after other layers."""
     interpreter.run(check_network, name)
 
 

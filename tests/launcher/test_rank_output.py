@@ -1,4 +1,4 @@
-"""How the ranks' output becomes lines, whatever pieces it arrives in."""
+"""The lines that the ranks' output becomes, whatever pieces it arrives in."""
 
 import io
 import itertools

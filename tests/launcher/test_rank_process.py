@@ -1,4 +1,4 @@
-"""What a rank tells its launcher, and what a process that it forks does not."""
+"""A rank reports its end to its launcher. A process that it forks does not."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Which ranks make the next group of an elastic job: the decisions alone, without processes."""
+"""The ranks of an elastic job's next group: the decisions alone, without processes."""
 
 from __future__ import annotations
 

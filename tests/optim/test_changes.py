@@ -1,4 +1,4 @@
-"""Which tensors have changed, and the vote on it."""
+"""A record of changed tensors, and the ranks' vote on it."""
 
 from __future__ import annotations
 

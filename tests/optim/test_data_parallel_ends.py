@@ -1,4 +1,4 @@
-"""How a wrapped module fails and ends, and what is refused."""
+"""Failures of a wrapped module, its end, and wrong arguments."""
 
 from __future__ import annotations
 

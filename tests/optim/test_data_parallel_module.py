@@ -289,7 +289,7 @@ def test_one_rank_may_evaluate_alone(shm: RankPool) -> None:
 
 @MODES
 def test_several_optimizers(shm: RankPool, blocking: bool) -> None:
-    """Which step at different times and in any order, as do ranks in backward."""
+    """Train with two that step at different times. Ranks run backward in different orders."""
 
     def task(comm: Any) -> None:
         def make_optimizers(net: nn.Module) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What differs between ranks ends on all of them at once, by a text that names the argument."""
+"""Differences between ranks raise an error on all at once. Its text names the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several files do in a pool's processes."""
+"""Helpers that tests of several files use in a pool's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer tells of each epoch, and what callbacks do with it."""
+"""The trainer's report of each epoch, and the callbacks that take it."""
 
 from __future__ import annotations
 

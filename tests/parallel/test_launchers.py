@@ -35,7 +35,7 @@ def run(command: list[str], folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process finds."""
+    """Return what the program finds as one process."""
     [found] = run([sys.executable], tmp_path_factory.mktemp("alone"))
     return found
 

@@ -240,7 +240,7 @@ def test_training_goes_on_where_it_stopped(shm: RankPool, tmp_path: Path, every:
 
 
 def with_adam(comm: Any, path: str, folder: str, use_fsdp: bool) -> bool:
-    """Whether a run in two parts leaves what one in a single part does."""
+    """Return whether a run in two parts leaves the same as a run in one."""
     with torch_group(comm, path):
         parallel = ParallelConfig(use_fsdp=use_fsdp)
         whole, parts = (settings(f"{folder}/{name}", parallel=parallel) for name in "ab")

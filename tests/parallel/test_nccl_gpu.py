@@ -1,6 +1,6 @@
-"""What users of torch call, over NCCL's own library, on GPUs: as on the CPU.
+"""Calls of torch's users, over NCCL's own library, on GPUs: as on the CPU.
 
-Where there is one GPU, two ranks share it. All of it is in one file, as each start of ranks takes
+Two ranks share the GPU where there is only one. All is in one file, as each start of ranks takes
 longer than most of these tests.
 """
 

@@ -1,4 +1,4 @@
-"""What trains on a group of torch's backend "tagi_ddp" leaves the group's communicator open."""
+"""Training on a group of torch's backend "tagi_ddp" leaves the group's communicator open."""
 
 from __future__ import annotations
 

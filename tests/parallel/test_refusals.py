@@ -1,4 +1,4 @@
-"""What the trainer refuses, and how other ranks learn of it."""
+"""Arguments that the trainer refuses, and the errors that the other ranks get."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Recording(Task):
 
 
 class Network:
-    """What is no torch module."""
+    """A network that is no torch module."""
 
     mode = ""
 

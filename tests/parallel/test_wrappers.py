@@ -273,7 +273,7 @@ def check_wrong_settings() -> None:
 
 
 def wrong_on_one_rank(comm: Any, path: str) -> list[str]:
-    """Let one rank alone be wrong: all learn of it at once, and the group stays usable."""
+    """Return the errors of calls that are wrong on one rank. All raise; the group stays usable."""
     one, texts = comm.rank == 1, []
     with torch_group(comm, path):
         wrapped = ddp(nn.Linear(2, 2))

@@ -221,7 +221,7 @@ def test_the_search_finds_nothing_slower(training: Training, cluster: Cluster, r
 def test_the_fewest_ranks_within_a_budget(
     training: Training, cluster: Cluster, speed: float, memories: float
 ) -> None:
-    """What is found keeps within it; none is found where the most ranks would not do either."""
+    """Check that a choice keeps the budget. If there is none, the most ranks exceed it, too."""
     budget = Budget(1e6, 1e6 * training.step / speed, memories * 20 * 8 * training.parameters)
     found = fewest_ranks(training, cluster, budget, 64)
     if found is None:

@@ -62,7 +62,7 @@ every_linked = pytest.mark.parametrize("page", LINKED, ids=name_of)
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[ScriptNursery]:
-    """What runs the pages' scripts, without importing torch for each rank."""
+    """Yield a nursery that runs the pages' scripts without importing torch for each rank."""
     made = ScriptNursery()
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""What `import tagi_ddp` brings, and what it does not."""
+"""The names that `import tagi_ddp` brings, and the libraries that it does not load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the ranks' words on a device is what the host derives."""
+"""The agreement that a device derives from the ranks' contributions equals the host's."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_death(backend: str, way: str, repetition: int) -> None:
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_death_in_another_node(backend: str, victim: int, way: str) -> None:
-    """Who waits for a rank between itself and the dead one learns which one died, all the same."""
+    """Check that all ranks name the dead one, also those that wait for a rank between."""
     delay = random.Random(f"{backend} {victim} {way}").uniform(0.0, 0.3)
     schedule = SyncSchedule(1, 0, 0, max_global_skips=4)
     options = {"reduction": "precision", "sync_every": schedule, "node_size": 2}

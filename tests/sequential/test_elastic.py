@@ -112,7 +112,7 @@ def test_sums_without_lost_ranks_are_those_of_one_process(
 def test_a_step_that_comes_again_has_changed_no_running_statistics(
     tmp_path: Path, compute: str
 ) -> None:
-    """Where ranks are lost after a forward, the others go on from what the step before has left."""
+    """Lose ranks after a forward. The others go on from the state that the last step has left."""
     what = case("shm", {**SUMS, "compute": compute}, "batch_norm", kills={"2": 5, "1": 9})
     for answer in run(tmp_path, {**what, "epochs": 1}, ranks=3):
         assert len(answer["changes"]) == 2

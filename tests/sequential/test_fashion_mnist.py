@@ -1,4 +1,4 @@
-"""Why deltas are summed and capped for the global batch, on real images."""
+"""Summed deltas, capped for the global batch, learn real images as one process does."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def error_after_training(comm: Any, way: str, compute: str, steps: int) -> float
 
 
 def step_with_local_cap(model: DDPSequential) -> None:
-    """What a step must not be: the sum of the deltas, capped as for one rank's share."""
+    """Make a wrong step: the sum of the deltas, capped as for one rank's share."""
     parameters = model._local.replica.parameters
     parameters.refresh()
     bucket = np.empty(2 * parameters.size, np.float32)

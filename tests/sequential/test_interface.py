@@ -1,4 +1,4 @@
-"""What passes through to the engine, and one process."""
+"""Calls that pass through to the engine, and a world of one process."""
 
 from __future__ import annotations
 

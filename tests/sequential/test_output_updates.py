@@ -1,4 +1,4 @@
-"""What pytagi's own output updater is given, which it would take from foreign memory otherwise."""
+"""Checks of arguments of pytagi's output updater, which would read foreign memory without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which communicator and device a replica gets; on stand-ins for NCCL and CUDA."""
+"""The communicator and the device of a replica; on stand-ins for NCCL and CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read between two calls changes nothing that is trained, whoever computes."""
+"""Reads between two calls change nothing that is trained, on any compute."""
 
 from __future__ import annotations
 

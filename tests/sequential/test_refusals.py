@@ -1,4 +1,4 @@
-"""What DDPSequential refuses, and how the other ranks learn of it."""
+"""Calls that DDPSequential refuses, and the errors that the other ranks get."""
 
 from __future__ import annotations
 

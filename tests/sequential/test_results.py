@@ -1,4 +1,4 @@
-"""What map_networks returns of what the items return: the same on all ranks, whole or refused."""
+"""Results of map_networks: the same on all ranks, whole or refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def plain(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two values are of one type and equal, NaN to NaN and 0.0 not to -0.0."""
+    """Return whether two values have one type and are equal. NaN equals NaN; 0.0 is not -0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):

@@ -121,7 +121,7 @@ class Program:
         return x, y, 0.25
 
     def run(self, event: str, seed: int, spare: bool = False) -> bool:
-        """Let it happen; return whether it was refused. ``spare``: without the guilty rank."""
+        """Run an event; return whether it was refused. ``spare``: the guilty rank gets no data."""
         model, rng = self.model, np.random.default_rng([seed, self._comm.rank])
         x, y, noise = self.data(rng)
         if rng.random() < 0.3 and model.compute.name != "engine":

@@ -94,7 +94,7 @@ def test_replicas_on_devices(pool: str, name: str, request: pytest.FixtureReques
 
 
 def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, dict[str, int]]]:
-    """Let variances of all parts become negative."""
+    """Make variances of all parts negative; return the hashes and counts, plain and sharded."""
     found = []
     for sharded in (False, True):
         model = wrap(comm, compute=compute, device=device, sharded=sharded)

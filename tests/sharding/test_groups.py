@@ -125,7 +125,7 @@ def test_process_group_on_devices(nccl: RankPool, shm: RankPool, tmp_path: Path)
 
 
 def memory_formats_that_differ(comm: Any) -> None:
-    """Let one rank's tensor lie otherwise than the others'; none may scramble."""
+    """Check functions on tensors whose memory formats differ between ranks: no value moves."""
     shapes = [[2, 3, 4, 5], [2, 1, 4, 5]]
     whole = torch.arange(160.0).view(2, 4, 4, 5)
     for formats in (

@@ -1,4 +1,4 @@
-"""What holds for all functions: gradients, exact sums, the operations they take, refusals."""
+"""Rules of all functions: gradients, exact sums, the operations they take, refusals."""
 
 from __future__ import annotations
 

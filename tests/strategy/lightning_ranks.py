@@ -190,7 +190,7 @@ def check_nothing_left(strategy: Any, task: Task) -> None:
 
 
 def check_without_fit(strategy: Any, info: tuple[int, ...]) -> None:
-    """Let split models, whose parameters differ at first, validate, test and predict."""
+    """Validate, test and predict with split models whose parameters differ at first."""
     trainer = pl.Trainer(strategy=strategy, **OPTIONS, use_distributed_sampler=False)
     for run in (trainer.validate, trainer.test, trainer.predict):
         task = Task(seed=dist.get_rank())

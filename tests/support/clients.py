@@ -1,4 +1,4 @@
-"""What programs that were written for other packages need: images, and two processes."""
+"""Images and two processes, for programs that were written for other packages."""
 
 import gzip
 import os

@@ -86,7 +86,7 @@ def happen(model: Any, what: dict[str, Any], step: int, folder: Path) -> None:
 
 
 def break_first_group() -> None:
-    """Let this rank's first group break when the ranks have just agreed on what they begin with."""
+    """Make this rank raise once, as soon as its first group has agreed on what to begin with."""
     make_equal = ElasticSum.make_equal
 
     def broken(exchange: ElasticSum) -> None:

@@ -1,4 +1,4 @@
-"""What imports what in the package, read from its files.
+"""The imports inside of the package, read from its files.
 
 ``python tests/support/imports.py`` prints the lines of each room, the arrows between rooms, and
 whether any runs in a circle or upward. A room is a folder of the package, or a file beside them.

@@ -1,4 +1,4 @@
-"""What the machine has of IPv6."""
+"""A check for the machine's IPv6."""
 
 from __future__ import annotations
 

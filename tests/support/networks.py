@@ -13,7 +13,7 @@ SIGMA_V = 0.5
 
 @dataclass(frozen=True)
 class Network:
-    """How to build a network, and the sizes of one sample."""
+    """A function that builds a network, and the sizes of one sample."""
 
     build: Callable[[], Any]
     inputs: int

@@ -101,7 +101,7 @@ class Copy:
 
 @dataclass
 class Description:
-    """How a buffer lies in the host's memory; strides in elements."""
+    """The layout of a buffer in the host's memory; strides in elements."""
 
     area: Area
     dtype: torch.dtype

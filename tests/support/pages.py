@@ -35,7 +35,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """What a reader is to type."""
+        """The commands that a reader types."""
         lines = self.text.splitlines() if self.kind in ("sh", "console") else []
         typed = [line.removeprefix("$ ") for line in lines if self._is_typed(line)]
         return [line.partition(" #")[0] for line in typed]

@@ -1,4 +1,4 @@
-"""Whether processes that a job has started are gone."""
+"""Checks for processes that a job has started."""
 
 from __future__ import annotations
 

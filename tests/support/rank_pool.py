@@ -196,7 +196,7 @@ class RankPool:
         self._drop()
 
     def close(self) -> None:
-        """Let every process end by itself, and check that none is left."""
+        """Close the connections, so that every process ends; check that none is left."""
         self._drop()
         self._output.close()
 
@@ -347,7 +347,7 @@ def signal_process(pid: int, number: signal.Signals) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Tell whether ``pid`` runs (a zombie does not)."""
+    """Return whether ``pid`` runs. A zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

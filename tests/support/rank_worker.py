@@ -102,7 +102,7 @@ def rank_of_mpi() -> int | None:
 
 
 def emulate_host(name: str) -> None:
-    """Let this process be on a host of that name; its connections are those of this one."""
+    """Give this process the id of another host. Its connections stay those of this host."""
     from tagi_ddp.communicators import topology
 
     topology.host_id = lambda: name

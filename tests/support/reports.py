@@ -1,4 +1,4 @@
-"""How tests tell the errors of ranks, and wrap small networks."""
+"""Reports of the errors of ranks, and small networks, wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of DDPSequential."""
+"""Tasks of the ranks in the tests of DDPSequential."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_moves_that_precisions_account_for_are_summed(ranks: int, seed: int) -> 
 @settings(max_examples=20)
 @given(st.integers(2, 16), seeds)
 def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> None:
-    """What one merge does the next undoes: the half of that is where both meet."""
+    """Merge changes whose sign alternates. In the end a merge is half of the ranks' mean."""
     rng, table = np.random.default_rng(seed), table_of([(300, 0)])
     prior, damping = gaussians(rng, 300), _backend.AdaptiveSum(table)
     changes = moves(rng, table, prior, ranks)
@@ -169,7 +169,7 @@ def test_sums_that_turn_back_are_averaged_in_the_end(ranks: int, seed: int) -> N
 @settings(max_examples=20)
 @given(st.integers(2, 16), seeds)
 def test_precisions_count_where_sums_turn_back_for_noise(ranks: int, seed: int) -> None:
-    """Where ranks know better after each merge, only their means are averaged."""
+    """Alternate the sign of the means' changes. The growth of precisions is still summed."""
     rng, table = np.random.default_rng(seed), table_of([(256, 0)])
     prior, damping = gaussians(rng, 256), _backend.AdaptiveSum(table)
     changes = [change_of(table, learned(rng, prior), prior) for _ in range(ranks)]
@@ -188,7 +188,7 @@ def test_precisions_count_where_sums_turn_back_for_noise(ranks: int, seed: int) 
 def test_a_sum_that_overshot_ends_where_the_turns_lead(
     ranks: int, overshot: float, seed: int
 ) -> None:
-    """Where a sum of S goes ``overshot`` too far, it ends at S / (1 + overshot) from its start."""
+    """A sum of S that goes ``overshot`` too far ends at S / (1 + overshot) from its start."""
     rng, table = np.random.default_rng(seed), table_of([(256, 0)])
     prior, damping = gaussians(rng, 256), _backend.AdaptiveSum(table)
     first, second = np.zeros((2, ranks, 512), np.float32)

@@ -90,7 +90,7 @@ def test_changes_arrive_in_any_order(ranks: int, size: int, seed: int, data: st.
 @settings(max_examples=25)
 @given(st.integers(1, 2000), seeds)
 def test_own_work_is_not_counted_twice(size: int, seed: int) -> None:
-    """What is under way is merged later into a posterior that has moved on since, but has it."""
+    """Merge a change into a posterior that has moved on since, but has its own part of it."""
     rng, table = np.random.default_rng(seed), table_of([(size, 0)])
     prior = gaussians(rng, size)
     mine, other = learned(rng, prior), learned(rng, prior)

@@ -1,4 +1,4 @@
-"""What agreement makes of real networks, when ranks merge, and steps inside of a share."""
+"""Agreement of real networks, the times of merges, and steps inside of a share."""
 
 from __future__ import annotations
 

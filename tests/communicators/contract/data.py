@@ -114,7 +114,7 @@ def caught(call: Callable[[], Any]) -> Exception:
 
 
 def announce(folder: Path, rank: int) -> None:
-    """Let `await_ranks` of other ranks know that this one is so far."""
+    """Announce this rank in the folder, for `await_ranks` of other ranks."""
     (folder / str(rank)).touch()
 
 

@@ -101,7 +101,7 @@ def report(call: Callable[[], Any]) -> Report:
 
 
 def come_late(comm: Any, call: Callable[[Any], Any], folder: Path) -> list[Report]:
-    """Let the last rank call once the others have given up."""
+    """Make the last rank call after the others have given up; return the errors of this rank."""
     if comm.rank == comm.size - 1:
         await_ranks(folder, range(comm.size - 1))
     first = report(lambda: call(comm))

@@ -104,7 +104,7 @@ def objects(comm: Any) -> None:
 
 
 def objects_beside_others(comm: Any) -> None:
-    """What the ranks tell each other passes operations of which nobody knows yet how they end."""
+    """Gather objects, and split, while no rank has waited yet for the all_reduces that it began."""
     for _ in range(5):
         arrays = [np.full(5000, comm.rank, np.float32) for _ in range(3)]
         works = [comm.all_reduce(array, async_op=True) for array in arrays]

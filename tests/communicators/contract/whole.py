@@ -15,7 +15,7 @@ from contract.programs import ProgramsContract
 class SoloContract(
     OperationsContract, ArgumentsContract, OrderContract, ProgramsContract, ClosedContract
 ):
-    """What a group of one keeps."""
+    """The contract of a group of one."""
 
 
 class WholeContract(

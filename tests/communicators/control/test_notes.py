@@ -70,7 +70,7 @@ class Network:
 
 
 class Meeting:
-    """What `Handshake` does of a collective, step by step."""
+    """The notes of one collective, as `Handshake` enters them, step by step."""
 
     def __init__(self, network: Network, number: int, late: Iterable[int] = ()) -> None:
         self._network, self._number = network, number

@@ -1,4 +1,4 @@
-"""What only a communicator of devices has: groups, streams, foreign arrays; on stand-ins."""
+"""Groups, streams and foreign arrays of a communicator of devices; on stand-ins."""
 
 from __future__ import annotations
 

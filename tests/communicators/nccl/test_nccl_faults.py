@@ -1,4 +1,4 @@
-"""What goes wrong in NCCL or CUDA ends in a typed error on every rank; on stand-ins for both."""
+"""Faults of NCCL or CUDA end in a typed error on every rank; on stand-ins for both."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ Start = Callable[..., RankPool]
 
 @pytest.fixture
 def start(stand_in: dict[str, str], size: int) -> Iterator[Start]:
-    """What starts ranks that have not opened the stand-ins yet."""
+    """Yield a function that starts ranks that have not opened the stand-ins yet."""
     pools: list[RankPool] = []
 
     def make(**environment: str) -> RankPool:

@@ -19,7 +19,7 @@ LONG = 1 << 30  # cycles of a GPU: about half a second
 
 @pytest.fixture
 def arguments(request: pytest.FixtureRequest, size: int) -> dict[str, dict[str, str]]:
-    """What makes a RankPool one of the test's class, by its ``place`` of the host's buffers."""
+    """Return arguments of RankPool for the test's class, by its ``place`` of the host's buffers."""
     place = request.cls.place
     if place == "copy":
         return {"environment": {**request.getfixturevalue("stand_in"), VARIABLE: place}}
@@ -83,14 +83,14 @@ class TestNcclOnGpus(WholeContract):
 
 
 class ByInterface:
-    """What has a tensor's memory, and nothing else of it."""
+    """An object that has a tensor's CUDA Array Interface and nothing else of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = tensor.__cuda_array_interface__
 
 
 class ByDlpack:
-    """What gives a tensor's memory by DLPack alone."""
+    """An object that gives a tensor's memory by DLPack alone."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__dlpack__ = tensor.__dlpack__

@@ -1,4 +1,4 @@
-"""What becomes of gloo's ranks that meet at a store that goes."""
+"""Ranks over gloo that lose the store at which they meet blame rank 0."""
 
 from __future__ import annotations
 

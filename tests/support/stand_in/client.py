@@ -115,7 +115,7 @@ class Client:
         return event
 
     def pending(self, event: ctypes.c_void_p, limit: float) -> bool:
-        """Whether the event is not reached within some time."""
+        """Return whether the event is not reached within ``limit`` seconds."""
         return not self.until(lambda: self.call("cuEventQuery", event) == 0, limit)
 
     def until(self, condition: Callable[[], bool], limit: float) -> bool:

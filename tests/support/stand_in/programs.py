@@ -1,4 +1,4 @@
-"""What clients of the stand-ins check, without faults."""
+"""Programs of the stand-ins' clients, without faults."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def groups(c: Client) -> None:
 
 
 def streams(c: Client) -> None:
-    """What waits for an event comes after it; operations run in the order of their calls."""
+    """Check that work waits for events, and that operations run in the order of their calls."""
     comm, other = c.connect(), c.new("cuStreamCreateWithPriority", 1, -1)
     values, out = np.zeros((2, 20, 8), "float32")
     last = np.zeros(8, "float32")
