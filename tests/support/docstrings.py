@@ -29,7 +29,8 @@ def main() -> int:
         for path in sorted((ROOT / folder).rglob("*.py"))
         for line, text in wrong(path.read_text())
     ]
-    print("\n".join(found))
+    for each in found:
+        print(each)
     return bool(found)
 
 
