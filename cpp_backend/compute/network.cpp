@@ -118,11 +118,11 @@ void Network::forward(const float* mean, const float* variance, const float* jac
         spread(jacobian, batch, input_size_, stride, slopes);
         inputs_.jacobian = slopes;
     }
-    outputs_ = {};  // none if a layer refuses the inputs
+    outputs_ = {};  // none if a layer refuses the inputs, and no innovation of them
+    input_deltas_ = {};
     States states = inputs_;
     for (const auto& layer : layers_) states = layer->forward(states, training);
     outputs_ = states;
-    input_deltas_ = {};
 }
 
 Deltas Network::deltas() {

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pytagi.nn import Embedding, Linear, Sequential
 from support.networks import NETWORKS, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
 
-from tagi_ddp import DDPSequential
+from tagi_ddp import DDPSequential, OutputUpdater
 from tagi_ddp.sequential import accelerate
 
 COMPUTES = ("engine", "native", "torch")
@@ -181,3 +182,19 @@ def one_sample_for_two_ranks(comm: Any, compute: Any) -> float:
 @pytest.mark.parametrize("compute", ["engine", "native", "torch", "auto"])
 def test_less_samples_than_ranks(shm: RankPool, compute: str) -> None:
     assert max(shm.run(one_sample_for_two_ranks, compute, size=2)) < 1e-5
+
+
+def test_refused_inputs_have_no_innovation() -> None:
+    """The innovation of the inputs before is gone with them, whatever their number was."""
+    model = accelerate(Sequential(Embedding(4, 2, input_size=3), Linear(6, 1)), "native")
+    model.input_state_update = True
+    for indices in (np.zeros((1, 3)), np.zeros((5, 3))):
+        model(indices.astype(np.float32))
+        update = np.ones(len(indices), np.float32)
+        OutputUpdater(model).update(update, update)
+        model.backward()
+        assert model.get_input_states()[0].size == indices.size
+        with pytest.raises(Exception, match="index 9"):
+            model(np.full((40, 3), 9, np.float32))
+        with pytest.raises(RuntimeError, match="set input_state_update"):
+            model.get_input_states()
