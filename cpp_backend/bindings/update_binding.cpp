@@ -1,12 +1,10 @@
 #include "bindings/update_binding.h"
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -15,7 +13,6 @@
 #include "update/agreement.h"
 #include "update/apply.h"
 #include "update/compress.h"
-#include "update/merge.h"
 #include "update/sharded.h"
 
 namespace nb = nanobind;
@@ -48,7 +45,6 @@ Step SharedStep::operator()(int64_t batch, bool finished) const {
 
 void bind_update(nb::module_& module) {
     module.attr("LEAST_VARIANCE") = least_variance;
-    module.attr("LEAST_PRECISION_KEPT") = least_precision_kept;
     nb::list factors;
     for (const CapFactor& entry : cap_factors) {
         factors.append(nb::make_tuple(entry.smallest_batch, entry.factor));

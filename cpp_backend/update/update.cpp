@@ -1,13 +1,12 @@
 #include "update/update.h"
 
-#include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "update/apply.h"
 #include "update/sharded.h"
 
 namespace tagi_ddp {
+
 void pack(const Parameters& parameters, size_t begin, size_t length, float* bucket, size_t stride) {
     parameters.visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t at) {
         std::memcpy(bucket + at, block.delta_mu + first, count * sizeof(float));

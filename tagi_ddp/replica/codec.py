@@ -11,7 +11,7 @@ from tagi_ddp._backend import add_decompressed, compress, compressed_bytes
 from tagi_ddp.engine.buffers import FloatArray
 
 
-class HostCodec:
+class Codec:
     """Numpy arrays in 8 or 16 bits."""
 
     def __init__(self, bits: int) -> None:

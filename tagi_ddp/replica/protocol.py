@@ -142,7 +142,7 @@ class Replica(Protocol):
         ...
 
     def zeros(self) -> Buffer:
-        """Return zeros for deltas, Gaussians or a change of them."""
+        """Return zeros for deltas, on the device of the replica."""
         ...
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:

@@ -67,11 +67,11 @@ def _copy_back(source: Any, buffer: Buffer) -> None:
     if source is buffer:
         return
     if isinstance(buffer, np.ndarray):
-        buffer[...] = on_host(source)
+        buffer[...] = as_array(source)
     else:
         buffer.copy_(source)
 
 
-def on_host(buffer: Any) -> Any:
+def as_array(buffer: Any) -> Any:
     """Return a buffer of `staged` as a numpy array."""
     return buffer if isinstance(buffer, np.ndarray) else buffer.cpu().numpy()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import Choice, Precision, choose
 from tagi_ddp.data import DistributedSampler
@@ -46,7 +46,7 @@ from tagi_ddp.update.reduction import Kind, Reduction, Rule
 T = TypeVar("T")
 
 
-class DDPSequential(SequentialInterface):
+class DDPSequential(SequentialInterface, Closing):
     """A pytagi Sequential as one of ``world_size`` replicas that stay equal bit for bit.
 
     Each rank runs forward and backward on its own share of a batch; `step` sums the deltas of all
@@ -124,8 +124,9 @@ class DDPSequential(SequentialInterface):
         """Connect the ranks, compare the models and copy rank 0's parameters to all."""
         own = communicator is None
         membership: Membership | None = None
-        kind = reduction or ("mean" if average else "sum")
-        arguments = kind, sync_every, node_size, sharded, merge, compress
+        if reduction is None:
+            reduction = "mean" if average else "sum"
+        arguments = reduction, sync_every, node_size, sharded, merge, compress
         if elastic is not False:
             Reduction(*arguments).check_elastic()
             if device not in (None, "cpu"):
@@ -176,8 +177,7 @@ class DDPSequential(SequentialInterface):
         threads = threads_for(model, local.replica, communicator)
         if threads or chosen != "engine":
             local.set_threads(threads or model._cpp_backend.num_threads)
-        same_rows, together = None, _call
-        exchange: Callable[[int], object] = lambda samples: ranks.exchange(samples)  # noqa: E731
+        same_rows = None
         self._run_state = RunState(local, ranks, options)
         self._files = ParameterFiles(model, local.replica, ranks)
         if membership is None:
@@ -206,11 +206,10 @@ class DDPSequential(SequentialInterface):
                 threads is not None,
                 self.merge,
             )
-            exchange, together = self._elastic.step, self._elastic.together
-        self._merges = Merges(ranks, local.replica, together)
-        shared = communicator.size > 1 and not reduction.merges
-        elastic = membership is not None
-        self._training = Training(local, ranks, shared, same_rows, exchange, elastic, cuda_graph)
+        self._merges = Merges(ranks, local.replica, self._elastic)
+        self._training = Training(
+            local, ranks, reduction.merges, same_rows, self._elastic, cuda_graph
+        )
 
     @property
     def communicator(self) -> Communicator:
@@ -643,21 +642,5 @@ class DDPSequential(SequentialInterface):
             self._training.close()
         self._ranks.close()
 
-    def __enter__(self) -> DDPSequential:
-        """Return the model itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; if the block ends in an error, report it to the other ranks before."""
-        if error is not None:
-            self._ranks.give_up(error)
-        self.close()
-
-
-def _call(exchange: Callable[[], object]) -> None:
-    exchange()
+    def _give_up(self, error: BaseException) -> None:
+        self._ranks.give_up(error)

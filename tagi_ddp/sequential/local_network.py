@@ -44,7 +44,6 @@ class LocalNetwork:
         """Compute ``model``, whose state is ``replica``; the deltas go to ``bucket``, if any."""
         kit = model, replica, bucket, device, precision
         self.model = model
-        self.bucket = bucket
         self.compute: Compute = make_compute(chosen, *kit)
         self.by_batch: ComputeByBatch | None = None
         if chosen == "auto" and isinstance(self.compute, NativeCompute):

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from tagi_ddp.checks import integer
 from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.sequential.elastic import ElasticJob
 from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.update.merging import Merging, ScheduledMerging
 
@@ -14,14 +15,12 @@ M = TypeVar("M", bound=Merging)
 
 
 class Merges:
-    """The methods of `DDPSequential` for merges; ``together`` makes a collective call."""
+    """The methods of `DDPSequential` for merges; in an elastic job ``elastic`` makes them."""
 
-    def __init__(
-        self, ranks: Ranks, replica: Replica, together: Callable[[Callable[[], object]], None]
-    ) -> None:
+    def __init__(self, ranks: Ranks, replica: Replica, elastic: ElasticJob | None) -> None:
         self._ranks = ranks
         self._replica = replica
-        self._together = together
+        self._elastic = elastic
 
     def merge(self) -> None:
         """Merge the posteriors of all ranks now."""
@@ -64,6 +63,12 @@ class Merges:
     def negative_variances(self) -> dict[str, int]:
         """Return by layer how many variances the last step found not positive."""
         return self._by_layer(self._replica.parameters.negative_variances)
+
+    def _together(self, call: Callable[[], object]) -> None:
+        if self._elastic is None:
+            call()
+        else:
+            self._elastic.together(call)
 
     def _merging(self, method: str, kind: type[M]) -> M:
         if isinstance(self._ranks.exchange, kind):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from tagi_ddp.communicators import CommunicatorError
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.sequential.elastic import ElasticJob
 from tagi_ddp.sequential.local_network import LocalNetwork
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
@@ -40,10 +41,9 @@ class Training:
     Args:
         local: this rank's network.
         ranks: all ranks, whose exchange exists.
-        shared: the ranks have shares of the same batches; False if they learn apart and merge.
+        merges: the ranks learn apart, and merge; else they have shares of the same batches.
         same_rows: compares the ranks' rows in the first step; None: nothing compares them.
-        exchange: makes the replicas equal at a step, given the number of this rank's samples.
-        elastic: ranks may be lost and join.
+        elastic: the job whose ranks may be lost and join, which then makes the exchanges; or None.
         cuda_graph: `learn` replays CUDA graphs.
     """
 
@@ -51,16 +51,14 @@ class Training:
         self,
         local: LocalNetwork,
         ranks: Ranks,
-        shared: bool,
+        merges: bool,
         same_rows: SameRows | None,
-        exchange: Callable[[int], object],
-        elastic: bool,
+        elastic: ElasticJob | None,
         cuda_graph: bool,
     ) -> None:
         self._local, self._ranks = local, ranks
-        self._shared = shared
+        self._merges = merges
         self._same_rows = same_rows
-        self._exchange = exchange
         self._elastic = elastic
         # Whole steps in one call: of the backend's kernels, and of all ranks if there are several.
         self._at_once: NativeCompute | None = None
@@ -75,8 +73,7 @@ class Training:
         if cuda_graph:
             from tagi_ddp.compute.step_graphs import make_step_graphs
 
-            alone = ranks.communicator.size == 1 and not elastic
-            alone = alone and isinstance(ranks.exchange, Queued)
+            alone = ranks.communicator.size == 1 and isinstance(ranks.exchange, Queued)
             self.graphs = make_step_graphs(local.compute, local.rollback, alone)
 
     @traced("forward")
@@ -87,8 +84,9 @@ class Training:
         if self._ranks.closed:
             self._ranks.require_open()
         try:
+            shared = self._ranks.communicator.size > 1 and not self._merges
             look = self._same_rows.look if self._same_rows is not None else None
-            return self._local.forward(mu_x, var_x, self._shared, look)
+            return self._local.forward(mu_x, var_x, shared, look)
         except BaseException as error:
             self._ranks.give_up(error)
             raise
@@ -113,7 +111,10 @@ class Training:
         try:
             samples = local.accumulation.take()
             try:
-                self._exchange(samples)
+                if self._elastic is None:
+                    self._ranks.exchange(samples)
+                else:
+                    self._elastic.step(samples)
             except BaseException:
                 local.undo()
                 raise
@@ -150,12 +151,13 @@ class Training:
         if natively is not None and plain and not accumulation.adds and self._same_rows is None:
             try:
                 learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx, self._together)
-            except CommunicatorError as error:
-                local.undo()
-                self._ranks.give_up(error)
-                raise
-            except (TypeError, ValueError):  # The code below accepts more, or raises.
-                learned = None
+            except BaseException as error:
+                refused = isinstance(error, TypeError | ValueError)
+                if not refused or isinstance(error, CommunicatorError):
+                    local.undo()
+                    self._ranks.give_up(error)
+                    raise
+                learned = None  # The code below accepts more, or raises.
             if learned is not None:
                 outputs, ranks, culprit = learned
                 accumulation.forwarded = accumulation.samples = None
@@ -204,7 +206,7 @@ class Training:
     def join(self) -> Iterator[None]:
         """Follow the other ranks after the block, until all have left it."""
         with self._ranks.or_abort():
-            if self._elastic:
+            if self._elastic is not None:
                 raise RuntimeError("join() is not for an elastic job: loop over steps()")
         yield
         all_finished = False

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 from tagi_ddp._backend import COMPRESS_BLOCK
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.codec import HostCodec
+from tagi_ddp.replica.codec import Codec
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.replica.staging import on_host, staged
+from tagi_ddp.replica.staging import as_array, staged
 
 Compress = Literal["bf16", "int8"]
 BITS: dict[str, int] = {"bf16": 16, "int8": 8}
@@ -44,7 +44,7 @@ class CompressedSum:
 
     def __init__(self, communicator: Communicator, replica: Replica, compress: Compress) -> None:
         self._communicator, self._device = communicator, replica.device
-        self._codec = codec = HostCodec(BITS[compress])
+        self._codec = codec = Codec(BITS[compress])
         self._size = replica.parameters.size
         blocks = -(-self._size // (communicator.size * COMPRESS_BLOCK))
         self._width = blocks * COMPRESS_BLOCK
@@ -103,7 +103,7 @@ class CompressedSum:
         def finish() -> None:
             assert work is not None
             work.wait()
-            total, exactly = self._sum(on_host(rows), len(exact) // ranks, units)
+            total, exactly = self._sum(as_array(rows), len(exact) // ranks, units)
             self._halves(total / units, change)
             description[:] = exactly[: len(description)]
 
@@ -124,7 +124,7 @@ class CompressedSum:
         self._part = sums / own_units
         gathered = staged(self._communicator, rows * 0, self._device)
         self._communicator.all_gather(staged(self._communicator, part, self._device), gathered)
-        compressed, exactly = codec.split(on_host(gathered), exact)
+        compressed, exactly = codec.split(as_array(gathered), exact)
         total = codec.floats(len(self._own))
         codec.add(compressed, total)
         return total, exactly

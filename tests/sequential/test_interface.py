@@ -215,6 +215,22 @@ def test_even_exp_of_an_odd_width(shm: RankPool) -> None:
     assert "ValueError" in shm.run(even_exp, 1, 3, size=4)
 
 
+def joins_a_group(comm: Any) -> str:
+    """Belong to another group, as in an elastic job."""
+    from pytagi.nn import EvenExp, Linear, Sequential
+
+    model = accelerate(Sequential(Linear(3, 3), EvenExp()))
+    model(np.ones((3, 3)))
+    model._ranks.communicator = comm
+    with pytest.raises(ValueError, match="even number of samples") as caught:
+        model(np.ones((3, 3)))
+    return str(caught.value)
+
+
+def test_even_exp_of_a_rank_that_joins_others(shm: RankPool) -> None:
+    assert len(shm.run(joins_a_group, size=2, fresh=True)) == 2
+
+
 def test_even_exp_in_micro_batches() -> None:
     from pytagi.nn import EvenExp, Linear, Sequential
 

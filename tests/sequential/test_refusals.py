@@ -147,15 +147,38 @@ def test_who_has_left_may_follow_again(shm: RankPool) -> None:
         assert (error[0], error[2], other_state) == (NotFiniteError.__name__, (0,), state)
 
 
-def wrong_reduction(comm: Any) -> Report:
-    return report(lambda: wrap(comm, reduction="median" if comm.rank else "sum"))
+def wrong_reduction(comm: Any, wrong: str) -> Report:
+    return report(lambda: wrap(comm, reduction=wrong if comm.rank else "sum"))
 
 
-def test_a_wrong_argument_of_one_rank_is_told(shm: RankPool) -> None:
-    first, second = shm.run(wrong_reduction, size=2, fresh=True)
+@pytest.mark.parametrize("wrong", ["median", ""])
+def test_a_wrong_argument_of_one_rank_is_told(shm: RankPool, wrong: str) -> None:
+    first, second = shm.run(wrong_reduction, wrong, size=2, fresh=True)
     assert second[0] == "ValueError"
     assert first[0] == PeerLost.__name__
     assert "rank 1 gave up: ValueError: reduction" in first[1]
+
+
+def wrong_index(comm: Any, compute: str) -> tuple[Report, bool]:
+    from pytagi.nn import Embedding, Linear, Sequential
+
+    net = Sequential(Embedding(4, 2, input_size=3), Linear(6, 1))
+    model = DDPSequential(net, communicator=comm, average=False, compute=compute)
+    x, y = np.ones((5, 3), np.float32) * comm.rank, np.ones((5, 1), np.float32)
+    for _ in range(3):  # the later ones are one call each
+        model.learn(x, y, 1.0)
+    before = parameters(model)
+    error = report(lambda: model.learn(x + 9 * comm.rank, y, 1.0))
+    return error, distance(parameters(model), before) == 0
+
+
+@pytest.mark.parametrize("compute", ["native", "torch"])
+def test_an_index_that_a_layer_refuses_is_told(shm: RankPool, compute: str) -> None:
+    (first, kept), (second, also) = shm.run(wrong_index, compute, size=2, fresh=True)
+    assert kept
+    assert also
+    assert first[0] == PeerLost.__name__
+    assert f"rank 1 gave up: {second[0]}: " in first[1]
 
 
 @pytest.mark.parametrize("options", [{"average": False}, {"reduction": "precision"}], ids=str)

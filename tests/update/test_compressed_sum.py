@@ -14,7 +14,7 @@ from support.rank_pool import RankPool
 from tagi_ddp import DDPSequential
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim import SyncSchedule
-from tagi_ddp.replica.codec import HostCodec
+from tagi_ddp.replica.codec import Codec
 from tagi_ddp.update.compressed_sum import CompressedSum
 from update import linear
 
@@ -28,7 +28,7 @@ def test_what_is_dropped_is_left(blocks: int, bits: int, decades: int, seed: int
     rng = np.random.default_rng(seed)
     values = (rng.normal(size=blocks * BLOCK) * 10.0**decades).astype(np.float32)
     values[rng.integers(0, values.size, 9)] = 0
-    codec, left = HostCodec(bits), values.copy()
+    codec, left = Codec(bits), values.copy()
     sent, found = codec.compress(left), codec.floats(values.size)
     assert sent.size == (blocks * (BLOCK + 4) if bits == 8 else 2 * values.size)
     largest = np.abs(values.reshape(blocks, -1)).max(1).repeat(BLOCK)
@@ -41,7 +41,7 @@ def test_what_is_dropped_is_left(blocks: int, bits: int, decades: int, seed: int
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -3.39e38])
 def test_what_cannot_be_sent_is_dropped_for_good(bits: int, bad: float) -> None:
-    codec = HostCodec(bits)
+    codec = Codec(bits)
     values = codec.floats(2 * BLOCK)
     values[5], values[7], values[BLOCK + 1] = 1.0, bad, 1e-42
     message, found = codec.compress(values), codec.floats(2 * BLOCK)
