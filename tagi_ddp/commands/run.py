@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from tagi_ddp.checks import count, positive
 from tagi_ddp.commands.parser import CommandParser
 from tagi_ddp.commands.signals import Ended, for_ranks
+from tagi_ddp.elastic.policy import ElasticPolicy
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.descriptors import standard_descriptors
 from tagi_ddp.launcher.failure import LaunchError, Restarts
@@ -152,7 +153,13 @@ def _attempt(
     timeout = None if end is None else max(0.0, end - time.monotonic())
     try:
         supervise(
-            command, options.nprocs, timeout, nodes=nodes, restarts=restarts, signals=for_ranks
+            command,
+            options.nprocs,
+            timeout,
+            policy=ElasticPolicy,
+            nodes=nodes,
+            restarts=restarts,
+            signals=for_ranks,
         )
     except LaunchError as error:
         # The rank has printed its traceback itself.

@@ -23,8 +23,8 @@ from typing import Any
 
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control import mesh
+from tagi_ddp.elastic.policy import number_of
 from tagi_ddp.environment import job_secret
-from tagi_ddp.launcher.elastic import number_of
 from tagi_ddp.launcher.failure import Failure
 
 _CONNECT = DEFAULT_TIMEOUT  # seconds within which all launchers must connect
@@ -122,7 +122,9 @@ class Nodes:
                 self._endpoints[node] = host, hello["port"]
             assignment = HostAssignment(0, sum(counts), new_job(), "", "", port)
             for node in others:
-                self._send(node, {"place": asdict(replace(assignment, first=self._firsts[node]))})
+                self._send(
+                    node, {"assignment": asdict(replace(assignment, first=self._firsts[node]))}
+                )
             self._running = set(others)
         else:
             self._call(deadline)
@@ -135,9 +137,9 @@ class Nodes:
                     f"node 0 at {self._address}, port {self._port}, leads another job than the one "
                     "that this host was in. Start tagi-ddp run here anew to be a node of it"
                 )
-            if "place" not in answer:
+            if "assignment" not in answer:
                 raise TimeoutError("node 0 has given up: its tagi-ddp run says why")
-            assignment = HostAssignment(**answer["place"])
+            assignment = HostAssignment(**answer["assignment"])
             self._running = {self._node_rank}
         self.job = assignment.job
         # The secret itself is not sent. Each host keeps its own name of node 0.
@@ -193,11 +195,11 @@ class Nodes:
 
     def forward_from_rank(self, name: str, message: dict[str, Any] | None) -> None:
         """Send a rank's message to node 0; None: the rank has ended."""
-        self._send(0, {"says": [name, message]})
+        self._send(0, {"from_rank": [name, message]})
 
     def forward_to_rank(self, name: str, text: str) -> None:
         """Send a message to a rank's node, on node 0."""
-        self._send(self.node_of(number_of(name)), {"tell": [name, text]})
+        self._send(self.node_of(number_of(name)), {"for_rank": [name, text]})
 
     def survive(self, outlives: Callable[[int], bool]) -> list[Failure]:
         """Drop and return the failures that the job outlives, on node 0; inform their nodes."""
@@ -251,10 +253,10 @@ class Nodes:
             self.over = True
             if message["verdict"] is not None:
                 self.verdict = Failure(**message["verdict"])
-        elif "says" in message:
-            self._from_ranks.append(tuple(message["says"]))
-        elif "tell" in message:
-            self._for_ranks.append(tuple(message["tell"]))
+        elif "from_rank" in message:
+            self._from_ranks.append(tuple(message["from_rank"]))
+        elif "for_rank" in message:
+            self._for_ranks.append(tuple(message["for_rank"]))
         elif "survived" in message:
             self._survived.append(message["survived"])
         else:

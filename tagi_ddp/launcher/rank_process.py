@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypedDict
 
 from tagi_ddp.communicators.errors import PeerLost
-from tagi_ddp.launcher.meeting import open_launcher_connection
+from tagi_ddp.elastic.connection import open_launcher_connection
 from tagi_ddp.launcher.pickling import dumps
 
 _PR_SET_PDEATHSIG = 1

@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import IO
 
+from tagi_ddp.elastic.messages import rank_variables
+from tagi_ddp.elastic.policy import ElasticPolicy, name_of, number_of
 from tagi_ddp.environment import shows_bars
-from tagi_ddp.launcher.elastic import ElasticJob, name_of, number_of
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
-from tagi_ddp.launcher.meeting import variables
 from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job
 from tagi_ddp.launcher.rank_output import Output, RankStream, Screen
 from tagi_ddp.launcher.started_rank import Start, StartedRank
@@ -37,6 +37,7 @@ def supervise(
     nprocs: int,
     timeout: float | None = None,
     *,
+    policy: type[ElasticPolicy],
     pass_fds: Sequence[int] = (),
     nodes: Nodes | None = None,
     restarts: Restarts | None = None,
@@ -50,10 +51,11 @@ def supervise(
     In all cases the ranks have then ended, with all processes that they started. A signal handler
     may append to ``signals``: those are sent to the process of each rank.
 
-    A job is elastic if its ranks join a group (`meeting.LauncherConnection.join`): the others go on
-    when a rank is lost, and a new rank replaces it while ``restarts`` are left.
+    ``policy`` decides which ranks the job outlives. A job is elastic if its ranks join a group
+    (`elastic.rendezvous`): the others go on when a rank is lost, and a new rank replaces it while
+    ``restarts`` are left.
     """
-    team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
+    team = _Team(policy, nodes, restarts or Restarts(0), [] if signals is None else signals)
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
@@ -81,7 +83,14 @@ def supervise(
 class _Team:
     """All ranks of this host and their pipes."""
 
-    def __init__(self, nodes: Nodes | None, restarts: Restarts, signals: list[int]) -> None:
+    def __init__(
+        self,
+        policy: type[ElasticPolicy],
+        nodes: Nodes | None,
+        restarts: Restarts,
+        signals: list[int],
+    ) -> None:
+        self._policy = policy
         self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
@@ -89,7 +98,7 @@ class _Team:
         self._signals = signals  # those to forward to the ranks
         self._losses: list[Failure] = []  # the failures that the job has survived
         self._attempts: Counter[int] = Counter()
-        self._job: ElasticJob | None = None  # all hosts' ranks; only on node 0
+        self._job: ElasticPolicy | None = None  # all hosts' ranks; only on node 0
         self._port = reserve_port(one_host=nodes is None)
         self._screen = Screen()
         self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
@@ -111,7 +120,7 @@ class _Team:
         self._start_ranks(starts)
         if self._nodes is None or self._nodes.decides:
             names = [name_of(number, 1) for number in range(self.world_size)]
-            self._job = ElasticJob(names, self._send, partial(self._endpoint_of, host))
+            self._job = self._policy(names, self._send, partial(self._endpoint_of, host))
 
     def _endpoint_of(self, host: HostAssignment, name: str) -> tuple[int, str, int]:
         if self._nodes is not None:
@@ -162,7 +171,7 @@ class _Team:
         if self._nodes is not None and self._nodes.decides:
             self._nodes.forward_to_rank(name, message)
 
-    def _update_group(self, job: ElasticJob, now: float) -> None:
+    def _update_group(self, job: ElasticPolicy, now: float) -> None:
         """Update the group of an elastic job: drop the ranks that are lost, and admit new ones."""
         for rank in self.ranks:
             if rank.exitcode is not None:
@@ -179,7 +188,7 @@ class _Team:
             if self._nodes and failure.rank in self._nodes.lost:  # Its launcher cannot print it.
                 self._print(f"rank {failure.rank} {failure.text}; the others go on")
 
-    def _fatal(self, job: ElasticJob) -> list[Failure]:
+    def _fatal(self, job: ElasticPolicy) -> list[Failure]:
         """Return the failures that end the job, with those that it has survived so far."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         if self._nodes is not None:
@@ -276,9 +285,7 @@ class _Team:
 
     def _counts(self, rank: StartedRank) -> bool:
         """Return whether the job waits for the rank's end: not for one outside an elastic group."""
-        job = self._job
-        waits = job is None or not job.used or rank.name in job.group
-        return rank.exitcode is None and waits
+        return rank.exitcode is None and (self._job is None or self._job.awaits(rank.name))
 
     def _end_job(self, verdict: Failure | None) -> Failure | None:
         if self._nodes is not None:
@@ -344,7 +351,7 @@ def _environment(local: int, nprocs: int, host: HostAssignment) -> dict[str, str
         "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
         "TAGI_DDP_TERMINAL": str(int(shows_bars(sys.stderr))),
         **inherited,
-        **variables(*numbers, host.job, host.address, host.port),
+        **rank_variables(*numbers, host.job, host.address, host.port),
         "TAGI_DDP_SECRET": host.secret,
     }
 

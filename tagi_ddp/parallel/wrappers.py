@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.environment import rank_and_size
 from tagi_ddp.optim.wrapped import WRAPPERS, check_not_wrapped
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.task_model import TaskModel
-from tagi_ddp.sequential.config import DDPConfig
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 T = TypeVar("T")

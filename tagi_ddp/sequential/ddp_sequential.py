@@ -10,22 +10,22 @@ import numpy.typing as npt
 from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator
+from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute import Choice, Precision, choose
+from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.data import DistributedSampler
+from tagi_ddp.elastic.job import ElasticJob, GroupChange
+from tagi_ddp.elastic.rendezvous import Rendezvous, make_rendezvous
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
 from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
+from tagi_ddp.replica.equality import check_structure
 from tagi_ddp.replica.staging import host_bucket
-from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.sequential.elastic import ElasticJob, GroupChange
-from tagi_ddp.sequential.equality import check_structure
 from tagi_ddp.sequential.files import ParameterFiles
 from tagi_ddp.sequential.interface import SequentialInterface
-from tagi_ddp.sequential.local_network import LocalNetwork
-from tagi_ddp.sequential.membership import Membership, make_membership
 from tagi_ddp.sequential.merges import Merges
 from tagi_ddp.sequential.placement import (
     attach_replica,
@@ -33,7 +33,6 @@ from tagi_ddp.sequential.placement import (
     require_sequential,
     threads_for,
 )
-from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.sequential.run_state import Entries, RunState
 from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.sequential.training import Training, one_of
@@ -41,6 +40,7 @@ from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
 from tagi_ddp.update.exchange import Setting
 from tagi_ddp.update.merging import make_merging
+from tagi_ddp.update.ranks import Ranks
 from tagi_ddp.update.reduction import Kind, Reduction, Rule
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class DDPSequential(SequentialInterface, Closing):
     ) -> None:
         """Connect the ranks, compare the models and copy rank 0's parameters to all."""
         own = communicator is None
-        membership: Membership | None = None
+        rendezvous: Rendezvous | None = None
         if reduction is None:
             reduction = "mean" if average else "sum"
         arguments = reduction, sync_every, node_size, sharded, merge, compress
@@ -131,7 +131,7 @@ class DDPSequential(SequentialInterface, Closing):
             Reduction(*arguments).check_elastic()
             if device not in (None, "cpu"):
                 raise ValueError(f"device cannot be {device!r} with elastic: leave it out")
-            membership = make_membership(config, elastic)
+            rendezvous = make_rendezvous(config, elastic)
             # This rank is alone until it is ready for a group, so that no other waits for it.
             communicator, device = SingleCommunicator(), "cpu"
         else:
@@ -143,7 +143,7 @@ class DDPSequential(SequentialInterface, Closing):
             with self._ranks.or_abort():
                 self._reduction = Reduction(*arguments)
                 require_sequential(model)
-                self._assemble(model, membership, compute, device, precision, cuda_graph)
+                self._assemble(model, rendezvous, compute, device, precision, cuda_graph)
         except BaseException:
             self.close()
             raise
@@ -151,7 +151,7 @@ class DDPSequential(SequentialInterface, Closing):
     def _assemble(
         self,
         model: Any,
-        membership: Membership | None,
+        rendezvous: Rendezvous | None,
         compute: Choice,
         device: str,
         precision: Precision,
@@ -165,13 +165,13 @@ class DDPSequential(SequentialInterface, Closing):
         chosen = choose(model, replica, compute, device, precision)
         options = {"reduction": reduction.kind, "compute": chosen, "precision": precision}
         options |= reduction.options()
-        if membership is None:
+        if rendezvous is None:
             check_structure(communicator, replica, options | reduction.state())
         bucket = None
         if chosen != "engine" and device == "cpu":
             # The shared memory of a group ends with the group.
             size = replica.parameters.size
-            bucket = replica.zeros() if membership else host_bucket(communicator, size)
+            bucket = replica.zeros() if rendezvous else host_bucket(communicator, size)
         local = LocalNetwork(model, replica, bucket, chosen, device, precision)
         super().__init__(local)
         threads = threads_for(model, local.replica, communicator)
@@ -180,7 +180,7 @@ class DDPSequential(SequentialInterface, Closing):
         same_rows = None
         self._run_state = RunState(local, ranks, options)
         self._files = ParameterFiles(model, local.replica, ranks)
-        if membership is None:
+        if rendezvous is None:
             if reduction.kind == "sum" and communicator.size > 1:
                 same_rows = SameRows(communicator)
             local.replica.share(communicator)
@@ -201,7 +201,7 @@ class DDPSequential(SequentialInterface, Closing):
                 ranks,
                 reduction,
                 options,
-                membership,
+                rendezvous,
                 self._config,
                 threads is not None,
                 self.merge,

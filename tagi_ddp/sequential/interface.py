@@ -8,11 +8,11 @@ import numpy as np
 
 from tagi_ddp.checks import flat_floats, integer
 from tagi_ddp.compute import Compute, LSTMStates
+from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, read_states
 from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.sequential.local_network import LocalNetwork
 
 
 class SequentialInterface:

@@ -14,7 +14,7 @@ from tagi_ddp.communicators import Communicator, PeerLost, all_gather_object, in
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.guard import or_abort
 from tagi_ddp.communicators.init import adopted
-from tagi_ddp.launcher.meeting import launcher_connection
+from tagi_ddp.elastic.connection import launcher_connection
 from tagi_ddp.sequential.journal import Journals, Outcomes, journals
 from tagi_ddp.sequential.results import from_text, to_text
 

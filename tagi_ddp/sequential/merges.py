@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from tagi_ddp.checks import integer
+from tagi_ddp.elastic.job import ElasticJob
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.sequential.elastic import ElasticJob
-from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.update.merging import Merging, ScheduledMerging
+from tagi_ddp.update.ranks import Ranks
 
 M = TypeVar("M", bound=Merging)
 

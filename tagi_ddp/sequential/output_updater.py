@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats, require_variances, shape_of, whole_numbers
 from tagi_ddp.compute.interface import UpdateMethod
+from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.sequential.interface import SequentialInterface
-from tagi_ddp.sequential.local_network import LocalNetwork
 
 
 class OutputUpdater:

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
 from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.compute.interface import Memory
+from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS, walk
+from tagi_ddp.replica.equality import ReplicaMismatch, check_state
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.sequential.equality import ReplicaMismatch, check_state
-from tagi_ddp.sequential.local_network import LocalNetwork
-from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.sequential.saved_state import check_memory, check_merge, require_alike
 from tagi_ddp.update.merging import Merging
+from tagi_ddp.update.ranks import Ranks
 from tagi_ddp.update.saved import merge_saved
 
 _NAMES = (*PARAMETERS, "mu_ra", "var_ra", "first_batch")

@@ -16,16 +16,16 @@ from tagi_ddp.checks import real
 from tagi_ddp.communicators import CommunicatorError
 from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
+from tagi_ddp.compute.local_network import LocalNetwork
+from tagi_ddp.elastic.job import ElasticJob
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.sequential.elastic import ElasticJob
-from tagi_ddp.sequential.local_network import LocalNetwork
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
-from tagi_ddp.sequential.ranks import Ranks
 from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.exchange import Alone, InSharedMemory, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
+from tagi_ddp.update.ranks import Ranks
 
 if TYPE_CHECKING:
     from tagi_ddp.compute.step_graphs import StepGraphs

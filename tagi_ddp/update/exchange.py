@@ -12,6 +12,7 @@ import numpy as np
 
 from tagi_ddp._backend import Agreement, Contribution, SharedStep, ShmCommunicator
 from tagi_ddp.communicators import Communicator, Work, all_gather_object
+from tagi_ddp.compute.local_network import Early
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import QueuedAgreement, Replica
@@ -62,7 +63,7 @@ class Exchange(ABC):
         """
 
     @property
-    def early(self) -> Overlapped | None:
+    def early(self) -> Early | None:
         """The exchange itself, if it starts while backward computes."""
         return None
 
@@ -100,13 +101,11 @@ class Exchange(ABC):
     def close(self) -> None:  # noqa: B027
         """Close the exchange's own communicators."""
 
+    def _end(self, samples: int, agreement: Agreement, culprit: str) -> bool:
+        """End a step on the host by its agreement: apply the sums, unless a rank refuses.
 
-class HostExchange(Exchange):
-    """An exchange by the host, which gets the agreement of the ranks at once."""
-
-    def __call__(self, samples: int, finished: bool = False) -> bool:
-        """Agree, exchange and apply, then average running statistics, unless a rank refuses."""
-        agreement, culprit = self._exchange(samples, finished)
+        ``culprit`` is the first layer with an own delta that is NaN or infinite, or "".
+        """
         if agreement.applies:
             self._replica.average_statistics(self._communicator, samples, agreement.batch)
             # This is last: if a rank is lost before, parameters are as they were.
@@ -116,15 +115,7 @@ class HostExchange(Exchange):
             raise NotFiniteError(refusal("step", ranks, culprit), ranks)
         return agreement.all_finished
 
-    @abstractmethod
-    def _exchange(self, samples: int, finished: bool) -> tuple[Agreement, str]:
-        """Sum the deltas, unless a rank refuses.
-
-        Returns the agreement of the ranks, and the first layer with an own delta that is NaN or
-        infinite, or "".
-        """
-
-    def _apply(self, agreement: Agreement) -> None:
+    def _apply(self, agreement: Agreement) -> None:  # noqa: B027
         """Apply the sums, unless the exchange has applied them."""
 
     @traced("applying")
@@ -146,7 +137,7 @@ class Alone(Exchange):
         return finished
 
 
-class InSharedMemory(HostExchange):
+class InSharedMemory(Exchange):
     """An exchange over the memory of one host: one call of C++, and one collective."""
 
     def __init__(self, setting: Setting, communicator: ShmCommunicator, bucket: FloatArray) -> None:
@@ -157,18 +148,18 @@ class InSharedMemory(HostExchange):
         self._memory = communicator
         self.step = SharedStep(communicator, parameters, bucket, self._average)
 
-    def _exchange(self, samples: int, finished: bool) -> tuple[Agreement, str]:
-        if timeline is None:
-            return self.step(samples, finished)
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        """Agree, reduce and apply."""
         begin, waited = time.monotonic(), self._memory.seconds_waited
-        result = self.step(samples, finished)
-        end, middle = time.monotonic(), begin + self._memory.seconds_waited - waited
-        timeline.add("waiting", begin, middle)  # The waits for other ranks, as one.
-        timeline.add("reducing and applying", middle, end)
-        return result
+        agreement, culprit = self.step(samples, finished)
+        if timeline is not None:
+            end, middle = time.monotonic(), begin + self._memory.seconds_waited - waited
+            timeline.add("waiting", begin, middle)  # The waits for other ranks, as one.
+            timeline.add("reducing and applying", middle, end)
+        return self._end(samples, agreement, culprit)
 
 
-class Bucket(HostExchange):
+class Bucket(Exchange):
     """An exchange over any communicator: agree, reduce one bucket of all deltas, apply it."""
 
     def __init__(self, setting: Setting) -> None:
@@ -177,19 +168,19 @@ class Bucket(HostExchange):
         self._in_place = setting.bucket is not None
         self._bucket = setting.bucket
 
-    def _exchange(self, samples: int, finished: bool) -> tuple[Agreement, str]:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        """Agree, reduce and apply."""
         culprit = self._replica.parameters.first_not_finite() if samples else ""
         agreement = vote(self._communicator, Contribution(samples, not culprit, finished))
-        if not agreement.applies:
-            return agreement, culprit
-        if self._bucket is None:
-            self._bucket = host_bucket(self._communicator, self._replica.parameters.size)
-        if samples == 0:
-            self._bucket.fill(0)
-        elif not self._in_place:
-            self._replica.parameters.pack(self._bucket)
-        self._reduce(self._bucket)
-        return agreement, culprit
+        if agreement.applies:
+            if self._bucket is None:
+                self._bucket = host_bucket(self._communicator, self._replica.parameters.size)
+            if samples == 0:
+                self._bucket.fill(0)
+            elif not self._in_place:
+                self._replica.parameters.pack(self._bucket)
+            self._reduce(self._bucket)
+        return self._end(samples, agreement, culprit)
 
     @traced("reducing")
     def _reduce(self, bucket: FloatArray) -> None:
@@ -200,7 +191,7 @@ class Bucket(HostExchange):
         self._apply_sums(self._bucket, agreement)
 
 
-class Overlapped(HostExchange):
+class Overlapped(Exchange):
     """An exchange of deltas in a bucket that reduces each part when it is complete.
 
     Backward completes the last layers first, so the parts run from the bucket's end. A part is
@@ -248,7 +239,8 @@ class Overlapped(HostExchange):
             assert work is not None
             self._works.append(work)
 
-    def _exchange(self, samples: int, finished: bool) -> tuple[Agreement, str]:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        """Reduce the remaining parts, agree and apply."""
         if samples:
             self.start(0)
         elif not self._works:
@@ -256,7 +248,7 @@ class Overlapped(HostExchange):
         culprit = self._culprit if samples else ""
         agreement = vote(self._communicator, Contribution(samples, not culprit, finished))
         self.discard()
-        return agreement, culprit
+        return self._end(samples, agreement, culprit)
 
     def _apply(self, agreement: Agreement) -> None:
         self._apply_sums(self._bucket, agreement)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tagi_ddp._backend import Agreement, Contribution, shards
+from tagi_ddp._backend import Contribution, shards
 from tagi_ddp.trace.timeline import traced
-from tagi_ddp.update.exchange import HostExchange, Setting, vote
+from tagi_ddp.update.exchange import Exchange, Setting, vote
 
 
-class Scattered(HostExchange):
+class Scattered(Exchange):
     """An exchange by the host: agree, scatter sums of deltas, apply, gather posteriors."""
 
     def __init__(self, setting: Setting) -> None:
@@ -28,27 +28,27 @@ class Scattered(HostExchange):
             (begin, bucket[2 * begin : 2 * (begin + count)]) for begin, count in shards_of_ranks
         ]
 
-    def _exchange(self, samples: int, finished: bool) -> tuple[Agreement, str]:
+    def __call__(self, samples: int, finished: bool = False) -> bool:
+        """Agree, scatter sums, apply this rank's part, and gather the posteriors."""
         communicator, parameters = self._communicator, self._replica.parameters
         culprit = parameters.first_not_finite() if samples else ""
         agreement = vote(communicator, Contribution(samples, not culprit, finished))
-        if not agreement.applies:
-            return agreement, culprit
-        if samples == 0:
-            self._bucket.fill(0)
-        else:
-            for begin, part in self._parts:
-                parameters.pack_shard(part, begin)
-        begin, part = self._parts[communicator.rank]
-        mine = np.empty_like(part)
-        self._reduce(mine)
-        divisor, cap = agreement.divisor(self._average), agreement.cap(self._average)
-        parameters.apply_shard(mine, begin, divisor, cap)
-        self._gather(mine)
-        for rank, (begin, part) in enumerate(self._parts):
-            if rank != communicator.rank:
-                parameters.take_shard(part, begin)
-        return agreement, culprit
+        if agreement.applies:
+            if samples == 0:
+                self._bucket.fill(0)
+            else:
+                for begin, part in self._parts:
+                    parameters.pack_shard(part, begin)
+            begin, part = self._parts[communicator.rank]
+            mine = np.empty_like(part)
+            self._reduce(mine)
+            divisor, cap = agreement.divisor(self._average), agreement.cap(self._average)
+            parameters.apply_shard(mine, begin, divisor, cap)
+            self._gather(mine)
+            for rank, (begin, part) in enumerate(self._parts):
+                if rank != communicator.rank:
+                    parameters.take_shard(part, begin)
+        return self._end(samples, agreement, culprit)
 
     @traced("reducing")
     def _reduce(self, mine: np.ndarray) -> None:

@@ -29,7 +29,7 @@ def run(*arguments, **options):
 def script(tmp_path, *lines):
     path = tmp_path / "train.py"
     path.write_text(
-        "import os, signal, sys, time\nfrom tagi_ddp.sequential.config import DDPConfig\n"
+        "import os, signal, sys, time\nfrom tagi_ddp.communicators.config import DDPConfig\n"
         "rank = DDPConfig.from_env().rank\n" + "\n".join(lines) + "\n"
     )
     return path

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from support.processes import is_running
 
+from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.failure import LaunchError
 from tagi_ddp.launcher.launch import launch
-from tagi_ddp.sequential.config import DDPConfig
 
 LIMIT = 60.0
 

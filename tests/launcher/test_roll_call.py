@@ -6,7 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tagi_ddp.launcher.roll_call import Call, Group, JoinRequest, RollCall, find_source
+from tagi_ddp.elastic.membership import Membership
+from tagi_ddp.elastic.messages import Assignment, Call, JoinRequest, find_source
 
 PATIENCE = 10.0
 
@@ -18,7 +19,37 @@ def request(
     done: bool = False,
     admits: bool = True,
 ) -> JoinRequest:
-    return JoinRequest(progress, list(blamed), PATIENCE, done, admits, time)
+    return JoinRequest(progress, blamed, done, admits, PATIENCE, time)
+
+
+def alone_on_its_node(name: str) -> tuple[int, str, int]:
+    return ord(name[0]), f"host {name}", 29500
+
+
+def next_group(
+    members: Membership, now: float
+) -> tuple[int, tuple[str, ...], int, tuple[int, ...], int] | None:
+    """Return number, names, source, ranks behind and number of those that stayed."""
+    assignments = members.next_group(now)
+    if not assignments:
+        return None
+    names, each = tuple(assignments), next(iter(assignments.values()))
+    for rank, assignment in enumerate(assignments.values()):
+        assert (assignment.rank, assignment.size) == (rank, len(names))
+        assert assignment.address == f"host {names[0]}"
+    return each.number, names, each.source, each.behind, each.stayed
+
+
+def test_ranks_of_a_node_are_counted_there() -> None:
+    nodes = {"a": (0, "zero", 1), "b": (1, "one", 2), "c": (0, "zero", 1)}
+    members = Membership("bac", nodes.__getitem__)
+    for name in "bac":
+        members.join(name, request(None))
+    assert members.next_group(0) == {
+        "b": Assignment(1, 0, 3, 0, (), 3, 0, 1, "one", 2),
+        "a": Assignment(1, 1, 3, 0, (), 3, 0, 2, "one", 2),
+        "c": Assignment(1, 2, 3, 0, (), 3, 1, 2, "one", 2),
+    }
 
 
 @pytest.mark.parametrize(
@@ -34,36 +65,36 @@ def test_find_source(progress: list[int | None], found: tuple[int, tuple[int, ..
     assert find_source(progress) == found
 
 
-def first_group(names: str) -> RollCall:
-    roll = RollCall(names)
+def first_group(names: str) -> Membership:
+    roll = Membership(names, alone_on_its_node)
     for name in names:
         roll.join(name, request(None))
-    assert roll.next_group(0) == Group(1, tuple(names), 0, (), len(names))
+    assert next_group(roll, 0) == (1, tuple(names), 0, (), len(names))
     return roll
 
 
 def test_a_lost_rank_is_left_out() -> None:
     roll = first_group("abc")
     roll.join("a", request(7, blamed=(1,)))
-    assert roll.next_group(0) is None
+    assert next_group(roll, 0) is None
     assert (roll.late, roll.call) == (["b", "c"], Call(7, joins=False))
     roll.remove("b")
-    assert roll.next_group(0) is None  # c may still come
+    assert next_group(roll, 0) is None  # c may still come
     roll.join("c", request(8))
-    assert roll.next_group(0) == Group(2, ("a", "c"), 1, (0,), 2)
+    assert next_group(roll, 0) == (2, ("a", "c"), 1, (0,), 2)
 
 
 def test_who_is_blamed_is_waited_for_a_second_others_as_long_as_patience_lasts() -> None:
     for blamed, limit in (((1,), 1.0), ((), PATIENCE)):
         roll = first_group("ab")
         roll.join("a", request(7, 100.0, blamed))
-        assert roll.next_group(100 + limit - 0.01) is None
-        assert roll.next_group(100 + limit) == Group(2, ("a",), 0, (), 1)
+        assert next_group(roll, 100 + limit - 0.01) is None
+        assert next_group(roll, 100 + limit) == (2, ("a",), 0, (), 1)
         # It comes back with what it knew, which the others have left behind.
         roll.join("b", request(9, 200.0))
         assert roll.wanted
         roll.join("a", request(8, 200.0))
-        assert roll.next_group(200) == Group(3, ("a", "b"), 0, (1,), 1)
+        assert next_group(roll, 200) == (3, ("a", "b"), 0, (1,), 1)
 
 
 def test_one_that_joins_takes_what_the_others_know() -> None:
@@ -72,7 +103,7 @@ def test_one_that_joins_takes_what_the_others_know() -> None:
     assert (roll.late, roll.call) == (["a", "b"], Call(None, joins=True))
     for name in "ab":
         roll.join(name, request(5))
-    assert roll.next_group(0) == Group(2, ("a", "b", "c"), 0, (2,), 2)
+    assert next_group(roll, 0) == (2, ("a", "b", "c"), 0, (2,), 2)
 
 
 def test_a_rank_joins_when_all_others_stand_between_two_steps() -> None:
@@ -82,11 +113,11 @@ def test_a_rank_joins_when_all_others_stand_between_two_steps() -> None:
     assert roll.call == Call(None, joins=False)
     roll.join("a", request(5))
     roll.join("b", request(5, admits=False))
-    assert roll.next_group(0) == Group(2, ("a", "b"), 0, (), 2)
+    assert next_group(roll, 0) == (2, ("a", "b"), 0, (), 2)
     assert (roll.wanted, roll.late, roll.call) == (True, ["a", "b"], Call(None, joins=True))
     for name in "ab":
         roll.join(name, request(6))
-    assert roll.next_group(0) == Group(3, ("a", "b", "d"), 0, (2,), 2)
+    assert next_group(roll, 0) == (3, ("a", "b", "d"), 0, (2,), 2)
 
 
 def test_all_are_done_only_together() -> None:
@@ -96,10 +127,10 @@ def test_all_are_done_only_together() -> None:
     roll.join("c", request(None))
     assert (roll.late, roll.call) == (["b"], Call(5, joins=False))
     roll.join("b", request(6))
-    assert roll.next_group(0) == Group(2, ("a", "b", "c"), 1, (0, 2), 2)
+    assert next_group(roll, 0) == (2, ("a", "b", "c"), 1, (0, 2), 2)
     for name in "abc":
         roll.join(name, request(9, done=True))
-    assert roll.next_group(0) is None
+    assert next_group(roll, 0) is None
     assert roll.over
 
 
@@ -109,13 +140,13 @@ def test_what_was_learned_is_lost_with_the_last_who_knew() -> None:
     roll.remove("a")
     roll.remove("b")
     roll.join("c", request(None))
-    assert roll.next_group(0) is None
+    assert next_group(roll, 0) is None
     assert not roll.lost  # the job has ended
-    roll = RollCall("ab")
+    roll = Membership("ab", alone_on_its_node)
     roll.join("a", request(1))
     roll.remove("a")
     roll.join("b", request(None))
-    assert roll.next_group(0) is None
+    assert next_group(roll, 0) is None
     assert roll.lost
 
 
@@ -130,7 +161,7 @@ class Jobs(RuleBasedStateMachine):
         self.names = iter(range(10_000))
         self.state: dict[str, int | None] = {}  # of those alive; what they have learned
         self.waiting: dict[str, bool] = {}  # who waits, and whether it admits others
-        self.roll: RollCall | None = None
+        self.roll: Membership | None = None
         self.members: tuple[str, ...] = ()
 
     @rule(target=alive)
@@ -138,7 +169,7 @@ class Jobs(RuleBasedStateMachine):
         name = str(next(self.names))
         self.state[name] = None
         if self.roll is None and len(self.state) == 3:
-            self.roll = RollCall(sorted(self.state))
+            self.roll = Membership(sorted(self.state), alone_on_its_node)
         return name
 
     @rule(name=alive, blames=st.booleans(), done=st.booleans(), admits=st.booleans())
@@ -175,28 +206,29 @@ class Jobs(RuleBasedStateMachine):
             return
         there = [name for name in self.members if name in self.state]
         late = [name for name in self.roll.members if name not in self.waiting]
-        group = self.roll.next_group(self.now)
+        group = next_group(self.roll, self.now)
         if group is None:
             # Nobody waits in vain: not when all have come, unless all are done or all is lost.
             assert late or not self.waiting or self.roll.over or self.roll.lost or not there
             return
+        number, members, leader, behind, stayed = group
         # The ranks that have come, and those that join if all others admit them.
         others = [name for name in self.waiting if name in there]
         admit = all(self.waiting[name] for name in others)
-        assert set(group.members) == set(self.waiting if admit else others)
-        if group.number > 1:
-            assert set(group.members[: group.stayed]) == set(others)
-        known = {name: self.state[name] for name in group.members if name in there}
+        assert set(members) == set(self.waiting if admit else others)
+        if number > 1:
+            assert set(members[:stayed]) == set(others)
+        known = {name: self.state[name] for name in members if name in there}
         learned = [each for each in known.values() if each is not None]
-        source = group.members[group.source]
+        source = members[leader]
         if learned:
             assert known[source] == max(learned)
-        for rank, name in enumerate(group.members):
+        for rank, name in enumerate(members):
             latest = name in known and known[name] == known.get(source)
-            assert (rank in group.behind) == (bool(there) and not latest)
+            assert (rank in behind) == (bool(there) and not latest)
             self.state[name] = self.state[source] or 0
-        self.members = group.members
-        for name in group.members:
+        self.members = members
+        for name in members:
             del self.waiting[name]
 
     @invariant()

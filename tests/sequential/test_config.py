@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tagi_ddp.sequential.config import DDPConfig
+from tagi_ddp.communicators.config import DDPConfig
 
 
 def test_defaults_and_order_are_pytagis():

@@ -9,7 +9,7 @@ import pytest
 from support.rank_pool import RankPool
 
 from tagi_ddp.communicators.equality import RanksDiffer
-from tagi_ddp.sequential.position import Position
+from tagi_ddp.elastic.position import Position
 
 PLAN = [["length", "30"]]
 

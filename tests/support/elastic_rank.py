@@ -25,8 +25,8 @@ from support.networks import NETWORKS, SIGMA_V, fresh, parameters
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, Timeout
 from tagi_ddp.checkpoint import Checkpoints
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.sequential.equality import check_state
-from tagi_ddp.update.elastic import ElasticSum
+from tagi_ddp.elastic.exchange import ElasticSum
+from tagi_ddp.replica.equality import check_state
 
 SAMPLES, BATCH = 96, 8
 HASHES: dict[int, str] = {}  # of this rank's replica, by the number of steps it had made

@@ -13,7 +13,7 @@ from support.reports import report
 from tagi_ddp import DDPSequential
 from tagi_ddp._backend import cap_factor
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.update.elastic import ElasticMerging
+from tagi_ddp.elastic.exchange import ElasticMerging
 from tagi_ddp.update.exchange import Setting
 from tagi_ddp.update.reduction import Reduction
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import ArrayLike
 
@@ -16,13 +16,28 @@ from tagi_ddp.compute import (
     Precision,
     make_compute,
 )
+from tagi_ddp.compute.inputs import Inputs
+from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.sequential.inputs import Inputs
-from tagi_ddp.update.exchange import Overlapped
-from tagi_ddp.update.micro_batches import Accumulation
+
+
+class Early(Protocol):
+    """An exchange that reduces deltas while backward computes others."""
+
+    def discard(self) -> None:
+        """Wait for the reductions of deltas that backward is about to replace."""
+        ...
+
+    def start(self, begin: int) -> None:
+        """Reduce the deltas from ``begin`` on in the flat sequence, which are complete."""
+        ...
+
+    def start_nothing(self) -> None:
+        """Reduce zeros: this rank has no deltas for the next step, but others may have."""
+        ...
 
 
 class LocalNetwork:
@@ -101,7 +116,7 @@ class LocalNetwork:
                 self.undo()
             raise
 
-    def backward(self, early: Overlapped | None) -> None:
+    def backward(self, early: Early | None) -> None:
         """Compute the deltas; ``early`` begins to reduce them meanwhile."""
         if self.misfit is not None:
             raise ValueError(self.misfit[0])

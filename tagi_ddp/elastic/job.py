@@ -1,4 +1,4 @@
-"""DDPSequential in an elastic job, whose ranks may be lost and which new ranks may join."""
+"""DDPSequential in an elastic job, and the catch-up of a rank that enters a group."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators import CommunicatorError, PeerLost, Timeout
+from tagi_ddp.communicators import Communicator, CommunicatorError, PeerLost, Timeout
+from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.equality import Entry, require_equal
 from tagi_ddp.communicators.topology import topology_of
+from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.data import DistributedSampler
-from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.sequential.equality import check_state, refuse_others
-from tagi_ddp.sequential.local_network import LocalNetwork
-from tagi_ddp.sequential.membership import Group, Membership
-from tagi_ddp.sequential.position import Position
-from tagi_ddp.sequential.ranks import Ranks
-from tagi_ddp.update.elastic import ElasticExchange, ElasticMerging, ElasticSum, NextGroup
+from tagi_ddp.elastic.exchange import ElasticExchange, ElasticMerging, ElasticSum, NextGroup
+from tagi_ddp.elastic.messages import Assignment, JoinRequest
+from tagi_ddp.elastic.position import Position
+from tagi_ddp.elastic.rendezvous import Rendezvous
+from tagi_ddp.replica.equality import check_state, refuse_others
 from tagi_ddp.update.exchange import Setting
+from tagi_ddp.update.ranks import Ranks
 from tagi_ddp.update.reduction import Reduction
 
 _LARGE = 1 << 12  # more samples than a rank of a small network has in most steps
@@ -66,7 +67,7 @@ class ElasticJob:
         ranks: the ranks of the present group; first this one alone.
         reduction: how replicas become one.
         options: must be the same on all ranks.
-        membership: joins groups.
+        rendezvous: joins groups.
         config: of the first group.
         shares_cores: threads follow the number of ranks.
         merge: merges the posteriors of all ranks.
@@ -78,7 +79,7 @@ class ElasticJob:
         ranks: Ranks,
         reduction: Reduction,
         options: dict[str, Any],
-        membership: Membership,
+        rendezvous: Rendezvous,
         config: DDPConfig,
         shares_cores: bool,
         merge: Callable[[], None],
@@ -86,7 +87,7 @@ class ElasticJob:
         """Enter the first group; a collective call."""
         self._local, self._ranks = local, ranks
         self._options = options
-        self._membership = membership
+        self._rendezvous = rendezvous
         self._shares_cores = shares_cores
         self._merge = merge
         self._began = False  # True if this rank has a state that others may take
@@ -95,12 +96,12 @@ class ElasticJob:
         self.config = config
         self.changes: list[GroupChange] = []
         setting = Setting(ranks.communicator, local.replica, reduction.average, local.rollback)
-        self._exchange: ElasticExchange = (
-            ElasticMerging(setting, reduction, membership)
+        ranks.exchange = exchange = (
+            ElasticMerging(setting, reduction, rendezvous)
             if reduction.merges
-            else ElasticSum(setting, membership)
+            else ElasticSum(setting, rendezvous)
         )
-        ranks.exchange = self._exchange
+        self._exchange: ElasticExchange = exchange
         self._import_early()
         self._regroup((), time.monotonic())
 
@@ -214,12 +215,12 @@ class ElasticJob:
     def step(self, samples: int) -> None:
         """Make a step with the other ranks, or enter a new group; see `Exchange`."""
         self._position.begin_step(self.steps_made)
-        self.together(partial(self._exchange, samples))
+        self.together(partial(self._ranks.exchange, samples))
 
     def _import_early(self) -> None:
         """Import slow modules that may be needed, before others wait for this rank."""
         with contextlib.suppress(ImportError):
-            if self._membership.may_use_gloo:
+            if self._rendezvous.may_use_gloo:
                 import tagi_ddp.communicators.network.rendezvous
             by_batch = self._local.by_batch
             if by_batch is not None and by_batch.may_need_torch(_LARGE):
@@ -229,11 +230,11 @@ class ElasticJob:
         self._local.undo()
         while True:
             self._leave()
-            group = self._membership.join(self._progress, blamed, False, admits)
-            if group is None:
+            joined = self._rendezvous.join(JoinRequest(self._progress, blamed, admits=admits))
+            if joined is None:
                 raise PeerLost("this elastic job has ended: there is no other group", blamed)
             try:
-                self._enter(group, began)
+                self._enter(*joined, began)
                 return
             except (PeerLost, Timeout) as error:
                 blamed = error.ranks
@@ -241,13 +242,13 @@ class ElasticJob:
     def _end(self) -> bool:
         """Return whether all ranks are done; if not, this one has entered a new group."""
         began = time.monotonic()
-        group = self._membership.join(self._progress, (), True, True)
-        if group is None:
+        joined = self._rendezvous.join(JoinRequest(self._progress, done=True))
+        if joined is None:
             self._position.aligned = True
             return True
         self._leave()
         try:
-            self._enter(group, began)
+            self._enter(*joined, began)
         except (PeerLost, Timeout) as error:
             self._regroup(error.ranks, began)
         return False
@@ -257,34 +258,31 @@ class ElasticJob:
         return self._exchange.progress if self._began else None
 
     def _leave(self) -> None:
-        self._exchange.close()
+        self._ranks.exchange.close()
         self._ranks.communicator.close()
 
-    def _enter(self, group: Group, began: float) -> None:
-        """Enter a group; a collective call."""
-        communicator = group.communicator
-        rank, size = communicator.rank, communicator.size
+    def _enter(self, communicator: Communicator, assignment: Assignment, began: float) -> None:
+        """Enter a group, and catch up with its source; a collective call."""
+        rank, size, source = assignment.rank, assignment.size, assignment.source
         known, new = self._began, not self._entered
-        joins = new and (known or rank in group.behind)
-        behind = rank in group.behind or (not known and rank != group.source)
+        joins = new and (known or rank in assignment.behind)
+        behind = rank in assignment.behind or (not known and rank != source)
         self._ranks.communicator = communicator
         self.config = DDPConfig(self.config.device_ids, self.config.backend, 0, size)
         self.config.rank = rank
         topology_of(communicator)  # All ranks make this collective call here.
-        refused = refuse_others(
-            communicator, self._local.replica, self._options, known, group.source
-        )
+        refused = refuse_others(communicator, self._local.replica, self._options, known, source)
         if refused:
             raise PeerLost(f"ranks {refused} have another network", refused)
         exchange = self._exchange
         exchange.enter(communicator)
         self._began = known and not behind
-        exchange.take_over(group.source, behind)
-        returned = self._entered and rank >= group.stayed
-        self._position.compare(communicator, group.stayed, returned, exchange.steps_made)
-        self._take_lasting(exchange, group.source)
+        exchange.take_over(source, behind)
+        returned = self._entered and rank >= assignment.stayed
+        self._position.compare(communicator, assignment.stayed, returned, exchange.steps_made)
+        self._take_lasting(exchange, source)
         # In the first group no rank has a state that others may copy before all is complete.
-        self._began = known or rank in group.behind
+        self._began = known or rank in assignment.behind
         exchange.make_equal()
         self._local.replica.pull()
         state = check_state(communicator, self._local.replica)
@@ -298,7 +296,7 @@ class ElasticJob:
         if joins or not new:
             self.changes.append(
                 GroupChange(
-                    group.number,
+                    assignment.number,
                     exchange.steps_made,
                     rank,
                     size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,14 +13,14 @@ from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.parameter_file import statistics_of
 from tagi_ddp.replica.protocol import Replica
-from tagi_ddp.update.exchange import Bucket, Exchange, Setting
+from tagi_ddp.update.exchange import Bucket, Setting
 from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.not_finite import NotFiniteError
 from tagi_ddp.update.reduction import Reduction
 
 
 class Calls(Protocol):
-    """The launcher's calls to join the next group; see `launcher.meeting`."""
+    """The launcher's calls to join the next group; see `LauncherConnection`."""
 
     @property
     def awaited(self) -> bool:
@@ -37,45 +36,45 @@ class NextGroup(Exception):
     """The ranks must join the next group; nothing has been exchanged."""
 
 
-class ElasticExchange(Exchange):
-    """An exchange that stays with its rank: it begins alone, and joins each group by `enter`.
-
-    ``progress`` counts the updates of all ranks that the replica has taken.
-    """
+class ElasticExchange(Protocol):
+    """An exchange that stays with its rank: it begins alone, and joins each group by `enter`."""
 
     progress: int
+    """The number of updates of all ranks that the replica has taken."""
     steps_made: int
     """The number of steps that the posterior includes."""
-    between_steps = False
+    steps: int
+    """The number of steps of this rank alone since all replicas were equal."""
+    between_steps: bool
     """True in a loop over steps: ranks that wait to join are admitted between two of them."""
-    awaited = False
+    awaited: bool
     """True if the ranks have agreed, in the last exchange, that others wait to join."""
-    _calls: Calls
 
-    def _require_group(self) -> None:
-        """Raise `NextGroup` if this rank should join the next group instead of exchanging."""
-        joins = not self.between_steps and self._calls.awaited
-        if joins or self._calls.called(self.progress, True):
-            raise NextGroup("all ranks join the next group")
-
-    @abstractmethod
     def enter(self, communicator: Communicator) -> None:
         """Switch to another group; a collective call of its ranks."""
+        ...
 
-    @abstractmethod
     def take_over(self, source: int, behind: bool) -> None:
         """Copy the state of rank ``source`` to ranks that are ``behind``; a collective call."""
+        ...
 
     def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
         """Return this rank's part of the deltas that add up over steps, so far ``own``."""
-        return own
+        ...
 
-    @abstractmethod
     def make_equal(self) -> None:
         """Make the replicas of all ranks equal, after `take_over`; a collective call."""
+        ...
 
 
-class ElasticSum(Bucket, ElasticExchange):
+def _require_group(calls: Calls, exchange: ElasticExchange) -> None:
+    """Raise `NextGroup` if this rank should join the next group instead of exchanging."""
+    joins = not exchange.between_steps and calls.awaited
+    if joins or calls.called(exchange.progress, True):
+        raise NextGroup("all ranks join the next group")
+
+
+class ElasticSum(Bucket):
     """Sums or means of deltas, in an elastic job; ``progress`` counts refused steps, too.
 
     If a rank is lost in a step, the others repeat it, or copy the replica of one that has made it.
@@ -86,6 +85,7 @@ class ElasticSum(Bucket, ElasticExchange):
         self._bucket = setting.replica.zeros()  # that of no group
         self._calls = calls
         self.progress = 0
+        self.between_steps = self.awaited = False
         # The sums over all ranks of deltas that add up over steps: none is lost with a rank.
         self._lasting = [
             np.zeros(2 * count, np.float32) for _, count in accumulating_blocks(setting.replica)
@@ -101,7 +101,7 @@ class ElasticSum(Bucket, ElasticExchange):
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Make the step with all ranks; raise `NextGroup` if another group is due."""
-        self._require_group()
+        _require_group(self._calls, self)
         try:
             # A vote of ``finished`` means here that no rank waits to join.
             self.awaited = not super().__call__(samples, finished=not self._calls.awaited)
@@ -145,7 +145,7 @@ class ElasticSum(Bucket, ElasticExchange):
         """Do nothing: all ranks are equal."""
 
 
-class ElasticMerging(Merging, ElasticExchange):
+class ElasticMerging(Merging):
     """Merges in an elastic job; what a rank learned since the last merge is lost with it.
 
     ``progress`` counts merges.
@@ -156,6 +156,7 @@ class ElasticMerging(Merging, ElasticExchange):
         super().__init__(setting, reduction, reduction.sync_every)
         self._calls = calls
         self.progress = 0
+        self.between_steps = self.awaited = False
         for memory in (self._now, self._node.bucket):
             memory.fill(0)  # This allocates it before others wait for this rank.
 
@@ -176,7 +177,7 @@ class ElasticMerging(Merging, ElasticExchange):
 
     def merge(self, finished: bool = False) -> bool:
         """Merge; raise `NextGroup` if another group is due."""
-        self._require_group()
+        _require_group(self._calls, self)
         self.make_equal()
         return False
 
@@ -203,6 +204,9 @@ class ElasticMerging(Merging, ElasticExchange):
             self._begin()
             self._node.steps = 0
             self._write()
+
+    def take_lasting(self, source: int, own: list[FloatArray]) -> list[FloatArray]:
+        return own
 
     def make_equal(self) -> None:
         """Merge what the ranks have learned since the last merge; a collective call."""

@@ -1,50 +1,36 @@
-"""The membership of a process in an elastic job, in one group after another."""
+"""The rendezvous of a rank with the others of an elastic job, in one group after another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 from tagi_ddp.checks import seconds
 from tagi_ddp.communicators import BackendUnavailable, Communicator, PeerLost, Timeout, init
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
+from tagi_ddp.communicators.config import DDPConfig
+from tagi_ddp.elastic.connection import LauncherConnection, launcher_connection
+from tagi_ddp.elastic.exchange import Calls
+from tagi_ddp.elastic.messages import Assignment, JoinRequest, find_source
 from tagi_ddp.environment import detect, setting
-from tagi_ddp.launcher.meeting import LauncherConnection, launcher_connection
-from tagi_ddp.launcher.roll_call import find_source
-from tagi_ddp.sequential.config import DDPConfig
-from tagi_ddp.update.elastic import Calls
 
 # Seconds. All ranks of a group connect at once: one that is late has been lost meanwhile.
 _CONNECT = 0.5
 
 
-@dataclass(frozen=True)
-class Group:
-    """The group of this process until the next one; see `roll_call.Group`."""
-
-    communicator: Communicator
-    number: int
-    source: int
-    behind: tuple[int, ...]
-    stayed: int
-
-
-class Membership(Calls, Protocol):
-    """The membership of this process in an elastic job."""
+class Rendezvous(Calls, Protocol):
+    """The rendezvous of this rank with the others of each next group."""
 
     may_use_gloo: bool
     """True if the next group may connect over gloo, which needs torch."""
 
-    def join(
-        self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
-    ) -> Group | None:
-        """Join and return the next group; None: all are ``done``. See `LauncherConnection.join`."""
+    def join(self, request: JoinRequest) -> tuple[Communicator, Assignment] | None:
+        """Join the next group; return it and this rank's assignment, or None if all are done."""
         ...
 
 
-def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membership:
-    """Return the membership of this rank, whose launcher must outlive the ranks.
+def make_rendezvous(config: DDPConfig | None, elastic: bool | float) -> Rendezvous:
+    """Return the rendezvous of this rank, whose launcher must outlive the ranks.
 
     Raises ValueError or TypeError for a wrong argument, BackendUnavailable without such a launcher.
     """
@@ -52,7 +38,7 @@ def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membersh
     if config is None:
         raise ValueError("elastic needs config, not communicator: ranks connect again")
     if config.backend == "mpi":
-        return _Survivors(config, patience)
+        return _AmongSurvivors(config, patience)
     if config.backend == "nccl":
         raise BackendUnavailable(
             "elastic is for backend 'auto', 'shm', 'gloo' or 'mpi', not 'nccl': its ranks are "
@@ -64,7 +50,7 @@ def make_membership(config: DDPConfig | None, elastic: bool | float) -> Membersh
             "elastic needs a launcher that outlives its ranks and makes new groups of them: "
             "start them with tagi-ddp run, or with mpirun --with-ft ulfm for backend 'mpi'"
         )
-    return _Launched(config.backend, found, patience)
+    return _ByLauncher(config.backend, found, patience)
 
 
 def _patience(seconds: float, progress: int | None) -> float:
@@ -72,8 +58,8 @@ def _patience(seconds: float, progress: int | None) -> float:
     return seconds if progress is not None else max(seconds, DEFAULT_TIMEOUT)
 
 
-class _Launched:
-    """The membership under ``tagi-ddp run``, whose launcher makes the groups."""
+class _ByLauncher:
+    """The rendezvous under ``tagi-ddp run``, whose launcher makes the groups."""
 
     def __init__(self, backend: str, found: LauncherConnection, patience: float) -> None:
         launched = detect()
@@ -89,25 +75,24 @@ class _Launched:
     def awaited(self) -> bool:
         return self._launcher.awaited
 
-    def join(
-        self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
-    ) -> Group | None:
-        limit, patience = _CONNECT, _patience(self._patience, progress)
-        while (own := self._launcher.join(progress, blamed, patience, done, admits)) is not None:
+    def join(self, request: JoinRequest) -> tuple[Communicator, Assignment] | None:
+        limit = _CONNECT
+        request = replace(request, patience=_patience(self._patience, request.progress))
+        while (own := self._launcher.join(request)) is not None:
             own.enter(self._job)
             try:
                 communicator = init(self._backend, own.rank, own.size, timeout=limit)
             except (Timeout, PeerLost) as error:
-                blamed = error.ranks
+                request = replace(request, blamed=error.ranks)
                 limit = min(2 * limit, self._patience)
                 continue
             communicator.timeout = self._patience
-            return Group(communicator, own.number, own.source, own.behind, own.stayed)
+            return communicator, own
         return None
 
 
-class _Survivors:
-    """The membership under an MPI with fault tolerance; new ranks do not join."""
+class _AmongSurvivors:
+    """The rendezvous under an MPI with fault tolerance; new ranks do not join."""
 
     may_use_gloo = False
     awaited = False
@@ -125,12 +110,11 @@ class _Survivors:
     def called(self, progress: int, exchanging: bool) -> bool:
         return False
 
-    def join(
-        self, progress: int | None, blamed: Sequence[int], done: bool, admits: bool
-    ) -> Group | None:
-        limit, patience = _CONNECT, _patience(self._patience, progress)
+    def join(self, request: JoinRequest) -> tuple[Communicator, Assignment] | None:
+        limit, progress = _CONNECT, -1 if request.progress is None else request.progress
+        patience = _patience(self._patience, request.progress)
         while True:
-            table = self._survivors.gather([-1 if progress is None else progress, done], patience)
+            table = self._survivors.gather([progress, request.done], patience)
             if table[:, 1].all():
                 return None
             source, behind = find_source([None if each < 0 else int(each) for each in table[:, 0]])
@@ -141,4 +125,5 @@ class _Survivors:
                 limit = min(2 * limit, self._patience)
                 continue
             communicator.timeout = self._patience
-            return Group(communicator, self._groups, source, behind, communicator.size)
+            rank, size = communicator.rank, communicator.size
+            return communicator, Assignment(self._groups, rank, size, source, behind, stayed=size)

@@ -1,4 +1,4 @@
-"""The launcher's side of an elastic job: it receives join requests and sends assignments."""
+"""The policy that makes a launcher's job elastic: it answers join requests by assignments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from tagi_ddp.launcher.meeting import Assignment
-from tagi_ddp.launcher.roll_call import Call, Group, JoinRequest, RollCall
+from tagi_ddp.elastic.membership import Membership
+from tagi_ddp.elastic.messages import Call, JoinRequest
 
 _OVER = json.dumps({"over": True})
 
@@ -23,13 +23,13 @@ def number_of(name: str) -> int:
     return int(name.partition("/")[0])
 
 
-class ElasticJob:
+class ElasticPolicy:
     """The groups of a job, which is elastic if its ranks join any.
 
     Args:
         names: of the first ranks, in order.
         send: sends a message to the rank of a name, or does nothing if that is gone.
-        endpoint_of: the node of the rank of a name, and the address and port of a rank 0 there.
+        endpoint_of: see `Membership`.
     """
 
     def __init__(
@@ -38,93 +38,69 @@ class ElasticJob:
         send: Callable[[str, str], None],
         endpoint_of: Callable[[str], tuple[int, str, int]],
     ) -> None:
-        self._roll = RollCall(names)
+        self._membership = Membership(names, endpoint_of)
         self._send = send
-        self._endpoint_of = endpoint_of
         self._last_calls: dict[str, Call] = {}  # by rank
 
     def outlives(self, number: int) -> bool:
         """Return whether the job goes on, or has ended, without the rank of this number."""
-        roll = self._roll
-        if not roll.used or roll.lost:
+        membership = self._membership
+        if not membership.used or membership.lost:
             return False
-        goes_on = not roll.over and bool(roll.members)
-        return goes_on or number not in map(number_of, roll.group)
+        goes_on = not membership.over and bool(membership.members)
+        return goes_on or number not in map(number_of, membership.group)
 
-    @property
-    def group(self) -> list[str]:
-        """The ranks of the present group, including those that have ended."""
-        return self._roll.group
-
-    @property
-    def used(self) -> bool:
-        """True if the job is elastic."""
-        return self._roll.used
+    def awaits(self, name: str) -> bool:
+        """Return whether the job waits for the end of a rank: not if it is outside the group."""
+        return not self._membership.used or name in self._membership.group
 
     @property
     def lost(self) -> bool:
         """True if all that the job has learned is lost."""
-        return self._roll.lost
+        return self._membership.lost
 
     @property
     def ended(self) -> bool:
         """True if all ranks of the last group have ended; ranks that wait to join then end, too."""
-        return self.used and not self._roll.members
+        return self._membership.used and not self._membership.members
 
     def receive(self, name: str, message: dict[str, Any] | None, now: float) -> None:
         """Handle a message of a rank; None: the rank has ended."""
         if message is None:
             self.remove(name)
-        elif "come" in message:
-            self._roll.join(name, JoinRequest(**message["come"], time=now))
-            if self._roll.over:
+        elif "join" in message:
+            self._membership.join(name, JoinRequest(**{**message["join"], "time": now}))
+            if self._membership.over:
                 self._send(name, _OVER)
 
     def remove(self, name: str) -> None:
         """Remove a rank that has ended."""
-        self._roll.remove(name)
+        self._membership.remove(name)
         self._last_calls.pop(name, None)
 
     def remove_numbers(self, numbers: Collection[int]) -> None:
         """Remove all ranks that have one of these numbers; see `number_of`."""
-        for name in [*self._roll.members, *self._roll.waiting]:
+        for name in [*self._membership.members, *self._membership.waiting]:
             if number_of(name) in numbers:
                 self.remove(name)
 
     def update(self, now: float) -> bool:
         """Send assignments or calls that are due; return whether there is a new group."""
-        if self._roll.over:
+        membership = self._membership
+        if membership.over:
             return False
-        group = self._roll.next_group(now)
-        if group is not None:
+        assignments = membership.next_group(now)
+        for name, assignment in assignments.items():
+            self._send(name, json.dumps({"assignment": asdict(assignment)}))
+        if assignments:
             self._last_calls.clear()
-            self._assign(group)
-        elif self._roll.over:
-            for name in self._roll.members:
+        elif membership.over:
+            for name in membership.members:
                 self._send(name, _OVER)
-        elif self._roll.wanted:
-            call = self._roll.call
-            for name in self._roll.late:
+        elif membership.wanted:
+            call = membership.call
+            for name in membership.late:
                 if self._last_calls.get(name) != call:
                     self._last_calls[name] = call
                     self._send(name, json.dumps({"call": asdict(call)}))
-        return group is not None
-
-    def _assign(self, group: Group) -> None:
-        nodes = [self._endpoint_of(name) for name in group.members]
-        _, address, port = nodes[0]
-        for rank, (name, (node, _, _)) in enumerate(zip(group.members, nodes, strict=True)):
-            here = [other for other, (number, _, _) in enumerate(nodes) if number == node]
-            assignment = Assignment(
-                group.number,
-                rank,
-                len(nodes),
-                here.index(rank),
-                len(here),
-                group.source,
-                group.behind,
-                group.stayed,
-                address,
-                port,
-            )
-            self._send(name, assignment.message())
+        return bool(assignments)

@@ -1,4 +1,4 @@
-"""Groups of an elastic job: the decisions of the launcher, without its pipes.
+"""The members of an elastic job's groups: the decisions of its launcher, without its pipes.
 
 A rank asks to join when it starts and when it has lost another rank. The next group is made once
 all ranks of the present one ask, except those that are gone or left out. New ranks are admitted if
@@ -7,71 +7,23 @@ all ranks of the group ask between two steps; the launcher calls them to do so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+
+from tagi_ddp.elastic.messages import Assignment, Call, JoinRequest, find_source
 
 # Seconds that a rank has to join after all others have, if one of them reports it as lost.
 _GRACE = 1.0
 
 
-@dataclass
-class JoinRequest:
-    """The request of a rank to join the next group.
+class Membership:
+    """The groups of one job; the ``expected`` ranks make the first one.
 
-    progress: the number of updates of all ranks that its replica has taken; None: it has only
-    started. blamed: ranks of its last group that it counts as lost. patience: the seconds for which
-    it waits for the others. done: True if it has nothing left to do. admits: True if it is between
-    two steps, where the next call of its script matches the first call of a new rank. time: by one
-    clock for all ranks.
+    ``endpoint_of`` returns the node of a rank, and the address and port of a rank 0 there.
     """
 
-    progress: int | None
-    blamed: list[int]
-    patience: float
-    done: bool
-    admits: bool
-    time: float
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks of the next group, by the launcher's names.
-
-    members: in rank order. source: the rank with the latest state. behind: the ranks that copy that
-    state, as theirs is older or missing. stayed: the number of ranks, the first ones, that were in
-    the group before; the others are new, or return.
-    """
-
-    number: int
-    members: tuple[str, ...]
-    source: int
-    behind: tuple[int, ...]
-    stayed: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """The launcher's call to a rank to join the next group.
-
-    progress: the least of the group's ranks that wait for it; None: none waits, or none has learned
-    anything. joins: True if new ranks wait to join, and there is no other reason.
-    """
-
-    progress: int | None
-    joins: bool
-
-
-def find_source(progress: Sequence[int | None]) -> tuple[int, tuple[int, ...]]:
-    """Return the first rank with the latest state, and all ranks with an older state or none."""
-    latest = max((each for each in progress if each is not None), default=None)
-    behind = tuple(rank for rank, each in enumerate(progress) if each != latest)
-    return progress.index(latest), behind
-
-
-class RollCall:
-    """The groups of one job; the ``expected`` ranks make the first one."""
-
-    def __init__(self, expected: Iterable[str]) -> None:
+    def __init__(
+        self, expected: Iterable[str], endpoint_of: Callable[[str], tuple[int, str, int]]
+    ) -> None:
         self.members = list(expected)
         """The ranks of the present group that are not gone, in rank order."""
         self.groups = 0
@@ -81,6 +33,7 @@ class RollCall:
         self.lost = False
         """True if all ranks with a learned state are gone."""
         self._ranks = {name: rank for rank, name in enumerate(self.members)}
+        self._endpoint_of = endpoint_of
         self._learned = False  # True if a rank has reported a learned state
         self._waiting: dict[str, JoinRequest] = {}  # in the order of the requests
 
@@ -129,30 +82,48 @@ class RollCall:
         joins = not requests and len(self._ranks) == len(self.members)
         return Call(min(progress, default=None), joins)
 
-    def next_group(self, now: float) -> Group | None:
-        """Return the next group if it can be made; its ranks no longer wait."""
+    def next_group(self, now: float) -> dict[str, Assignment]:
+        """Return the ranks' assignments in the next group, in rank order; {} if it must wait."""
         if not self._waiting or not all(self._left_out(name, now) for name in self.late):
-            return None
+            return {}
         if self.groups and not self.members:  # All ranks have ended.
-            return None
+            return {}
         stayed = [name for name in self.members if name in self._waiting]
         if stayed and all(self._waiting[name].done for name in stayed):
             self.over = True
-            return None
+            return {}
         admits = all(self._waiting[name].admits for name in stayed)
         members = stayed + [name for name in self._waiting if admits and name not in stayed]
         # A rank that was left out and returns has learned something else than the group.
         progress = [self._waiting[name].progress if name in stayed else None for name in members]
         if self._learned and all(each is None for each in progress):
             self.lost, self.members = True, []
-            return None
-        source, behind = find_source(progress)
+            return {}
         self.groups += 1
         self.members = members
         self._ranks = {name: rank for rank, name in enumerate(members)}
         for name in members:
             del self._waiting[name]
-        return Group(self.groups, tuple(members), source, behind, len(stayed))
+        return self._assignments(*find_source(progress), len(stayed))
+
+    def _assignments(
+        self, source: int, behind: tuple[int, ...], stayed: int
+    ) -> dict[str, Assignment]:
+        members = self.members
+        nodes, addresses, ports = zip(*map(self._endpoint_of, members), strict=True)
+        shared = len(members), source, behind, stayed
+        return {
+            name: Assignment(
+                self.groups,
+                rank,
+                *shared,
+                nodes[:rank].count(nodes[rank]),
+                nodes.count(nodes[rank]),
+                addresses[0],
+                ports[0],
+            )
+            for rank, name in enumerate(members)
+        }
 
     def _left_out(self, name: str, now: float) -> bool:
         """Return whether the others go on without a rank that has not asked to join."""
