@@ -1,4 +1,4 @@
-"""The choice of a replica's compute: the engine's kernels, the backend's, or torch's."""
+"""The choice of a compute: the engine's kernels, the backend's, or torch's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import warnings
 from typing import Any, get_args
 
 from tagi_ddp.compute import native
-from tagi_ddp.compute.interface import Choice, Compute, Precision
-from tagi_ddp.compute.on_native import NativeCompute
-from tagi_ddp.engine.buffers import FloatArray, verify_buffers
+from tagi_ddp.compute.interface import Choice, Precision
+from tagi_ddp.engine.buffers import verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica.protocol import Replica
@@ -41,27 +40,27 @@ def choose(
         )
     if choice == "engine":
         return "engine"
-    without_native = _why_not_native(model, replica) if default else "it runs on the CPU only"
+    no_native = _why_not_native(model, replica) if default else "it runs on the CPU only"
     if choice == "native":
-        if without_native is not None:
-            raise ValueError(f"this network cannot be computed natively: {without_native}")
+        if no_native is not None:
+            raise ValueError(f"this network cannot be computed natively: {no_native}")
         return "native"
-    without_torch = _why_not_torch(model, replica, without_native is None)
-    if without_torch is None:
-        if device != "cpu":
-            _check_device(device)
-        return "auto" if choice == "auto" and without_native is None else "torch"
+    no_torch = _why_not_torch(model, replica, no_native is None)
+    if no_torch is None:
+        if device != "cpu" and (reason := _why_not_device(device)) is not None:
+            raise ValueError(f"device is {device!r}, which torch cannot use: {reason}")
+        return "auto" if choice == "auto" and no_native is None else "torch"
     if choice == "torch" or not default:
         raise ValueError(
-            f'torch cannot compute this network: {without_torch}; use compute="auto" on "cpu"'
+            f'torch cannot compute this network: {no_torch}; use compute="auto" on "cpu"'
         )
-    if without_native is None:
+    if no_native is None:
         return "native"
     text = (
-        f"the engine computes this network on its own kernels, not torch: {without_torch}. "
+        f"the engine computes this network on its own kernels, not torch: {no_torch}. "
         'compute="engine" asks for it without this warning.'
     )
-    if without_torch == _NO_TORCH:
+    if no_torch == _NO_TORCH:
         _note(text)
     else:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -74,27 +73,8 @@ def _note(text: str) -> None:
     log.warning("%s", text)
 
 
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        text = str(error).splitlines()[0]
-        raise ValueError(f"device is {device!r}, which torch cannot use: {text}") from error
-
-
-def _why_engine(model: Any) -> str | None:
-    """Return the reason if the model overrides a method that only the engine's compute calls."""
-    from pytagi.nn import Sequential
-
-    for name in ("forward", "backward"):
-        if getattr(type(model), name, None) is not getattr(Sequential, name):
-            return f"{type(model).__name__} has a {name}() of its own, which only the engine calls"
-    return None
-
-
 def _why_not_native(model: Any, replica: Replica) -> str | None:
+    """Return why the backend's kernels cannot compute the model, or None."""
     if (reason := _why_engine(model)) is not None:
         return reason
     try:
@@ -106,7 +86,10 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
 
 
 def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
-    """Return why torch cannot compute the model; import torch only if ``natively`` is False."""
+    """Return why torch cannot compute the model, or None.
+
+    It imports torch, unless the backend's kernels can compute the model ``natively``.
+    """
     if (reason := _why_engine(model)) is not None:
         return reason
     if importlib.util.find_spec("torch") is None:
@@ -126,27 +109,22 @@ def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
     return why_not(model)
 
 
-def make_compute(
-    name: Choice,
-    model: Any,
-    replica: Replica,
-    bucket: FloatArray | None,
-    device: str,
-    precision: Precision,
-) -> Compute:
-    """Return the compute of ``model``, on ``device``, which writes the deltas to ``bucket``.
+def _why_not_device(device: str) -> str | None:
+    """Return why torch cannot use a device, or None."""
+    import torch
 
-    "auto" returns the native one; see `ComputeByBatch`. The engine keeps the deltas in its layers,
-    a replica on a device keeps them there: then ``bucket`` is None.
-    """
-    if name == "engine":
-        from tagi_ddp.compute.on_engine import EngineCompute
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return None
 
-        return EngineCompute(model, replica)
 
-    if name == "torch":
-        from tagi_ddp.compute.on_torch import TorchCompute
+def _why_engine(model: Any) -> str | None:
+    """Return the reason if the model overrides a method that only the engine's compute calls."""
+    from pytagi.nn import Sequential
 
-        return TorchCompute(model, replica, bucket, device, precision)
-    assert bucket is not None
-    return NativeCompute(model, replica, bucket)
+    for name in ("forward", "backward"):
+        if getattr(type(model), name, None) is not getattr(Sequential, name):
+            return f"{type(model).__name__} has a {name}() of its own, which only the engine calls"
+    return None

@@ -11,7 +11,6 @@ from tagi_ddp.checks import FLOAT32
 from tagi_ddp.compute import native
 from tagi_ddp.compute.activations import Activation
 from tagi_ddp.compute.blocks import Chain
-from tagi_ddp.compute.cost import Work
 from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.linear import Linear
 from tagi_ddp.compute.states import Deltas, States, scale
@@ -30,7 +29,7 @@ class LinearRun(Chain):
         super().__init__(None, layers)
         handles = [layer.handle for layer in layers]
         self._kernels = native.assemble(handles, replica)
-        self._work = Work(handles, replica)
+        self._limit = native.limit(handles, replica)
         self._saved: States | None = None  # the inputs, if the kernels computed the batch
 
     def computed(self) -> list[Layer]:
@@ -42,7 +41,7 @@ class LinearRun(Chain):
         mean, variance = states.viewed(self._kernels.input_size)
         samples = len(mean)
         self._saved = None
-        if not samples or not self._work.is_native(samples):
+        if not 0 < samples <= self._limit:
             return super().forward(states, training)
         self._saved = States(mean, None, states.jacobian)
         shape = samples, self._kernels.output_size

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from numpy.typing import ArrayLike
 
-from tagi_ddp.compute import (
-    Choice,
-    Compute,
-    ComputeByBatch,
-    NativeCompute,
-    Precision,
-    make_compute,
-)
+from tagi_ddp.compute.computes import Computes
 from tagi_ddp.compute.inputs import Inputs
+from tagi_ddp.compute.interface import Choice, Compute, Precision
 from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
@@ -43,7 +36,6 @@ class Early(Protocol):
 class LocalNetwork:
     """A network on one rank, without the other ranks.
 
-    compute: of the last batch. by_batch: chooses it for each batch; None if there is no choice.
     misfit: the error of an innovation of the wrong size, and the buffer that it has replaced.
     """
 
@@ -51,29 +43,25 @@ class LocalNetwork:
         self,
         model: Any,
         replica: Replica,
-        bucket: FloatArray | None,
+        make_bucket: Callable[[], FloatArray],
         chosen: Choice,
         device: str,
         precision: Precision,
     ) -> None:
-        """Compute ``model``, whose state is ``replica``; the deltas go to ``bucket``, if any."""
-        kit = model, replica, bucket, device, precision
+        """Compute ``model``, whose state is ``replica``; see `Computes`."""
         self.model = model
-        self.compute: Compute = make_compute(chosen, *kit)
-        self.by_batch: ComputeByBatch | None = None
-        if chosen == "auto" and isinstance(self.compute, NativeCompute):
-            make_torch = partial(make_compute, "torch", *kit)
-            self.by_batch = ComputeByBatch(model, self.compute, make_torch)
+        self.computes = Computes(model, replica, make_bucket, chosen, device, precision)
         self.replica = self.compute.replica
         self.accumulation = Accumulation(self.replica)
-        self.rollback = Rollback(model, self.by_batch or self.compute, self.replica)
+        self.rollback = Rollback(model, self.computes, self.replica)
         self.misfit: tuple[str, Any] | None = None
         self.swaps = swaps_in_samples(model)
         self._inputs = Inputs(sample_shape(model))
 
-    def set_threads(self, count: int) -> None:
-        """Compute with ``count`` threads."""
-        (self.by_batch or self.compute).set_threads(count)
+    @property
+    def compute(self) -> Compute:
+        """The compute of the last batch."""
+        return self.computes.now
 
     def forward(
         self,
@@ -88,9 +76,7 @@ class LocalNetwork:
         """
         begins = False  # True if this begins a step that can be undone
         try:
-            compute, by_batch = self.compute, self.by_batch
-            keep = by_batch is not None or compute.takes_tensors
-            mean, variance, shown = self._inputs.take(mu_x, var_x, keep)
+            mean, variance, shown = self._inputs.take(mu_x, var_x, self.computes.takes_tensors)
             if self.misfit is not None:
                 self.undo_misfit()
             if self.rollback.needed and self.accumulation.samples is None:
@@ -101,8 +87,7 @@ class LocalNetwork:
             if len(mean) == 0:
                 self.accumulation.forwarded = 0
                 return mean, mean + 0
-            if by_batch is not None and mean.size != by_batch.size:
-                compute = self.compute = by_batch(mean)
+            compute = self.computes.choose(mean)
             if shown is None:
                 outputs = compute.forward(mean, variance)
             else:
@@ -132,15 +117,11 @@ class LocalNetwork:
     def end_step(self) -> None:
         """Keep the state of a step that was made."""
         self.rollback.drop()
-        if self.by_batch is not None:  # A merging exchange may have undone the step.
-            self.compute = self.by_batch.now
 
     def undo(self) -> None:
         """Drop the deltas of the present step, and restore the other state that it has changed."""
         self.accumulation.discard()
         self.rollback.restore()
-        if self.by_batch is not None:
-            self.compute = self.by_batch.now
 
     def undo_misfit(self) -> None:
         """Restore the buffer that an innovation of the wrong size has replaced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,16 @@ _ACTIVATIONS = (
     *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
     *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
 )
+
+# A step, forward and backward, takes torch so much longer than the backend's kernels to begin, by
+# kind of layer, in microseconds. Then torch is faster by so much a sample: by nanoseconds for each
+# use of a weight, and for each output of an activation that computes exponentials or error
+# functions. Measured by `benchmarks small` on one thread of a processor with AVX-512.
+_BEGIN = {"Linear": 260, "LSTM": 700, "LayerNorm": 200, "Embedding": 200}
+_BEGIN_ACTIVATION = 50
+_WEIGHT = {"Linear": 0.03, "LSTM": 0.005}
+_FAST = ("Linear", "LSTM", "LayerNorm", "Embedding", "ReLU", "Sigmoid", "Tanh", "LeakyReLU")
+_SLOW_OUTPUT = 35
 
 
 def build(model: Any, replica: Replica) -> Network:
@@ -45,6 +56,26 @@ def assemble(handles: Sequence[Any], replica: Replica) -> Network:
         else:
             _ADD[kind](network, indices[id(handle)], handle)
     return network
+
+
+def limit(handles: Sequence[Any], replica: Replica) -> float:
+    """Return the number of samples up to which the backend's kernels are faster than torch's.
+
+    It depends on the engine's layers alone, so all ranks and runs choose alike.
+    """
+    counts = [count for _, count in replica.parameters.blocks[::2]]
+    weights = {id(layer.handle): count for layer, count in zip(replica.layers, counts, strict=True)}
+    begin = sample = 0.0
+    outputs = 0  # of the layer before an activation
+    for handle in handles:
+        kind = type(handle).__name__
+        uses = lstm_steps(handle) if kind == "LSTM" else 1  # of each weight by a sample
+        if kind in ("Linear", "LSTM", "Embedding"):
+            outputs = int(handle.output_size) * uses
+        begin += _BEGIN.get(kind, _BEGIN_ACTIVATION)
+        sample += _WEIGHT.get(kind, 0) * weights.get(id(handle), 0) * uses
+        sample += _SLOW_OUTPUT * outputs * (kind not in _FAST)
+    return begin / sample * 1e3 if sample else math.inf
 
 
 def _linear(network: Network, index: int, handle: Any) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tagi_ddp.compute.by_batch import ComputeByBatch
-from tagi_ddp.compute.interface import Compute
+from tagi_ddp.compute.computes import Computes
 from tagi_ddp.engine.layers import walk
 from tagi_ddp.replica.protocol import Replica
 
@@ -19,16 +18,16 @@ class Rollback:
     copy if the step is refused or repeated; `drop` drops it after a step that is applied.
     """
 
-    def __init__(self, model: Any, compute: Compute | ComputeByBatch, replica: Replica) -> None:
+    def __init__(self, model: Any, computes: Computes, replica: Replica) -> None:
         #: True if the network has such state
         self.needed = any(layer.kind in _STATEFUL for layer in walk(model))
-        self._compute = compute
+        self._computes = computes
         self._replica = replica
         self._kept = False
 
     def keep(self) -> None:
         """Copy the state."""
-        self._compute.keep()
+        self._computes.keep()
         self._replica.keep_statistics()
         self._kept = True
 
@@ -39,7 +38,7 @@ class Rollback:
     def restore(self) -> None:
         """Restore the copy, if there is one, and drop it."""
         if self._kept:
-            self._compute.restore()
+            self._computes.restore()
             self._replica.restore_statistics()
         self._kept = False
 
@@ -49,7 +48,7 @@ class Rollback:
         The host waits for ``refused`` only if the state cannot be restored on the device.
         """
         if self._kept:
-            done = self._compute.restore_if(refused)
+            done = self._computes.restore_if(refused)
             done &= self._replica.restore_statistics_if(refused)
             if not done and bool(refused):
                 self.restore()

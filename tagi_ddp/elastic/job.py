@@ -221,10 +221,8 @@ class ElasticJob:
         """Import slow modules that may be needed, before others wait for this rank."""
         with contextlib.suppress(ImportError):
             if self._rendezvous.may_use_gloo:
-                import tagi_ddp.communicators.network.rendezvous
-            by_batch = self._local.by_batch
-            if by_batch is not None and by_batch.may_need_torch(_LARGE):
-                import tagi_ddp.compute.on_torch  # noqa: F401
+                pass
+            self._local.computes.import_early(_LARGE)
 
     def _regroup(self, blamed: Sequence[int], began: float, admits: bool = True) -> None:
         self._local.undo()
@@ -291,7 +289,7 @@ class ElasticJob:
         ):
             self._local.compute.reset_lstm_states()  # Other ranks have these series now.
         if self._shares_cores:
-            self._local.set_threads(topology_of(communicator).share_of_cores(rank))
+            self._local.computes.set_threads(topology_of(communicator).share_of_cores(rank))
         self._began = self._entered = True
         if joins or not new:
             self.changes.append(

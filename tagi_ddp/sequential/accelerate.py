@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.compute import Choice, Precision
+from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -13,7 +14,8 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.communicators.single import SingleCommunicator
-from tagi_ddp.compute import Choice, Precision, choose
+from tagi_ddp.compute.choose import choose
+from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.elastic.job import ElasticJob, GroupChange
@@ -167,16 +169,14 @@ class DDPSequential(SequentialInterface, Closing):
         options |= reduction.options()
         if rendezvous is None:
             check_structure(communicator, replica, options | reduction.state())
-        bucket = None
-        if chosen != "engine" and device == "cpu":
-            # The shared memory of a group ends with the group.
-            size = replica.parameters.size
-            bucket = replica.zeros() if rendezvous else host_bucket(communicator, size)
-        local = LocalNetwork(model, replica, bucket, chosen, device, precision)
+        size = replica.parameters.size
+        # The shared memory of a group ends with the group.
+        make_bucket = replica.zeros if rendezvous else partial(host_bucket, communicator, size)
+        local = LocalNetwork(model, replica, make_bucket, chosen, device, precision)
         super().__init__(local)
         threads = threads_for(model, local.replica, communicator)
-        if threads or chosen != "engine":
-            local.set_threads(threads or model._cpp_backend.num_threads)
+        if threads:
+            local.computes.set_threads(threads)
         same_rows = None
         self._run_state = RunState(local, ranks, options)
         self._files = ParameterFiles(model, local.replica, ranks)
@@ -189,7 +189,7 @@ class DDPSequential(SequentialInterface, Closing):
                 local.replica,
                 reduction.average,
                 local.rollback,
-                bucket,
+                local.computes.bucket,
                 reduction.sharded,
             )
             ranks.exchange = (

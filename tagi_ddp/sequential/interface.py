@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tagi_ddp.checks import flat_floats, integer
-from tagi_ddp.compute import Compute, LSTMStates
+from tagi_ddp.compute.interface import Compute, LSTMStates
 from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, read_states
 from tagi_ddp.engine.threads import new_lock, one_at_a_time
@@ -54,7 +54,7 @@ class SequentialInterface:
     @one_at_a_time
     def set_threads(self, num_threads: int) -> None:
         """Compute with this many threads; torch's are shared by the whole process."""
-        self._local.set_threads(integer("num_threads", num_threads, 1))
+        self._local.computes.set_threads(integer("num_threads", num_threads, 1))
 
     def to_device(self, device: str) -> None:
         """Raise ValueError unless the replica lives on ``device`` already: it cannot be moved."""

@@ -197,7 +197,7 @@ class RunState:
     def _memory(self) -> dict[str, Any]:
         memory = self._local.compute.memory()
         return {
-            "batch": self._local.by_batch.batch if self._local.by_batch else None,
+            "batch": self._local.computes.batch,
             "samples": memory.samples,
             "lstm": {
                 index: [np.asarray(part, np.float32) for part in parts]
@@ -206,8 +206,8 @@ class RunState:
         }
 
     def _remember(self, memory: Mapping[str, Any], lasting: list[FloatArray]) -> None:
-        if self._local.by_batch is not None and memory["batch"] is not None:
-            self._local.compute = self._local.by_batch.choose(memory["batch"])
+        if memory["batch"] is not None:
+            self._local.computes.choose_for(memory["batch"])
         lstm: Any = {index: tuple(parts) for index, parts in memory["lstm"].items()}
         samples = memory["samples"] if any(len(parts[0]) for parts in lstm.values()) else 0
         self._local.compute.remember(Memory(samples, lstm, lasting))

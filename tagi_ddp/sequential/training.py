@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 from tagi_ddp._backend import SharedStep
 from tagi_ddp.checks import real
 from tagi_ddp.communicators import CommunicatorError
-from tagi_ddp.compute import NativeCompute
 from tagi_ddp.compute.interface import UpdateMethod
 from tagi_ddp.compute.local_network import LocalNetwork
+from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.elastic.job import ElasticJob
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.output_updater import update_outputs
@@ -64,8 +64,8 @@ class Training:
         self._at_once: NativeCompute | None = None
         self._together: SharedStep | None = None
         self.graphs: StepGraphs | None = None
-        natively = getattr(local.by_batch, "natively", local.compute)
-        if timeline is None and isinstance(natively, NativeCompute):
+        natively = local.computes.native
+        if timeline is None:
             if isinstance(ranks.exchange, Alone):
                 self._at_once = natively
             elif isinstance(ranks.exchange, InSharedMemory) and not local.swaps:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compute.oracle import Both
-from tagi_ddp.compute.cost import Work
+from tagi_ddp.compute import native
 from tagi_ddp.compute.linear_run import LinearRun
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas
@@ -58,7 +58,7 @@ def test_runs_begin_and_end_with_linear_layers() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_all_batches_are_as_by_torch_alone(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In turn by kernels and by torch, down to the innovation of the inputs."""
-    monkeypatch.setattr(Work, "is_native", lambda _, batch: batch < 9)
+    monkeypatch.setattr(native, "limit", lambda *_: 8.0)
     alone, with_kernels = networks()
     rng = np.random.default_rng(0)
     natively = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.networks import NETWORKS, SIGMA_V, distance, fresh, learn, parameters
 
 from tagi_ddp import NotFiniteError, OutputUpdater
-from tagi_ddp.compute.cost import Work
+from tagi_ddp.compute import native
 from tagi_ddp.sequential import accelerate
 
 COMPUTES = ("engine", "native", "torch")
@@ -200,10 +200,10 @@ def test_learn_adds_to_micro_batches() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "lstm", "layer_norm", "embedding"])
 def test_either_goes_on_from_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Work, "is_native", lambda _, batch: batch % 2 == 0)
+    monkeypatch.setattr(native, "limit", lambda *_: 7.5)
     model, plain = accelerate(fresh(name)), accelerate(fresh(name), "engine")
     computed = []
-    for step, batch in enumerate((8, 8, 7, 8, 5, 5, 6)):
+    for step, batch in enumerate((7, 7, 8, 6, 9, 9, 6)):
         for one in (model, plain):
             learn(one, *NETWORKS[name].batch(step, batch))
             one.step()
@@ -217,7 +217,7 @@ def test_threads_are_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = torch.get_num_threads()
     try:
-        monkeypatch.setattr(Work, "is_native", lambda _, batch: batch < 8)
+        monkeypatch.setattr(native, "limit", lambda *_: 7.5)
         model = accelerate(fresh("mlp"))
         model.set_threads(before + 1)
         for batch, threads in ((4, before), (8, before + 1)):

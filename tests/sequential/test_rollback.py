@@ -127,7 +127,7 @@ class Program:
         if rng.random() < 0.3 and model.compute.name != "engine":
             import torch
 
-            if model.compute.takes_tensors or model._local.by_batch is not None:
+            if model._local.computes.takes_tensors:
                 x = torch.from_numpy(x) if not self.kind.smooths else x
         if event == "learn":
             model.learn(x, y, noise)
