@@ -151,6 +151,7 @@ _SETTINGS = (
     "LIBMPI_CXX",
     "LIBNCCL",
     "TERMINAL",
+    "THREADS",
     "TORCH_CARRIER",
     "TRACE",
     "TWO_LEVELS",

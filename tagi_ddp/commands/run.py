@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from tagi_ddp.checks import count, positive
 from tagi_ddp.commands.parser import CommandParser
 from tagi_ddp.commands.signals import Ended, for_ranks
+from tagi_ddp.communicators.cores import usable_cores
 from tagi_ddp.elastic.policy import ElasticPolicy
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.descriptors import standard_descriptors
@@ -41,7 +42,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "status: that of the rank that failed first, 128 + the signal's number if one killed it or "
         "ended the job; 124 after the timeout.",
     )
-    parser.add_argument("-n", "--nprocs", type=count, default=2, metavar="N", help="default: 2")
+    parser.add_argument(
+        "-n",
+        "--nprocs",
+        type=_processes,
+        default=2,
+        metavar="N",
+        help="number of ranks of this host; auto: one for each core that may be used; default: 2",
+    )
     parser.add_argument(
         "--timeout", type=positive, metavar="S", help="end all ranks after S seconds"
     )
@@ -179,6 +187,11 @@ def _refuse_tasks(target: str) -> None:
             "and each would start a job of its own. Start one task, or let "
             f"{outer.launcher} start the ranks: python {target}"
         )
+
+
+def _processes(text: str) -> int:
+    """Return the number of ranks; "auto": one for each core that this process may use."""
+    return max(1, int(usable_cores())) if text == "auto" else count(text)
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from typing import Any
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.mesh import host_id
+from tagi_ddp.communicators.cores import quota
 from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.environment import detect
 
@@ -23,7 +24,8 @@ class Location:
 
     host: an identifier of its host. cores: those on which it may run. bound: True if the host has
     more cores. local_rank, local_size: its number among the ranks of its node and their number, by
-    the launcher of these ranks; 0 and 0 without one. name: that of its host.
+    the launcher of these ranks; 0 and 0 without one. name: that of its host. quota: the cores'
+    time that its cgroup may use, None without a limit; cgroup: the folder of that.
     """
 
     host: str
@@ -32,6 +34,8 @@ class Location:
     local_rank: int = 0
     local_size: int = 0
     name: str = ""
+    quota: float | None = None
+    cgroup: str = ""
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Location:
@@ -46,7 +50,9 @@ class Location:
         known = environment.launcher != "none" and environment.world_size == size
         local = (environment.local_rank, environment.local_world_size) if known else (0, 0)
         bound = len(cores) != os.cpu_count()
-        return cls(host_id(), tuple(cores), bound, *local, socket.gethostname())
+        limit = quota()
+        limits = (None, "") if limit is None else (limit.cores, limit.cgroup)
+        return cls(host_id(), tuple(cores), bound, *local, socket.gethostname(), *limits)
 
 
 @dataclass(frozen=True)
@@ -102,13 +108,18 @@ class Topology:
 
         A core that several ranks of a host may use is divided among them. So ranks that are bound
         to cores get those, and others cores / ranks, which counts the launcher's ranks in other
-        groups, too.
+        groups, too. The ranks of a cgroup with a quota of CPU time share that as well.
         """
         own = self.locations[rank]
         here = [location for location in self.locations if location.host == own.host]
         share = sum(1 / sum(core in other.cores for other in here) for core in own.cores)
         if not own.bound:
             share *= len(here) / max(len(here), detect().local_world_size)
+        if own.quota is not None:
+            sharing = sum(location.cgroup == own.cgroup for location in here)
+            if sharing == len(here):
+                sharing = max(sharing, detect().local_world_size)
+            share = min(share, own.quota / sharing)
         return max(1, int(share + 1e-9))
 
 

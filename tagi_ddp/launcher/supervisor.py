@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import IO
 
+from tagi_ddp.communicators.cores import usable_cores
 from tagi_ddp.elastic.messages import rank_variables
 from tagi_ddp.elastic.policy import ElasticPolicy, name_of, number_of
 from tagi_ddp.environment import shows_bars
@@ -25,6 +26,7 @@ from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job
 from tagi_ddp.launcher.rank_output import Output, RankStream, Screen
 from tagi_ddp.launcher.started_rank import Start, StartedRank
 
+_THREADS = ("OMP_NUM_THREADS", "TAGI_DDP_THREADS")
 _TICK = 0.05  # seconds between two checks of the ranks
 _CAUSE = 4.0  # seconds to wait for the cause of a lost peer
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
@@ -346,11 +348,13 @@ def _environment(local: int, nprocs: int, host: HostAssignment) -> dict[str, str
     # torch would ask the agent of an outer torchrun for the address of rank 0.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     numbers = (host.first + local, host.world_size, local, nprocs)
-    cores = len(os.sched_getaffinity(0))
+    threads = str(max(1, int(usable_cores() / nprocs)))
+    # The second name says that the first one is not the user's.
+    own = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREADS, threads)
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // nprocs)),
         "TAGI_DDP_TERMINAL": str(int(shows_bars(sys.stderr))),
         **inherited,
+        **own,
         **rank_variables(*numbers, host.job, host.address, host.port),
         "TAGI_DDP_SECRET": host.secret,
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.topology import topology_of
-from tagi_ddp.environment import detect
+from tagi_ddp.environment import detect, setting
 from tagi_ddp.replica.host import attach
 from tagi_ddp.replica.protocol import Replica
 
@@ -92,7 +93,7 @@ def _local_device(config: DDPConfig) -> int:
     environment = detect()
     # Processes that were started by hand are taken to be on one host.
     local = config.rank if environment.launcher == "none" else environment.local_rank
-    if not config.device_ids:
+    if config.device_ids in ([], list(range(environment.local_world_size))):  # the defaults
         from tagi_ddp.communicators.nccl import local_device
 
         return local_device(local)
@@ -105,14 +106,22 @@ def _local_device(config: DDPConfig) -> int:
 
 
 def threads_for(model: Any, replica: Replica, communicator: Communicator) -> int | None:
-    """Return this rank's share of the cores; None if the user has set the engine's threads."""
+    """Return this rank's share of the cores; None if the user has set the number of threads.
+
+    That is by the engine's ``set_threads``, or by OMP_NUM_THREADS, which the engine then gets.
+    """
     layers = {layer.handle.num_threads for layer in replica.layers}
     share = topology_of(communicator).share_of_cores(communicator.rank)
-    untouched = (model._cpp_backend.num_threads, layers) == (
+    if (model._cpp_backend.num_threads, layers) != (
         _ENGINE_DEFAULT_THREADS,
         {_LAYER_DEFAULT_THREADS},
-    )
-    return share if untouched else None
+    ):
+        return None
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if threads.isdecimal() and int(threads) > 0 and threads != setting("THREADS"):
+        model.set_threads(int(threads))
+        return None
+    return share
 
 
 def require_sequential(model: Any) -> None:

@@ -60,12 +60,12 @@ def open_nccl() -> Nccl:
 
 
 def local_device(local_rank: int) -> int:
-    """Return the number of the device for a local rank.
+    """Return the number of the device for a local rank; raise BackendUnavailable without CUDA.
 
-    It is the local rank, or 0 if the launcher shows each rank one device. Raises
-    BackendUnavailable.
+    A launcher may show each rank a part of the host's devices, which CUDA then counts from 0, like
+    ``srun --gpus-per-task=1`` or ``--gpu-bind=closest``: the local rank counts through those.
     """
-    return 0 if open_cuda().device_count == 1 else local_rank
+    return local_rank % max(1, open_cuda().device_count)
 
 
 def find_device(number: int) -> Device:
@@ -74,8 +74,8 @@ def find_device(number: int) -> Device:
     count = cuda.device_count
     if number >= count:
         raise BackendUnavailable(
-            f"there is no cuda:{number}: CUDA shows {count} devices here. Start fewer ranks on "
-            "this host, or give device="
+            f"there is no cuda:{number}: CUDA shows {count} devices to this rank, counted from 0. "
+            "Give device= one of these, or let the launcher bind more of them to a rank"
         )
     try:
         return Device(cuda, number)
