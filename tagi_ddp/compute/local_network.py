@@ -12,6 +12,7 @@ from tagi_ddp.compute.inputs import Inputs
 from tagi_ddp.compute.interface import Choice, Compute, Precision
 from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
+from tagi_ddp.compute.sorted_labels import SortedLabels
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
 from tagi_ddp.replica.protocol import Replica
@@ -36,6 +37,7 @@ class Early(Protocol):
 class LocalNetwork:
     """A network on one rank, without the other ranks.
 
+    labels: looks at the labels of each step, until it warns; None: no look.
     misfit: the error of an innovation of the wrong size, and the buffer that it has replaced.
     """
 
@@ -55,6 +57,7 @@ class LocalNetwork:
         self.accumulation = Accumulation(self.replica)
         self.rollback = Rollback(model, self.computes, self.replica)
         self.misfit: tuple[str, Any] | None = None
+        self.labels: SortedLabels | None = None
         self.swaps = swaps_in_samples(model)
         self._inputs = Inputs(sample_shape(model))
 
@@ -113,6 +116,13 @@ class LocalNetwork:
         elif early is not None and not accumulation.adds:
             early.start_nothing()
         accumulation.after_backward()
+
+    def look_at_labels(self, mu_obs: Any, selected_idx: Any) -> None:
+        """Warn if the labels of the last forward pass, and of many before, are sorted."""
+        if self.labels is not None and not self.labels.look(
+            self.compute.samples, mu_obs, selected_idx
+        ):
+            self.labels = None
 
     def end_step(self) -> None:
         """Keep the state of a step that was made."""

@@ -17,6 +17,7 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute.choose import choose
 from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.local_network import LocalNetwork
+from tagi_ddp.compute.sorted_labels import SortedLabels
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.elastic.job import ElasticJob, GroupChange
 from tagi_ddp.elastic.rendezvous import Rendezvous, make_rendezvous
@@ -173,6 +174,7 @@ class DDPSequential(SequentialInterface, Closing):
         # The shared memory of a group ends with the group.
         make_bucket = replica.zeros if rendezvous else partial(host_bucket, communicator, size)
         local = LocalNetwork(model, replica, make_bucket, chosen, device, precision)
+        local.labels = SortedLabels() if self._config.rank == 0 else None
         super().__init__(local)
         threads = threads_for(model, local.replica, communicator)
         if threads:

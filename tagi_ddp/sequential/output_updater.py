@@ -94,6 +94,7 @@ def update_outputs(
         name = names.get("var_obs", "var_obs")
         require_variances(name, arrays["var_obs"], arrays["mu_obs"])
     compute.update_outputs(method, arrays)
+    local.look_at_labels(arrays["mu_obs"], selected)
 
 
 def _require_sizes(

@@ -163,6 +163,7 @@ class Training:
                 accumulation.forwarded = accumulation.samples = None
                 if ranks:
                     raise NotFiniteError(refusal("step", ranks, culprit), ranks)
+                local.look_at_labels(mu_obs, selected_idx)
                 return outputs
         observations: dict[str, ArrayLike] = {"mu_obs": mu_obs}
         method: UpdateMethod = "update_heteros"
