@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Iterator, Sequence, Sized
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
 from tagi_ddp.environment import rank_and_size
+
+_ROWS = 16  # rows of the data that all ranks compare
+
+_last: weakref.ref[DistributedSampler] | None = None
+
+
+def last_drawn() -> DistributedSampler | None:
+    """Return the sampler that drew last in this process, if it is still in use."""
+    return None if _last is None else _last()
 
 
 class DistributedSampler:
@@ -67,6 +78,8 @@ class DistributedSampler:
         self.seed = integer("seed", seed, 0)
         self.uneven = uneven
         self.epoch = 0
+        self._digest = _digest_of(dataset, self._length, self.seed)
+        self._size: int | None = None  # of the present global batches; None: it is iterated
         self._drawn: set[int] = set()  # The sizes of this run's global batches.
         self._before: set[int] = set()  # Those of the run that was resumed.
 
@@ -74,6 +87,16 @@ class DistributedSampler:
     def settings(self) -> dict[str, int]:
         """The settings that decide the order of each epoch, by name; the same on all ranks."""
         return {"length": self._length, "shuffle": int(self.shuffle), "seed": self.seed}
+
+    @property
+    def description(self) -> list[tuple[str, str]]:
+        """The names and values that all ranks have alike if they share out the same samples.
+
+        They are the `settings`, the size of the last global batch, and a hash of sixteen rows, if
+        the data is an array or a tensor.
+        """
+        named = [*self.settings.items(), ("global_batch_size", self._size)]
+        return [(name, str(value)) for name, value in named] + [("data", self._digest)]
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -97,7 +120,13 @@ class DistributedSampler:
         if self._before and not self._drawn and size not in self._before:
             self._refuse(size)
         self._drawn.add(size)
+        self._size = size
+        self._is_last()
         return size
+
+    def _is_last(self) -> None:
+        global _last
+        _last = weakref.ref(self)
 
     def _refuse(self, size: int) -> None:
         sizes = " or ".join(map(str, sorted(self._before)))
@@ -151,6 +180,8 @@ class DistributedSampler:
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's indices of the epoch."""
+        self._size = None
+        self._is_last()
         order = self.order()
         if self.uneven != "keep":
             # This repeats the beginning of an order that is too short, and cuts a longer one.
@@ -169,3 +200,18 @@ def share_of(count: int, rank: int, ranks: int) -> slice:
     share, remainder = divmod(count, ranks)
     start = rank * share + min(rank, remainder)
     return slice(start, start + share + (rank < remainder))
+
+
+def _digest_of(dataset: Any, length: int, seed: int) -> str:
+    """Return a hash of some rows of an array or a tensor, or of a TensorDataset; "" of others."""
+    arrays = getattr(dataset, "tensors", [dataset])
+    if not length or not all(hasattr(a, "dtype") and hasattr(a, "shape") for a in arrays):
+        return ""
+    rows = np.random.default_rng(seed).integers(0, length, _ROWS)
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        for row in rows:
+            value = array[int(row)]
+            value = value.detach().cpu() if hasattr(value, "detach") else value
+            digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()

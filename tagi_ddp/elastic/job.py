@@ -122,8 +122,8 @@ class ElasticJob:
         exchange = self._exchange
         if not self.joined:
             exchange.steps_made = max(exchange.steps_made, integer("first", first, 0))
-        settings = {**sampler.settings, "global_batch_size": global_batch_size, "epochs": epochs}
-        plan = [(name, str(value)) for name, value in settings.items()]
+        sampler.begin(global_batch_size)
+        plan = [*sampler.description, ("epochs", str(epochs))]
         if self._position.plan is None:
             self.survive(partial(self._agree_on_steps, plan))
         if self._position.plan is not None:

@@ -28,6 +28,7 @@ from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.equality import check_structure
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.sequential.files import ParameterFiles
+from tagi_ddp.sequential.first_step import FirstStep
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.merges import Merges
 from tagi_ddp.sequential.placement import (
@@ -37,7 +38,6 @@ from tagi_ddp.sequential.placement import (
     threads_for,
 )
 from tagi_ddp.sequential.run_state import Entries, RunState
-from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.sequential.training import Training, one_of
 from tagi_ddp.update.choose import make_exchange
 from tagi_ddp.update.compressed_sum import Compress
@@ -179,12 +179,12 @@ class DDPSequential(SequentialInterface, Closing):
         threads = threads_for(model, local.replica, communicator)
         if threads:
             local.computes.set_threads(threads)
-        same_rows = None
+        first = None
         self._run_state = RunState(local, ranks, options)
         self._files = ParameterFiles(model, local.replica, ranks)
         if rendezvous is None:
-            if reduction.kind == "sum" and communicator.size > 1:
-                same_rows = SameRows(communicator)
+            if communicator.size > 1:
+                first = FirstStep(communicator, reduction.kind == "sum")
             local.replica.share(communicator)
             setting = Setting(
                 communicator,
@@ -194,9 +194,13 @@ class DDPSequential(SequentialInterface, Closing):
                 local.computes.bucket,
                 reduction.sharded,
             )
-            ranks.exchange = (
-                make_merging(setting, reduction) if reduction.merges else make_exchange(setting)
-            )
+            if reduction.merges:
+                # Ranks may make different numbers of steps before the first merge.
+                compare = None if first is None else partial(first.compare, steps=True)
+                ranks.exchange = make_merging(setting, reduction, compare)
+                first = None
+            else:
+                ranks.exchange = make_exchange(setting)
         else:
             self._elastic = ElasticJob(
                 local,
@@ -209,9 +213,7 @@ class DDPSequential(SequentialInterface, Closing):
                 self.merge,
             )
         self._merges = Merges(ranks, local.replica, self._elastic)
-        self._training = Training(
-            local, ranks, reduction.merges, same_rows, self._elastic, cuda_graph
-        )
+        self._training = Training(local, ranks, reduction.merges, first, self._elastic, cuda_graph)
 
     @property
     def communicator(self) -> Communicator:

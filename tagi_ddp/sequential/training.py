@@ -19,9 +19,9 @@ from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.elastic.job import ElasticJob
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.sequential.first_step import FirstStep
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
-from tagi_ddp.sequential.same_rows import SameRows
 from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.exchange import Alone, InSharedMemory, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
@@ -42,7 +42,7 @@ class Training:
         local: this rank's network.
         ranks: all ranks, whose exchange exists.
         merges: the ranks learn apart, and merge; else they have shares of the same batches.
-        same_rows: compares the ranks' rows in the first step; None: nothing compares them.
+        first: compares the ranks' data in the first step; None: nothing compares them.
         elastic: the job whose ranks may be lost and join, which then makes the exchanges; or None.
         cuda_graph: `learn` replays CUDA graphs.
     """
@@ -52,13 +52,13 @@ class Training:
         local: LocalNetwork,
         ranks: Ranks,
         merges: bool,
-        same_rows: SameRows | None,
+        first: FirstStep | None,
         elastic: ElasticJob | None,
         cuda_graph: bool,
     ) -> None:
         self._local, self._ranks = local, ranks
         self._merges = merges
-        self._same_rows = same_rows
+        self._first = first
         self._elastic = elastic
         # Whole steps in one call: of the backend's kernels, and of all ranks if there are several.
         self._at_once: NativeCompute | None = None
@@ -85,7 +85,7 @@ class Training:
             self._ranks.require_open()
         try:
             shared = self._ranks.communicator.size > 1 and not self._merges
-            look = self._same_rows.look if self._same_rows is not None else None
+            look = self._first.look if self._first is not None else None
             return self._local.forward(mu_x, var_x, shared, look)
         except BaseException as error:
             self._ranks.give_up(error)
@@ -111,6 +111,8 @@ class Training:
         try:
             samples = local.accumulation.take()
             try:
+                if self._first is not None:
+                    self._compare(steps=True)
                 if self._elastic is None:
                     self._ranks.exchange(samples)
                 else:
@@ -119,8 +121,6 @@ class Training:
                 local.undo()
                 raise
             local.end_step()
-            if self._same_rows is not None:
-                self._compare_rows(stepped=True)
         except BaseException as error:
             self._ranks.give_up(error)
             raise
@@ -148,7 +148,7 @@ class Training:
         accumulation = local.accumulation
         plain = type(mu_x) in _PLAIN and type(mu_obs) in _PLAIN and type(var_obs) in _PLAIN
         plain &= type(selected_idx) in _PLAIN and type(var_x) in _PLAIN
-        if natively is not None and plain and not accumulation.adds and self._same_rows is None:
+        if natively is not None and plain and not accumulation.adds and self._first is None:
             try:
                 learned = natively.learn(mu_x, var_x, mu_obs, var_obs, selected_idx, self._together)
             except BaseException as error:
@@ -214,19 +214,19 @@ class Training:
         while not all_finished:
             with self._ranks.or_abort():
                 self._local.replica.pull()
+                if self._first is not None:
+                    self._compare(steps=False)
                 all_finished = self._ranks.exchange(0, finished=True)
-                if self._same_rows is not None:
-                    self._compare_rows(stepped=False)
 
     def close(self) -> None:
         """Make no more steps in one call."""
         self._at_once = self.graphs = None
 
-    def _compare_rows(self, stepped: bool) -> None:
-        """Compare the rows of all ranks, after the first exchange; a collective call."""
-        assert self._same_rows is not None
-        self._same_rows.compare(stepped)
-        self._same_rows = None
+    def _compare(self, steps: bool) -> None:
+        """Compare the data of all ranks, before the first exchange; a collective call."""
+        assert self._first is not None
+        self._first.compare(steps)
+        self._first = None
 
     def _replay(
         self, method: UpdateMethod, arguments: dict[str, Any]

@@ -8,7 +8,7 @@ two merges, and whenever a change arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -32,12 +32,21 @@ _FIRST_STEPS, _DIVISOR = 8, 8
 _COUNTERS = ("steps", "guarded", "_samples", "_shares", "_all_shares", "_culprit")
 
 
-def make_merging(setting: Setting, reduction: Reduction) -> Merging:
-    """Return an exchange that merges every ``sync_every`` steps, or by a schedule."""
+def make_merging(
+    setting: Setting, reduction: Reduction, compare: Callable[[], None] | None
+) -> Merging:
+    """Return an exchange that merges every ``sync_every`` steps, or by a schedule.
+
+    ``compare`` is a collective call before the first merge of all ranks.
+    """
     every = reduction.sync_every
-    if isinstance(every, SyncSchedule):
-        return ScheduledMerging(setting, reduction, every)
-    return Merging(setting, reduction, every)
+    merging = (
+        ScheduledMerging(setting, reduction, every)
+        if isinstance(every, SyncSchedule)
+        else Merging(setting, reduction, every)
+    )
+    merging.compare = compare
+    return merging
 
 
 class Merging(Exchange):
@@ -50,6 +59,9 @@ class Merging(Exchange):
 
     ``guarded`` counts by layer the parameters that have taken only a part of a merge so far.
     """
+
+    compare: Callable[[], None] | None = None
+    """A collective call before the first merge of all ranks."""
 
     def __init__(self, setting: Setting, reduction: Reduction, every: int = 1) -> None:
         super().__init__(setting)
@@ -107,6 +119,9 @@ class Merging(Exchange):
         Returns whether all ranks have finished. Raises NotFiniteError if a step since the last
         merge was refused: all others have been merged.
         """
+        if self.compare is not None:
+            self.compare()
+            self.compare = None
         agreement, culprit = self._vote(finished), self._culprit
         if agreement.batch:
             self._replica.average_statistics(self._communicator, self._samples, agreement.batch)

@@ -56,7 +56,7 @@ def test_the_same_rows(shm: RankPool, way: str, compute: str) -> None:
     first, second = shm.run(warned, way, rows, {**SUMS, "compute": compute}, size=2)
     assert second == []
     assert len(first) == 1
-    assert first[0].startswith("2 ranks have trained on the same rows in the first step")
+    assert first[0].startswith("2 ranks train on the same rows in the first step")
     assert "DistributedSampler(x).batches(256)" in first[0]
 
 
