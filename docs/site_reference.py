@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "ReplicaMismatch MapError LaunchError",
     },
     "tagi_ddp.communicators": {
-        "Communicators": "Communicator init as_communicator Work ReduceOp Buffer BACKENDS "
+        "Communicators": "Communicator Levels init as_communicator Work ReduceOp Buffer BACKENDS "
         "all_gather_object",
         "Errors": "CommunicatorError Timeout PeerLost Mismatch BackendUnavailable",
     },
