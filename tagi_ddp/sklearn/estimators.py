@@ -43,7 +43,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         n_iter_no_change: the number of epochs in turn without a gain after which training stops.
         tol: the least gain of the mean log-likelihood of the left-out samples.
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
-            of each batch. The result is that of one process, up to rounding if torch computes.
+            of each batch. The result is that of one process, up to rounding.
             It is faster for large networks only.
         random_state: the seed or generator for initial weights, sample order, and parts left out.
 
@@ -162,7 +162,7 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
         n_iter_no_change: the number of epochs in turn without a gain after which training stops.
         tol: the least gain of the mean log-likelihood of the left-out samples.
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
-            of each batch. The result is that of one process, up to rounding if torch computes.
+            of each batch. The result is that of one process, up to rounding.
             It is faster for large networks only.
         random_state: the seed or generator for initial weights, sample order, and parts left out.
 
