@@ -1,0 +1,78 @@
+"""Signals that announce the end of a job, before which its ranks save a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+# SLURM, Kubernetes, Open MPI and torchrun announce the end by one of these.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again later
+
+_EVERY = 0.2  # seconds between two steps in which all ranks ask each other for signals
+_MOST = 1000  # steps between those
+
+
+class Preempted(SystemExit):
+    """The end of a rank after a signal: all ranks have saved a checkpoint. The status is 75."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(STATUS)
+        self.text = text
+
+    def __str__(self) -> str:
+        """Return the reason."""
+        return self.text
+
+
+class Preemption:
+    """The signals of this process that announce its end, and the ranks' agreement on them.
+
+    A signal is kept until all ranks are between the same two steps. The second signal of a kind has
+    the effect that it has without this object.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        """Receive signals, in the main thread, unless the script has a handler for them."""
+        self.received: int | None = None
+        self._numbers: list[int] = []
+        self._steps = self._left = 1  # until the ranks ask each other, in all and from now on
+        self._last = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._receive)
+                    self._numbers.append(number)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def due(self, gather: Callable[[Any], list[Any]]) -> list[int]:
+        """Return, after a step of all ranks, the signals of all ranks, 0 for a rank without one.
+
+        It is [] if no rank has one, and after most steps, in which the ranks do not ask each other.
+        ``gather`` returns the values of all ranks.
+        """
+        self._left -= 1
+        if self._left:
+            return []
+        now = time.monotonic()
+        passed = now - self._last
+        everyone = gather([self.received or 0, passed / self._steps])
+        self._last = time.monotonic()
+        slowest = max(seconds for _, seconds in everyone)
+        self._steps = self._left = max(1, min(_MOST, int(_EVERY / max(slowest, 1e-6))))
+        numbers = [number for number, _ in everyone]
+        return numbers if any(numbers) else []
+
+    def close(self) -> None:
+        """Restore the default effect of the signals."""
+        for number in self._numbers:
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, signal.SIG_DFL)
+        self._numbers = []
