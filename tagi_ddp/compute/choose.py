@@ -78,7 +78,7 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
     if (reason := _why_engine(model)) is not None:
         return reason
     try:
-        native.build(model, replica)
+        native.build(model._cpp_backend.layers, replica)
         verify_buffers()
     except (LayoutError, ValueError) as error:
         return str(error)

@@ -28,7 +28,7 @@ class LinearRun(Chain):
     def __init__(self, layers: Sequence[Layer], replica: Replica) -> None:
         super().__init__(None, layers)
         handles = [layer.handle for layer in layers]
-        self._kernels = native.assemble(handles, replica)
+        self._kernels = native.build(handles, replica)
         self._limit = native.limit(handles, replica)
         self._saved: States | None = None  # the inputs, if the kernels computed the batch
 

@@ -31,23 +31,17 @@ _FAST = ("Linear", "LSTM", "LayerNorm", "Embedding", "ReLU", "Sigmoid", "Tanh", 
 _SLOW_OUTPUT = 35
 
 
-def build(model: Any, replica: Replica) -> Network:
-    """Return the backend's network for ``model`` on the replica's parameters.
+def build(handles: Sequence[Any], replica: Replica) -> Network:
+    """Return the backend's network of consecutive engine layers on the replica's parameters.
 
     Raises ValueError if there is no kernel for a layer, LayoutError if the memory cannot be used.
     """
-    return assemble(model._cpp_backend.layers, replica)
-
-
-def assemble(handles: Sequence[Any], replica: Replica) -> Network:
-    """Return a network of consecutive engine layers, ``handles``; raise as `build` does."""
-    parameters = replica.memory
-    if parameters is None or not replica.in_place:
+    if not replica.in_place:
         raise LayoutError("the engine's memory cannot be used in place")
     unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *_ACTIVATIONS}
     if unknown:
         raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")
-    network = Network(parameters)
+    network = Network(replica.on_host)
     indices = {id(layer.handle): index for index, layer in enumerate(replica.layers)}
     for handle in handles:
         kind = type(handle).__name__

@@ -31,9 +31,8 @@ class NativeCompute:
         self._engine = model._cpp_backend
         self._first = engine_layer(address_of(replica.layers[0].handle))
         self.bucket = bucket
-        self.network = build(model, replica)
-        assert replica.memory is not None
-        replica.memory.place_deltas(bucket)
+        self.network = build(self._engine.layers, replica)
+        replica.on_host.place_deltas(bucket)
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0

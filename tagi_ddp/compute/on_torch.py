@@ -67,8 +67,7 @@ class TorchCompute:
         self.replica = replica
         self.bucket = bucket
         if bucket is not None:
-            assert replica.memory is not None, "a bucket is for replicas on the host"
-            replica.memory.place_deltas(bucket)
+            replica.on_host.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
             on_device = DeviceReplica(replica, self.device)

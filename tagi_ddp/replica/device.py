@@ -31,7 +31,6 @@ class DeviceReplica:
     """A `Replica` on a device."""
 
     in_place = False
-    memory = None
 
     def __init__(self, host: Replica, device: torch.device) -> None:
         """Copy the state of ``host``."""

@@ -74,11 +74,6 @@ class HostReplica(ABC):
         self._kept: dict[str, list[NDArray[Any]]] = {}  # a copy of the statistics, by layer
 
     @property
-    def memory(self) -> Parameters:
-        """The parameters, for C++."""
-        return self.parameters
-
-    @property
     def on_host(self) -> Parameters:
         return self.parameters
 

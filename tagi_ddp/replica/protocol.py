@@ -107,11 +107,6 @@ class Replica(Protocol):
         ...
 
     @property
-    def memory(self) -> HostParameters | None:
-        """The parameters in the host's memory, for C++; None if they are not there."""
-        ...
-
-    @property
     def on_host(self) -> HostParameters:
         """The parameters in the engine's memory on the host; `export` updates their values."""
         ...

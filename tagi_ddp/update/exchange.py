@@ -143,10 +143,8 @@ class InSharedMemory(Exchange):
     def __init__(self, setting: Setting, communicator: ShmCommunicator, bucket: FloatArray) -> None:
         """Exchange through ``bucket``, which ``communicator`` has allocated."""
         super().__init__(setting)
-        parameters = self._replica.memory
-        assert parameters is not None
         self._memory = communicator
-        self.step = SharedStep(communicator, parameters, bucket, self._average)
+        self.step = SharedStep(communicator, self._replica.on_host, bucket, self._average)
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Agree, reduce and apply."""
