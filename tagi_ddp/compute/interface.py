@@ -111,10 +111,6 @@ class Compute(Protocol):
         """Set the innovation of the last outputs, flat."""
         ...
 
-    def set_threads(self, count: int) -> None:
-        """Use this many threads."""
-        ...
-
     def memory(self) -> Memory:
         """Return the state that layers keep between steps; ``lasting`` may be views."""
         ...

@@ -182,10 +182,6 @@ class EngineCompute:
         self._override = None
         self._model.set_delta_z(*room)
 
-    def set_threads(self, count: int) -> None:
-        """Set the engine's threads."""
-        self._model.set_threads(count)
-
     def memory(self) -> Memory:
         states = self.get_lstm_states()
         lasting = [

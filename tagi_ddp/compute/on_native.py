@@ -177,9 +177,6 @@ class NativeCompute:
             view[:] = values
         self._computed = False
 
-    def set_threads(self, count: int) -> None:
-        """Do nothing: the kernels run in the caller's thread."""
-
     def memory(self) -> Memory:
         states = self.get_lstm_states()
         samples = lstm_samples(self._engine.layers, states)

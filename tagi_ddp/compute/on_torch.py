@@ -263,8 +263,7 @@ class TorchCompute:
             view[:] = values
 
     def set_threads(self, count: int) -> None:
-        """Set torch's threads, which are those of the whole process, and the engine's."""
-        self._engine.set_threads(count)
+        """Set torch's threads, which are those of the whole process."""
         torch.set_num_threads(torch_threads(count))
 
     def memory(self) -> Memory:
