@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from tagi_ddp.compute import native
-from tagi_ddp.compute.interface import Choice, Compute, Precision
+from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.replica.protocol import Replica
 
 if TYPE_CHECKING:
+    from tagi_ddp.compute.on_engine import EngineCompute
     from tagi_ddp.compute.on_torch import TorchCompute
+
+# They have the same methods, which EngineCompute describes.
+Compute: TypeAlias = "EngineCompute | NativeCompute | TorchCompute"
 
 
 class Computes:

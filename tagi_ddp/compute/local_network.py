@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats, require_rows, require_variances, shape_of
-from tagi_ddp.compute.computes import Computes
-from tagi_ddp.compute.interface import Choice, Compute, Precision
+from tagi_ddp.compute.computes import Compute, Computes
+from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray, Shown, read_states
@@ -102,9 +102,7 @@ class LocalNetwork:
                 self.undo()
             raise
 
-    def _checked(
-        self, mu_x: ArrayLike, var_x: ArrayLike | None
-    ) -> tuple[Any, Any, Shown | None]:
+    def _checked(self, mu_x: ArrayLike, var_x: ArrayLike | None) -> tuple[Any, Any, Shown | None]:
         """Return means and variances, flat, and the hidden states if ``mu_x`` holds some."""
         keep_tensors = self.computes.takes_tensors
         if type(mu_x) is not np.ndarray and hasattr(mu_x, "mu_a"):

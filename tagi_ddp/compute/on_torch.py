@@ -177,13 +177,12 @@ class TorchCompute:
 
     def _show(self) -> OutputBuffers:
         """Write the last outputs to the engine's buffers, once; return the buffers."""
-        if self.states is None:
-            raise RuntimeError("there are no outputs before a forward()")
+        states = self._last_outputs()
         batch, width = self.samples, self.output_size
         if self._buffers is None or (self._buffers.batch, self._buffers.width) != (batch, width):
             self._buffers = OutputBuffers(batch, width)
         if not self._shown:
-            jacobian = _flat(self.states.jacobian_tensor())
+            jacobian = _flat(states.jacobian_tensor())
             self._buffers.write_states(*self.get_outputs(), jacobian)
             self._shown = True
         return self._buffers
@@ -218,16 +217,19 @@ class TorchCompute:
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Compute the innovation on the device, and leave it there."""
-        if self.states is None:
-            raise RuntimeError("there are no outputs before a forward()")
-        arrays = [_tensor(value, self.states.mean) for value in observations.values()]
-        self.innovation = _FORMULAS[method](self.states, *arrays)
+        states = self._last_outputs()
+        arrays = [_tensor(value, states.mean) for value in observations.values()]
+        self.innovation = _FORMULAS[method](states, *arrays)
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last outputs, flat."""
+        states = self._last_outputs()
+        return _flat(states.mean), _flat(states.variance_tensor())
+
+    def _last_outputs(self) -> States:
         if self.states is None:
             raise RuntimeError("there are no outputs before a forward()")
-        return _flat(self.states.mean), _flat(self.states.variance_tensor())
+        return self.states
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         if self._input_innovation is None:
