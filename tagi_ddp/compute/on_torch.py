@@ -28,7 +28,8 @@ from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.series import NOT_SMOOTHING
 from tagi_ddp.engine.threads import new_lock, torch_threads
 from tagi_ddp.replica.device import DeviceReplica
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.host import HostReplica
+from tagi_ddp.replica.replica import Replica
 
 _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update": innovation,
@@ -51,7 +52,7 @@ class TorchCompute:
     def __init__(
         self,
         model: Any,
-        replica: Replica,
+        replica: HostReplica,
         bucket: FloatArray | None,
         device: str,
         precision: Precision,
@@ -64,7 +65,7 @@ class TorchCompute:
         self._first = model._cpp_backend.layers[0]
         self.device = torch.device(device)
         keep_freed_memory()
-        self.replica = replica
+        self.replica: Replica = replica
         self.bucket = bucket
         if bucket is not None:
             replica.on_host.place_deltas(bucket)
