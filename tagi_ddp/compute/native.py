@@ -10,7 +10,7 @@ import numpy as np
 
 from tagi_ddp._backend import Network
 from tagi_ddp.engine.layers import lstm_steps
-from tagi_ddp.engine.normalization import layer_norm_epsilon
+from tagi_ddp.engine.options import layer_norm_epsilon
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica.replica import Replica
