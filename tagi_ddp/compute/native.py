@@ -20,9 +20,9 @@ _ACTIVATIONS = (
     *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
 )
 
-# A step, forward and backward, takes torch so much longer than the backend's kernels to begin, by
-# kind of layer, in microseconds. Then torch is faster by so much a sample: by nanoseconds for each
-# use of a weight, and for each output of an activation that computes exponentials or error
+# Torch takes longer than the backend's kernels to begin a step, forward and backward: by these
+# microseconds for a layer of each kind. It takes less time for a sample: by these nanoseconds for
+# each use of a weight, and for each output of an activation that computes exponentials or error
 # functions. Measured by `benchmarks small` on one thread of a processor with AVX-512.
 _BEGIN = {"Linear": 260, "LSTM": 700, "LayerNorm": 200, "Embedding": 200}
 _BEGIN_ACTIVATION = 50
