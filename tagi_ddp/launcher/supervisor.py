@@ -89,7 +89,7 @@ class _Team:
         self._signals = signals  # those to forward to the ranks
         self._losses: list[Failure] = []  # the failures that the job has survived
         self._attempts: Counter[int] = Counter()
-        self._job: ElasticPolicy | None = None  # all hosts' ranks; only on node 0
+        self._job: ElasticPolicy | None = None  # of all hosts' ranks, on node 0 only
         self._port = reserve_port(one_host=nodes is None)
         self._screen = Screen()
         self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
@@ -255,7 +255,6 @@ class _Team:
                 self._update_group(self._job, now)
                 failures = self._fatal(self._job)
                 others_run = others_run and not self._job.ended
-            if self._nodes is None or self._nodes.decides:
                 if failures:
                     first = min(failures, key=Failure.order)
                     cause_deadline = min(cause_deadline, now + _CAUSE)

@@ -241,10 +241,8 @@ class Copied(HostReplica):
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []
         for layer in walk(model):
-            arrays = {
-                name: np.asarray(getattr(layer.handle, name), np.float32)
-                for name in PARAMETERS + DELTAS
-            }
+            names = PARAMETERS + DELTAS
+            arrays = {name: np.asarray(getattr(layer.handle, name), np.float32) for name in names}
             if not arrays["mu_w"].size:
                 continue
             if layer.kind == "BatchNorm2d":
@@ -254,7 +252,6 @@ class Copied(HostReplica):
                     "layout is known."
                 )
             counter = np.zeros(1, np.int32)
-            names = PARAMETERS + DELTAS
             weights = [arrays[name] for name in names if name.endswith("_w")]
             biases = [arrays[name] for name in names if name.endswith("_b")]
             self.parameters.add_layer(layer.name, weights, biases, counter)
