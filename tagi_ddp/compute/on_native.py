@@ -16,7 +16,7 @@ from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_stat
 from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.engine.series import NOT_SMOOTHING, SMOOTHING, smooths
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.replica import Replica
 
 
 class NativeCompute:
@@ -31,9 +31,8 @@ class NativeCompute:
         self._engine = model._cpp_backend
         self._first = engine_layer(address_of(replica.layers[0].handle))
         self.bucket = bucket
-        self.network = build(model, replica)
-        assert replica.memory is not None
-        replica.memory.place_deltas(bucket)
+        self.network = build(self._engine.layers, replica)
+        replica.on_host.place_deltas(bucket)
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0
@@ -177,9 +176,6 @@ class NativeCompute:
         for view, values in zip(innovation, (delta_mu, delta_var), strict=True):
             view[:] = values
         self._computed = False
-
-    def set_threads(self, count: int) -> None:
-        """Do nothing: the kernels run in the caller's thread."""
 
     def memory(self) -> Memory:
         states = self.get_lstm_states()

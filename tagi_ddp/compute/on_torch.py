@@ -28,7 +28,8 @@ from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.series import NOT_SMOOTHING
 from tagi_ddp.engine.threads import new_lock, torch_threads
 from tagi_ddp.replica.device import DeviceReplica
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.host import HostReplica
+from tagi_ddp.replica.replica import Replica
 
 _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update": innovation,
@@ -51,7 +52,7 @@ class TorchCompute:
     def __init__(
         self,
         model: Any,
-        replica: Replica,
+        replica: HostReplica,
         bucket: FloatArray | None,
         device: str,
         precision: Precision,
@@ -64,11 +65,10 @@ class TorchCompute:
         self._first = model._cpp_backend.layers[0]
         self.device = torch.device(device)
         keep_freed_memory()
-        self.replica = replica
+        self.replica: Replica = replica
         self.bucket = bucket
         if bucket is not None:
-            assert replica.memory is not None, "a bucket is for replicas on the host"
-            replica.memory.place_deltas(bucket)
+            replica.on_host.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
             on_device = DeviceReplica(replica, self.device)
@@ -178,13 +178,12 @@ class TorchCompute:
 
     def _show(self) -> OutputBuffers:
         """Write the last outputs to the engine's buffers, once; return the buffers."""
-        if self.states is None:
-            raise RuntimeError("there are no outputs before a forward()")
+        states = self._last_outputs()
         batch, width = self.samples, self.output_size
         if self._buffers is None or (self._buffers.batch, self._buffers.width) != (batch, width):
             self._buffers = OutputBuffers(batch, width)
         if not self._shown:
-            jacobian = _flat(self.states.jacobian_tensor())
+            jacobian = _flat(states.jacobian_tensor())
             self._buffers.write_states(*self.get_outputs(), jacobian)
             self._shown = True
         return self._buffers
@@ -219,16 +218,19 @@ class TorchCompute:
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Compute the innovation on the device, and leave it there."""
-        if self.states is None:
-            raise RuntimeError("there are no outputs before a forward()")
-        arrays = [_tensor(value, self.states.mean) for value in observations.values()]
-        self.innovation = _FORMULAS[method](self.states, *arrays)
+        states = self._last_outputs()
+        arrays = [_tensor(value, states.mean) for value in observations.values()]
+        self.innovation = _FORMULAS[method](states, *arrays)
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last outputs, flat."""
+        states = self._last_outputs()
+        return _flat(states.mean), _flat(states.variance_tensor())
+
+    def _last_outputs(self) -> States:
         if self.states is None:
             raise RuntimeError("there are no outputs before a forward()")
-        return _flat(self.states.mean), _flat(self.states.variance_tensor())
+        return self.states
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         if self._input_innovation is None:
@@ -264,8 +266,7 @@ class TorchCompute:
             view[:] = values
 
     def set_threads(self, count: int) -> None:
-        """Set torch's threads, which are those of the whole process, and the engine's."""
-        self._engine.set_threads(count)
+        """Set torch's threads, which are those of the whole process."""
         torch.set_num_threads(torch_threads(count))
 
     def memory(self) -> Memory:

@@ -37,7 +37,6 @@ def supervise(
     nprocs: int,
     timeout: float | None = None,
     *,
-    policy: type[ElasticPolicy],
     pass_fds: Sequence[int] = (),
     nodes: Nodes | None = None,
     restarts: Restarts | None = None,
@@ -51,11 +50,10 @@ def supervise(
     In all cases the ranks have then ended, with all processes that they started. A signal handler
     may append to ``signals``: those are sent to the process of each rank.
 
-    ``policy`` decides which ranks the job outlives. A job is elastic if its ranks join a group
-    (`elastic.rendezvous`): the others go on when a rank is lost, and a new rank replaces it while
-    ``restarts`` are left.
+    A job is elastic if its ranks join a group (`elastic.rendezvous`): the others go on when a rank
+    is lost, and a new rank replaces it while ``restarts`` are left.
     """
-    team = _Team(policy, nodes, restarts or Restarts(0), [] if signals is None else signals)
+    team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
@@ -83,14 +81,7 @@ def supervise(
 class _Team:
     """All ranks of this host and their pipes."""
 
-    def __init__(
-        self,
-        policy: type[ElasticPolicy],
-        nodes: Nodes | None,
-        restarts: Restarts,
-        signals: list[int],
-    ) -> None:
-        self._policy = policy
+    def __init__(self, nodes: Nodes | None, restarts: Restarts, signals: list[int]) -> None:
         self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
@@ -98,7 +89,7 @@ class _Team:
         self._signals = signals  # those to forward to the ranks
         self._losses: list[Failure] = []  # the failures that the job has survived
         self._attempts: Counter[int] = Counter()
-        self._job: ElasticPolicy | None = None  # all hosts' ranks; only on node 0
+        self._job: ElasticPolicy | None = None  # of all hosts' ranks, on node 0 only
         self._port = reserve_port(one_host=nodes is None)
         self._screen = Screen()
         self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
@@ -120,7 +111,7 @@ class _Team:
         self._start_ranks(starts)
         if self._nodes is None or self._nodes.decides:
             names = [name_of(number, 1) for number in range(self.world_size)]
-            self._job = self._policy(names, self._send, partial(self._endpoint_of, host))
+            self._job = ElasticPolicy(names, self._send, partial(self._endpoint_of, host))
 
     def _endpoint_of(self, host: HostAssignment, name: str) -> tuple[int, str, int]:
         if self._nodes is not None:
@@ -177,16 +168,18 @@ class _Team:
             if rank.exitcode is not None:
                 job.remove(rank.name)
         if self._nodes is not None:
-            for name, message in self._nodes.take_from_ranks():
+            while self._nodes.from_ranks:
+                name, message = self._nodes.from_ranks.popleft()
                 job.receive(name, message, now)
             job.remove_numbers(self._nodes.lost)
         if job.update(now):
             self._losses.clear()
         self._survive([rank.number for rank in self.ranks if job.outlives(rank.number)])
-        for failure in [] if self._nodes is None else self._nodes.survive(job.outlives):
-            self._losses.append(failure)
-            if self._nodes and failure.rank in self._nodes.lost:  # Its launcher cannot print it.
-                self._print(f"rank {failure.rank} {failure.text}; the others go on")
+        if self._nodes is not None:
+            for failure in self._nodes.survive(job.outlives):
+                self._losses.append(failure)
+                if failure.rank in self._nodes.lost:  # Its launcher cannot print it.
+                    self._print(f"rank {failure.rank} {failure.text}; the others go on")
 
     def _fatal(self, job: ElasticPolicy) -> list[Failure]:
         """Return the failures that end the job, with those that it has survived so far."""
@@ -253,15 +246,15 @@ class _Team:
                 self._nodes.exchange(final, ended, done=not running and not failures)
                 if self._nodes.over:
                     return self._nodes.verdict
-                for name, text in self._nodes.take_for_ranks():
-                    self._send(name, text)
-                self._survive(self._nodes.take_survived())
+                while self._nodes.for_ranks:
+                    self._send(*self._nodes.for_ranks.popleft())
+                self._survive(self._nodes.survived)
+                self._nodes.survived.clear()
                 others_run = self._nodes.running
             if self._job is not None:
                 self._update_group(self._job, now)
                 failures = self._fatal(self._job)
                 others_run = others_run and not self._job.ended
-            if self._nodes is None or self._nodes.decides:
                 if failures:
                     first = min(failures, key=Failure.order)
                     cause_deadline = min(cause_deadline, now + _CAUSE)

@@ -14,7 +14,7 @@ from tagi_ddp.replica.parameter_file import (
     read_parameters,
     write_parameters,
 )
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.replica import Replica
 from tagi_ddp.update.ranks import Ranks
 
 _CALLER = 4  # the stack level of the script in warnings

@@ -19,9 +19,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from tagi_ddp.checks import integer
 from tagi_ddp.engine.threads import new_lock, one_at_a_time
 from tagi_ddp.sequential import accelerate
-from tagi_ddp.sklearn.likelihoods import Likelihood
-from tagi_ddp.sklearn.pooling import Pool
-from tagi_ddp.sklearn.scaling import Moments, refuse_masked, require_near, scale_of
+from tagi_ddp.sklearn.likelihoods import Likelihood, Pool
+from tagi_ddp.sklearn.scaling import Moments, refuse_masked, require_near
 from tagi_ddp.sklearn.training import (
     ACTIVATIONS,
     Network,
@@ -159,7 +158,8 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
             replace(network, seed=(network.seed + number) % 2**31) for number in range(len(parts))
         ]
         self._seen = None
-        self.x_mean_, self.x_scale_ = x.mean(axis=0), scale_of(x)
+        moments = Moments.of(x)
+        self.x_mean_, self.x_scale_ = moments.mean, moments.scale
         x = self._scaled(x)
         self._models, trained = train(self._networks, parts, schedule, x, targets, ranks)
         self._pool = None

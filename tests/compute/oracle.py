@@ -60,11 +60,10 @@ class Both:
         self.replica = attach(self.model)
         self.deltas = torch.zeros(2 * self.replica.parameters.size)
         if kernels:
-            assert self.replica.memory is not None
-            self.replica.memory.place_deltas(self.deltas.numpy())
+            self.replica.on_host.place_deltas(self.deltas.numpy())
         self.network = Network(self.model, self.replica, self.deltas, kernels=kernels)
         try:
-            self.native = native.build(self.model, self.replica)
+            self.native = native.build(self.model._cpp_backend.layers, self.replica)
         except ValueError:
             self.native = None
 

@@ -136,6 +136,18 @@ def test_threads(shm: RankPool, chosen: int | None) -> None:
     assert shm.run(threads, chosen, size=2) == [(expected, expected)] * 2
 
 
+def test_torch_computes_with_all_cores() -> None:
+    """Threads of torch are the process's; the engine's layers have as many."""
+    import torch
+
+    before = torch.get_num_threads()
+    network = fresh("mlp")
+    accelerate(network, compute="torch")
+    cores = len(os.sched_getaffinity(0))
+    assert torch.get_num_threads() == network._cpp_backend.layers[0].num_threads == cores
+    torch.set_num_threads(before)
+
+
 def threads_in_a_part(comm: Any) -> int:
     """Return the threads of a network on this rank alone, one of two that a launcher started."""
     numbers = {"RANK": comm.rank, "WORLD_SIZE": 2, "LOCAL_RANK": comm.rank, "LOCAL_WORLD_SIZE": 2}

@@ -1,7 +1,7 @@
-"""The windows of the engine's convolution and pooling layers, which it does not expose.
+"""Options of the engine's layers that it does not expose, read from their memory.
 
-Kernel, stride and padding are read from the object's memory. As in `pointers`, the layout is an
-assumption about another project's binary, and is verified before it is used.
+As in `pointers`, the layout is an assumption about another project's binary, and is verified before
+it is used.
 """
 
 from __future__ import annotations
@@ -11,12 +11,41 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tagi_ddp._backend import batch_norm_statistics
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.pointers import LayoutError, address_of, verify_layout
 
-# Offsets of {size_t kernel; int stride, padding_type, padding;}. The base has 344 bytes; in Conv2d
-# two gains and the name of the initialisation precede the fields too.
+# The base has 344 bytes. In LayerNorm three vectors precede the epsilon: shape, means, variances.
+_LAYER_NORM_EPSILON = 344 + 3 * 24
+# Offsets of {size_t kernel; int stride, padding_type, padding;}. In Conv2d two gains and the name
+# of the initialisation precede the fields too.
 _OFFSETS = {"Conv2d": 384, "ConvTranspose2d": 376, "AvgPool2d": 344, "MaxPool2d": 344}
+
+
+def batch_norm_options(handle: Any) -> tuple[float, float]:
+    """Return epsilon and momentum of a BatchNorm2d whose replica is in the engine's memory."""
+    _, _, epsilon, momentum, _ = batch_norm_statistics(address_of(handle))
+    return float(epsilon), float(momentum)
+
+
+def layer_norm_epsilon(handle: Any) -> float:
+    """Return epsilon of a LayerNorm; raise LayoutError if it is not where it should be."""
+    _verify_layer_norm()
+    return _epsilon_of(handle)
+
+
+@functools.cache
+def _verify_layer_norm() -> None:
+    load_engine()
+    import cutagi
+
+    for shape, epsilon in (([5], 0.125), ([3, 2, 2], 0.375)):
+        if _epsilon_of(cutagi.LayerNorm(shape, epsilon, True)) != epsilon:
+            raise LayoutError("LayerNorm's epsilon is not where it should be")
+
+
+def _epsilon_of(handle: Any) -> float:
+    return ctypes.c_float.from_address(address_of(handle) + _LAYER_NORM_EPSILON).value
 
 
 @dataclass(frozen=True)
@@ -60,7 +89,7 @@ def window_of(handle: Any) -> Window:
     undefined in the engine.
     """
     kind = type(handle).__name__
-    _verify(kind)
+    _verify_windows(kind)
     window = _read(handle)
     if window.stride < 1:  # Without a stride, windows adjoin.
         window = replace(window, stride=window.kernel)
@@ -86,7 +115,7 @@ def _read(handle: Any) -> Window:
 
 
 @functools.cache
-def _verify(kind: str) -> None:
+def _verify_windows(kind: str) -> None:
     """Verify the offsets of the fields on test layers, once per process."""
     verify_layout()
     load_engine()
