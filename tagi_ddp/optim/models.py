@@ -1,19 +1,19 @@
-"""Description of a model and its optimizers, which must be the same on all ranks."""
+"""The comparison of the ranks' models and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators.equality import Entry
+from tagi_ddp.communicators.equality import Same
 
 
-def describe_model(
-    name: str, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> Iterator[Entry]:
-    """Return the parts of the model called ``name``, and the parameters of the optimizers.
+def compare_models(
+    same: Same, name: str, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> None:
+    """Compare the parts of the model called ``name``, and the parameters of the optimizers.
 
     Raises TypeError if it is no module.
     """
@@ -21,16 +21,16 @@ def describe_model(
         raise TypeError(f"{name} must be a torch.nn.Module, got {model!r}")
     names: dict[Tensor, str] = {}
     for path, part in model.named_modules():
-        yield f"{name} {path}".rstrip(), type(part).__name__
+        same(f"{name} {path}".rstrip(), type(part).__name__)
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         names[tensor] = path
-        yield f"{name} {path}", _kind(tensor)
+        same(f"{name} {path}", _kind(tensor))
     for title, optimizer in optimizers.items():
-        yield title, type(optimizer).__name__
+        same(title, type(optimizer).__name__)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in enumerate(params):
             path = f"{names[param]}, " if param in names else ""
-            yield f"parameter {number} of {title}", f"{path}{_kind(param)}"
+            same(f"parameter {number} of {title}", f"{path}{_kind(param)}")
 
 
 def _kind(tensor: Tensor) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators.equality import Gather, all_or_none
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
@@ -87,25 +88,15 @@ def _store_by_communicator() -> TCPStore:
 
 @contextmanager
 def all_raise() -> Iterator[None]:
-    """Raise a TypeError or ValueError of the block on all ranks if one of them raises it.
+    """Raise an error of the block on all ranks if one of them raises it.
 
     A collective call if torch's default group is initialised and has a backend for the CPU: one
     small gather. The group stays usable.
     """
-    problem: Exception | None = None
-    try:
+    gathers = dist.is_initialized() and "cpu:" in dist.get_backend_config()
+    group: Gather = all_gather_values if gathers else lambda own: [own]
+    with all_or_none(group, "the ranks' arguments", "Give the same on all ranks."):
         yield
-    except (TypeError, ValueError) as error:
-        problem = error
-    own = None if problem is None else (isinstance(problem, TypeError), str(problem))
-    answers = [own]
-    if dist.is_initialized() and "cpu:" in dist.get_backend_config():
-        answers = all_gather_values(own)
-    if problem is not None:
-        raise problem
-    for rank, answer in enumerate(answers):
-        if answer is not None:
-            raise (TypeError if answer[0] else ValueError)(f"rank {rank}: {answer[1]}")
 
 
 def give_up(error: BaseException) -> None:

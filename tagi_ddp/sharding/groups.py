@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from tagi_ddp.communicators import (
     all_gather_object,
     as_communicator,
 )
-from tagi_ddp.communicators.errors import mismatch_text
+from tagi_ddp.communicators.equality import all_or_none
+
+_REMEDY = "Make the same calls in the same order with fitting arguments on all ranks."
 
 Group = Communicator | ProcessGroup | None
 T = TypeVar("T")
@@ -138,7 +140,10 @@ def vote(
     code = int.from_bytes(digest, "big", signed=True)
     rows = _gather_rows(comm, [int(problem is not None), code, formats, favourite, own_number])
     if any(row[:2] != [0, code] for row in rows):
-        _refuse(comm, problem, call)
+        with all_or_none(comm, "the ranks' calls", _REMEDY) as same:
+            if problem is not None:
+                raise problem
+            same("call", call)
     shared = functools.reduce(operator.and_, (row[2] for row in rows))
     transit = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
     own = transit if formats & transit else favourite
@@ -177,23 +182,3 @@ def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
     comm.all_gather(np.array(own, np.int64), table)
     rows: list[list[int]] = table.tolist()
     return rows
-
-
-_KINDS: dict[str, type[Exception]] = {"IndexError": IndexError, "TypeError": TypeError}
-
-
-def _refuse(comm: Communicator, problem: Exception | None, call: str) -> None:
-    """Raise this rank's error, or another's, or that of different calls; all ranks call this."""
-    own = None if problem is None else (type(problem).__name__, str(problem))
-    answers: list[Any] = all_gather_object(comm, (own, call))
-    if problem is not None:
-        raise problem
-    problems = [(rank, *found) for rank, (found, _) in enumerate(answers) if found]
-    if problems:
-        rank, kind, text = problems[0]
-        raise _KINDS.get(kind, ValueError)(f"rank {rank}: {text}")
-    raise ValueError(
-        mismatch_text(
-            {rank: other for rank, (_, other) in enumerate(answers) if other != call}, call
-        )
-    )

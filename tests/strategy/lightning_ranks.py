@@ -245,8 +245,8 @@ def check_numbers_differ() -> None:
     """Numbers and seeds that differ between ranks are named on all of them, at once."""
     last = dist.get_rank() == RANKS - 1
     for model, seed, text in (
-        (4 if last else 2, 5, "num_gpus_per_model .* but rank 0 has 2 and rank 3 4"),
-        (2, 6 if last else 5, "seed must be the same on all ranks, but rank 0 has 5 and rank 3 6"),
+        (4 if last else 2, 5, "num_gpus_per_model of rank 3: 4; rank 0 has num_gpus_per_model: 2"),
+        (2, 6 if last else 5, "differ first at seed of rank 3: 6; rank 0 has seed: 5"),
     ):
         trainer = pl.Trainer(strategy=ours.DDPGroupStrategy(model, 1, seed=seed), **OPTIONS)
         begin = time.monotonic()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, init
-from tagi_ddp.communicators.equality import require_equal
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.optim.daso.batches import Batches
@@ -20,7 +19,7 @@ from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.daso.settings import Settings, adopt, check_same
 from tagi_ddp.optim.daso.update import Update
-from tagi_ddp.optim.models import describe_model
+from tagi_ddp.optim.models import compare_models
 from tagi_ddp.optim.schedule import Skips, Stability, Sync
 
 _SAME = "Give the same on all ranks."
@@ -93,7 +92,8 @@ class DASO(Settings, Closing):
         self._apart = False  # True once the ranks of a node have stepped alone.
         with ExitStack() as made:
             self.comm = adopt(self.comm, made) or made.enter_context(init())
-            require_equal(self.comm, self.describe, "the ranks' arguments", _SAME)
+            with all_or_none(self.comm, "the ranks' arguments", _SAME) as same:
+                self.compare(same)
             self._levels = Levels(self.comm, self.node_size)
             made.callback(self._levels.close)
             self._made = made.pop_all()
@@ -108,9 +108,8 @@ class DASO(Settings, Closing):
 
     def _begin(self, model: nn.Module) -> None:
         """Begin with the parameters of rank 0 on all ranks, if their models are the same."""
-        optimizers = {"local_optimizer": self.local_optimizer}
-        described = partial(describe_model, "model", model, optimizers)
-        require_equal(self.comm, described, "the ranks' models", _SAME)
+        with all_or_none(self.comm, "the ranks' models", _SAME) as same:
+            compare_models(same, "model", model, {"local_optimizer": self.local_optimizer})
         with self._or_abort():
             self._synchronize(model)
 
