@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile
-from tagi_ddp.checkpoint.seal import UNSEALED, is_sealed, seal
+from tagi_ddp.checkpoint.array_file import UNSEALED, ArrayFile, DamagedFile, is_sealed, seal
+from tagi_ddp.checkpoint.errors import CheckpointError
 from tagi_ddp.checkpoint.tree import read_tree
 from tagi_ddp.engine.whole_file import whole_file
 
@@ -141,17 +141,24 @@ class Folder:
         """Return the checkpoints that are whole, by `Checkpoint.whole`, the oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.whole]
 
-    def last(self, step: int | None, tried: Collection[Path], log: list[str]) -> Checkpoint | None:
+    def last(
+        self,
+        step: int | None,
+        tried: Collection[Path],
+        log: list[str],
+        until: int | None = None,
+    ) -> Checkpoint | None:
         """Return the last checkpoint that lacks no file; None if there is none.
 
         Args:
             step: the checkpoint's number of steps; None: any.
             tried: paths of damaged checkpoints, which are skipped.
             log: a list, to which a text is added for each checkpoint that lacks a file.
+            until: the number of the last checkpoint that counts; None: all count.
 
-        Raises ValueError if there is none of this step, or all are damaged.
+        Raises CheckpointError if there is none of this step, or all are damaged.
         """
-        found = self.all()
+        found = [each for each in self.all() if until is None or each.number <= until]
         for checkpoint in reversed(found):
             if step not in (None, checkpoint.step) or checkpoint.path in tried:
                 continue
@@ -164,9 +171,10 @@ class Folder:
             if text not in log:
                 log.append(text)
         if step is not None and not tried:
-            raise ValueError(f"step is {step}, but there are those of {[c.step for c in found]}")
+            steps = [each.step for each in found]
+            raise CheckpointError(f"step is {step}, but there are those of {steps}")
         if tried:
-            raise ValueError(
+            raise CheckpointError(
                 f"no whole checkpoint is left in {self.path}: {'; '.join(log)}. All stay where "
                 "they are: give another folder to begin anew"
             )

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from tagi_ddp.checkpoint import generators as of_generators
 from tagi_ddp.checkpoint.folder import Checkpoint
 from tagi_ddp.checkpoint.module_states import state_of
 from tagi_ddp.checkpoint.tree import check, equal, read_tree
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.data import DistributedSampler
 from tagi_ddp.environment import rank_and_size
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run and its generators, by name, and its sampler."""
+
+    parts: Mapping[str, Any]
+    sampler: DistributedSampler | None
+    generators: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raise TypeError unless all can be saved."""
+        for name, part in self.parts.items():
+            check_part(name, part)
+        for generator in self.generators.values():
+            of_generators.state_of(generator)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the run that resumes must have in common with the one that saved."""
+        return {
+            "parts": sorted(self.parts),
+            "sampler": None if self.sampler is None else self.sampler.settings,
+            "generators": sorted(self.generators),
+        }
 
 
 def check_part(name: str, part: Any) -> None:
