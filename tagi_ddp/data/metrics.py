@@ -1,4 +1,4 @@
-"""Results of all ranks together: exact means, and rows in the data set's order."""
+"""Results of all ranks together: exact means, rows in the data set's order, log-densities."""
 
 from __future__ import annotations
 
@@ -100,6 +100,14 @@ def gather(
     result = np.empty((size, *whole.shape[1:]), whole.dtype)
     result[order] = whole
     return result
+
+
+def gaussian_log_density(
+    values: npt.NDArray[Any], mean: npt.NDArray[Any], variance: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Return the logarithm of the normal density of each value, of this mean and variance."""
+    squares = np.square(values - mean) / variance
+    return np.asarray(-0.5 * (squares + np.log(2 * np.pi * variance)))
 
 
 def _real_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
