@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tagi_ddp.optim.models import all_params
 from tagi_ddp.parallel.callbacks import HELD_OUT, Callback
 
 
@@ -38,7 +39,7 @@ def check_optimizer(optimizer: Any, own: set[Any]) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"optimizer must return a torch.optim.Optimizer, got a {kind}")
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = all_params(optimizer)
     if others := sum(param not in own for param in params):
         raise ValueError(
             f"optimizer must hold only the parameters that it is given, but {others} of its "

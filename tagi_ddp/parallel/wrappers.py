@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, Shardin
 from torch.nn.parallel import DistributedDataParallel
 
 from tagi_ddp.environment import rank_and_size
-from tagi_ddp.optim.wrapped import WRAPPERS, check_not_wrapped
+from tagi_ddp.optim.models import WRAPPERS, check_not_wrapped
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.task_model import TaskModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import broadcast_in_place, mean_in_place
-from tagi_ddp.optim.sparse import refuse_sparse
+from tagi_ddp.optim.models import all_params, refuse_sparse
 
 
 class Tensors:
@@ -26,7 +26,7 @@ class Tensors:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Collect them."""
-        known: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        known = all_params(optimizer)
         numbers = {id(parameter) for parameter in known}
         named = list(model.named_parameters())
         buffers = list(model.named_buffers())

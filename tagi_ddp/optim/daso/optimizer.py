@@ -14,12 +14,12 @@ from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.optim.daso.batches import Batches
-from tagi_ddp.optim.daso.loss import average_loss
+from tagi_ddp.optim.daso.finite import average_loss
 from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.daso.settings import Settings, adopt, check_same
 from tagi_ddp.optim.daso.update import Update
-from tagi_ddp.optim.models import compare_models
+from tagi_ddp.optim.models import all_params, compare_models
 from tagi_ddp.optim.schedule import Skips, Stability, Sync
 
 _SAME = "Give the same on all ranks."
@@ -110,20 +110,17 @@ class DASO(Settings, Closing):
         """Begin with the parameters of rank 0 on all ranks, if their models are the same."""
         with all_or_none(self.comm, "the ranks' models", _SAME) as same:
             compare_models(same, "model", model, {"local_optimizer": self.local_optimizer})
-        with self._or_abort():
-            self._synchronize(model)
-
-    def _synchronize(self, model: nn.Module) -> None:
         levels, limit = self._levels, self.sending_chunk_size
-        tensors = Tensors(model, self.local_optimizer)
-        tensors.begin(self.comm, limit)
-        self._shapes = tensors.shapes
-        self._node = Node(levels.node, tensors, limit)
-        self._nodes: Nodes | None = None
-        if levels.nodes > 1:
-            floats, cast = [*tensors.parameters, *tensors.floats], self.downcast_type
-            weight = self.local_weight
-            self._nodes = Nodes(levels, floats, tensors.integers, cast, limit, weight)
+        with self._or_abort():
+            tensors = Tensors(model, self.local_optimizer)
+            tensors.begin(self.comm, limit)
+            self._shapes = tensors.shapes
+            self._node = Node(levels.node, tensors, limit)
+            self._nodes: Nodes | None = None
+            if levels.nodes > 1:
+                floats, cast = [*tensors.parameters, *tensors.floats], self.downcast_type
+                weight = self.local_weight
+                self._nodes = Nodes(levels, floats, tensors.integers, cast, limit, weight)
 
     # --- settings and progress ----------------------------------------------------------------
 
@@ -135,7 +132,7 @@ class DASO(Settings, Closing):
     @property
     def params_ref(self) -> list[Tensor]:
         """The parameters of the optimizer."""
-        return [p for group in self.local_optimizer.param_groups for p in group["params"]]
+        return all_params(self.local_optimizer)
 
     @property
     def split(self) -> bool | None:

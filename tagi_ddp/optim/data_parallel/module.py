@@ -21,9 +21,7 @@ from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso import DASO
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
-from tagi_ddp.optim.models import compare_models
-from tagi_ddp.optim.sparse import refuse_sparse
-from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
+from tagi_ddp.optim.models import Wrapper, check_not_wrapped, compare_models, refuse_sparse
 
 # The open DataParallel that wrapped each module last.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallel]] = (

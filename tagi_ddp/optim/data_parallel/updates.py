@@ -16,6 +16,7 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import mean_in_place, start_reduction
 from tagi_ddp.optim.data_parallel.buckets import Round
+from tagi_ddp.optim.models import all_params
 from tagi_ddp.optim.sparse import no_rows, sparse_sum
 
 _DENSE = 255  # The vote for a dense gradient; that for a sparse one is its sparse dimensions.
@@ -243,11 +244,6 @@ class _Update:
             self._optimizer.param_groups = own_groups
             for param, gradient in zip(chosen, own_gradients, strict=True):
                 param.grad = gradient
-
-
-def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _kind(gradient: Tensor | None) -> int:
