@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,19 @@ from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.environment import rank_and_size
 from tagi_ddp.parallel import groups
-from tagi_ddp.parallel.arguments import check_callbacks, check_factory, check_optimizer
 from tagi_ddp.parallel.batches import Data, check_data, take
-from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, named
+from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, check_callbacks, named
 from tagi_ddp.parallel.checkpoints import PART, State, Training, load
 from tagi_ddp.parallel.config import EXP_NAME, MISSING, CheckpointConfig, Config
-from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
+from tagi_ddp.parallel.task_model import (
+    ModelT,
+    OptimizerFactory,
+    TaskModel,
+    TaskT,
+    check_factory,
+    made_by,
+)
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
-
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 _CHECKPOINTS = "checkpoints"  # the folder of the checkpoints that `load_checkpoint` loads
 
@@ -159,7 +163,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self.state.check_order(order)
         try:
             task_model = self._prepare(task, model)
-            step = self._step_of(task_model, optimizer)
+            self._optimizer = None if optimizer is None else made_by(optimizer, task_model)
             self._callbacks = named(callbacks)
             self._close_folders()
             if self._resumed is not None or not self._stands_by:
@@ -170,7 +174,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self.should_stop, self._unchecked = False, not self._stands_by
             while self.state.epoch < epochs and not self.should_stop:
                 self.state.order = order
-                loss = self._train_epoch(task_model, step, data, sampler, batch_size)
+                loss = self._train_epoch(task_model, data, sampler, batch_size)
                 losses.append(loss)
                 self._end_epoch(loss, held_out, batch_size)
             self._save(_CHECKPOINTS)
@@ -272,34 +276,15 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self._open.enter_context(self._network)
         return self.task_model
 
-    def _step_of(self, task_model: Any, factory: OptimizerFactory | None) -> Callable[[Any], None]:
-        """Return a function of the loss that runs backward and the update."""
-        self._optimizer = None
-        if factory is None:
-            network = self._network
-
-            def step(loss: Any) -> None:
-                loss.backward()
-                network.step()
-
-            return step
-        self._optimizer = optimizer = factory(task_model.parameters())
-        check_optimizer(optimizer, set(task_model.parameters()))
-
-        def descend(loss: Any) -> None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        return descend
+    def _step(self, loss: Any) -> None:
+        """Run backward and the update."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        loss.backward()
+        (self._network if self._optimizer is None else self._optimizer).step()
 
     def _train_epoch(
-        self,
-        task_model: Any,
-        step: Callable[[Any], None],
-        data: Data,
-        sampler: DistributedSampler,
-        batch_size: int,
+        self, task_model: Any, data: Data, sampler: DistributedSampler, batch_size: int
     ) -> float:
         """Train on the remaining batches of an epoch; return its mean loss."""
         state, is_module = self.state, self._network is None
@@ -313,7 +298,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             weight = len(share) * sampler.num_replicas / samples
             for callback in self._callbacks.values():
                 callback.on_before_step(self, samples, start + batch_size >= length)
-            step(loss * weight if is_module and weight != 1 else loss)
+            self._step(loss * weight if is_module and weight != 1 else loss)
             exact = loss.detach().to(groups.exact(loss.device)) if is_module else float(loss)
             state.loss = state.loss + exact * len(share)
             state.num_steps += 1
