@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.equality import Same, all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
-from tagi_ddp.communicators.init import as_communicator, is_made_for
+from tagi_ddp.communicators.init import adopted
 from tagi_ddp.data import DistributedSampler
 
 T = TypeVar("T")
@@ -72,8 +72,9 @@ class Checkpoints(Closing):
         """Compare the ranks' arguments, own the folder, and clear it of incomplete checkpoints."""
         named = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
         self._run = Run(named, sampler, dict(generators or {}))
-        self._explicit = None if communicator is None else as_communicator(communicator)
-        self._made = self._explicit is not None and is_made_for(self._explicit, communicator)
+        self._made, self._explicit = ExitStack(), None
+        if communicator is not None:
+            self._explicit = self._made.enter_context(adopted(communicator))
         self._keep = keep
         self._folder = Folder(folder)
         self._snapshot = Snapshot()
@@ -82,31 +83,21 @@ class Checkpoints(Closing):
         self.extra: Any = None
         self._elastic = next((part for part in named.values() if is_elastic(part)), None)
         self._joined = self._elastic is not None and self._elastic.joined
-        self._number = 0  # the number of the next checkpoint
         self._owner = Owner(self._folder.path)
-        try:
-            number = None if self._joined else self._surviving(self._start)
-            if number is None:  # The other ranks have begun before.
-                with self._agree() as same:
-                    self._check_arguments(same)
-                join(self._folder, self._owner, self._communicator, self._limit)
-            self._number = number or 0
-        except BaseException:
-            self._owner.release()
-            raise
+        number = None if self._joined else self._surviving(partial(self._begin, enter))
+        if number is None:  # The other ranks have begun before.
+            number = self._begin(join)
+        self._number = number  # that of the next checkpoint
 
-    def _check_arguments(self, same: Same) -> None:
-        self._run.check()
-        integer("keep", self._keep, 1)
-        for name, value in self._entries(0).items():
-            same(name, value)
-
-    def _start(self) -> int:
-        """Own and clear the folder; return the number of the next checkpoint."""
+    def _begin(self, own: Callable[[Folder, Owner, Communicator, float], int]) -> int:
+        """Compare the ranks' arguments, and own the folder; return the result of ``own``."""
         with self._agree() as same:
-            self._check_arguments(same)
+            self._run.check()
+            integer("keep", self._keep, 1)
+            for name, value in self._entries(0).items():
+                same(name, value)
         try:
-            return enter(self._folder, self._owner, self._communicator, self._limit)
+            return own(self._folder, self._owner, self._communicator, self._limit)
         except BaseException:
             self._owner.release()
             raise
@@ -197,8 +188,7 @@ class Checkpoints(Closing):
         except Exception as error:
             raise self._error_of(error) from error
         finally:
-            if self._explicit is not None and self._made:
-                self._explicit.close()
+            self._made.close()
             if self._writing is None:
                 self._owner.release()
 

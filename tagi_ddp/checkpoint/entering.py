@@ -66,11 +66,15 @@ def enter(folder: Folder, owner: Owner, comm: Communicator, limit: float) -> int
     return int(number)
 
 
-def join(folder: Folder, owner: Owner, comm: Communicator, limit: float) -> None:
-    """Become a rank of the job that owns a folder; CheckpointError if another job owns it."""
+def join(folder: Folder, owner: Owner, comm: Communicator, limit: float) -> int:
+    """Become a rank of the job that owns a folder; CheckpointError if another job owns it.
+
+    Return 0: the other ranks know the number of the next checkpoint.
+    """
     with _naming(folder):
         call = partial(owner.join, _patience(comm))
         on_disk(call, limit, f"{folder.path} has not been read")
+    return 0
 
 
 def _patience(comm: Communicator) -> float:

@@ -73,7 +73,9 @@ class Checkpoint:
         try:
             if self.lacks() is not None:
                 return False
-            self.check()
+            for rank in range(self.ranks):
+                with self._open(rank):
+                    pass
         except (DamagedFile, FileNotFoundError):
             return False
         return True
@@ -86,12 +88,6 @@ class Checkpoint:
             return self.path / _RUN
         files = map(self.file_of, range(ranks))
         return next((path for path in files if not path.is_file()), None)
-
-    def check(self) -> None:
-        """Raise DamagedFile unless all ranks' files are of one save; their arrays are not read."""
-        for rank in range(self.ranks):
-            with self._open(rank):
-                pass
 
     def verify(self, rank: int) -> None:
         """Read all of a rank's file; raise DamagedFile if it is damaged."""

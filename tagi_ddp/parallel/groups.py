@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
@@ -166,18 +166,9 @@ def _nodes(node_size: int | None) -> list[list[int]]:
         ) from None
 
 
-def _make_pair(nodes: Sequence[Sequence[int]]) -> Pair | None:
+def _make_pair(nodes: list[list[int]]) -> Pair | None:
     if len(nodes[0]) == 1:
         return None
-    rank = dist.get_rank()
-    shards = [_group(ranks) for ranks in nodes]
-    replicas = [_group(ranks) for ranks in zip(*nodes, strict=True)]
-    node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
-    return shards[node], replicas[nodes[node].index(rank)]
-
-
-def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    if len(ranks) == dist.get_world_size():
-        return world()
-    group: dist.ProcessGroup = dist.new_group(list(ranks))
-    return group
+    peers = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    node = world() if len(nodes) == 1 else dist.new_subgroups_by_enumeration(nodes)[0]
+    return node, dist.new_subgroups_by_enumeration(peers)[0]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator, all_gather_object, init
 from tagi_ddp.communicators.equality import all_or_none
-from tagi_ddp.communicators.guard import Closing, or_abort
+from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
@@ -89,10 +89,15 @@ class DDPGroupStrategy(Closing):
         ``DistributedSampler(data, strategy.group.size, strategy.group.rank)``.
 
         Raises:
-            TypeError: ``model`` is no Sequential; the other ranks get PeerLost.
+            TypeError: on all ranks, if ``model`` is no Sequential on one.
         """
-        with or_abort((self.group,)):
-            _check_network(model)
+        with all_or_none(self.group, "models", "Give pytagi Sequentials."):
+            if not hasattr(model, "_cpp_backend"):
+                raise TypeError(
+                    f"model must be a pytagi Sequential, got a {type(model).__name__}: for models "
+                    "of torch give Lightning's Trainer a strategy of tagi_ddp.strategy.lightning "
+                    "or tagi_ddp.strategy.pytorch_lightning"
+                )
         return DDPSequential(model, communicator=self.group, **self._options)
 
     def close(self) -> None:
@@ -179,13 +184,3 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
         share of a batch, or for all of it.
         """
         return mixture(self.members, mu, var)
-
-
-def _check_network(model: Any) -> None:
-    """Raise TypeError unless ``model`` is a pytagi Sequential, or like one."""
-    if not hasattr(model, "_cpp_backend"):
-        raise TypeError(
-            f"model must be a pytagi Sequential, got a {type(model).__name__}: for models of torch "
-            "give Lightning's Trainer a strategy of tagi_ddp.strategy.lightning or "
-            "tagi_ddp.strategy.pytorch_lightning"
-        )

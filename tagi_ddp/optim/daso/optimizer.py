@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import Communicator, CommunicatorError, init
+from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.levels import Levels
@@ -91,7 +91,7 @@ class DASO(Settings, Closing):
         self._sent = 0  # The batch after which copies were last sent.
         self._apart = False  # True once the ranks of a node have stepped alone.
         with ExitStack() as made:
-            self.comm = adopt(self.comm, made) or made.enter_context(init())
+            self.comm = adopt(self.comm, made)
             with all_or_none(self.comm, "the ranks' arguments", _SAME) as same:
                 self.compare(same)
             self._levels = Levels(self.comm, self.node_size)
