@@ -101,7 +101,7 @@ class Checkpoint:
         run, path = self.run, self.file_of(rank)
         file = ArrayFile(path)
         if file.save != label(run, rank):
-            file.__exit__(None, None, None)
+            file.__exit__()
             raise DamagedFile(f"{path} is of another save, or of another rank, than {_RUN} says")
         return file
 
@@ -275,7 +275,7 @@ class Folder:
             self._point_to(last)
         if len(found) > keep:
             for checkpoint in [each for each in found if each.whole][:-keep]:
-                # Renamed first: nobody finds it half removed.
+                # Rename it first: no reader then finds it half removed.
                 removed = self.path / f"{_REMOVED}{secrets.token_hex(8)}"
                 with suppress(FileNotFoundError):
                     os.rename(checkpoint.path, removed)

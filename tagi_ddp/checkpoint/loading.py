@@ -25,7 +25,7 @@ T = TypeVar("T")
 def load_last(
     choose: Callable[[set[Path], list[str]], Checkpoint | None],
     check: Callable[[Checkpoint], Callable[[], T]],
-    fallback: str | None,
+    remedy: str | None,
     damaged: Callable[[Exception], bool] = is_damage,
     warns: bool = True,
 ) -> tuple[Checkpoint, T] | None:
@@ -35,8 +35,8 @@ def load_last(
         choose: returns the last checkpoint but those with some paths; adds texts about those that
             lack a file to a list.
         check: checks a checkpoint; returns the function that loads it.
-        fallback: the call by which a user asks for an earlier checkpoint, the remedy of the error
-            if the last one is damaged; None: take the earlier one.
+        remedy: the call that loads an earlier checkpoint, for the error if the last one is damaged;
+            None: load the earlier one instead.
         damaged: returns whether an error of ``check`` comes from a damaged file.
         warns: whether to warn of those that are left out.
     """
@@ -49,9 +49,10 @@ def load_last(
         except Exception as error:
             if not damaged(error):
                 raise
-            if fallback is not None:
-                remedy = f"{fallback} goes on from the last whole checkpoint before it"
-                raise CheckpointError(f"{error}. {remedy}") from error
+            if remedy is not None:
+                raise CheckpointError(
+                    f"{error}. {remedy} goes on from the last whole checkpoint before it"
+                ) from error
             log.append(f"{error}. It is left where it is")
             tried.add(found.path)
         else:

@@ -30,11 +30,8 @@ def mean_in_place(
             add in rank order.
     """
     for chunk in _chunks(tensors, communicator, limit):
-        buffer = chunk.load()
-        if communicator.device == "cpu":
-            communicator.all_reduce(buffer, "mean")
-        else:  # The device waits, the host does not.
-            _finish(communicator.all_reduce(buffer, "mean", async_op=True))
+        on_device = communicator.device != "cpu"  # The device waits, the host does not.
+        _finish(communicator.all_reduce(chunk.load(), "mean", async_op=on_device))
         chunk.store()
 
 

@@ -192,15 +192,9 @@ def load(
     if path is not None:
         first = found.at(Path(path))
         found, until = Folder(first.path.parent), first.number
-
-    def check(checkpoint: Checkpoint) -> Callable[[], State]:
-        for rank in range(checkpoint.ranks):
-            checkpoint.verify(rank)
-        return _checked(checkpoint, task, model)
-
     loaded = load_last(
         partial(found.last, None, until=until),
-        check,
+        partial(_checked, task, model),
         None if fallback else "load_checkpoint(fallback=True)",
     )
     if loaded is None:
@@ -208,8 +202,10 @@ def load(
     return loaded
 
 
-def _checked(checkpoint: Checkpoint, task: Any, model: Any) -> Callable[[], State]:
+def _checked(task: Any, model: Any, checkpoint: Checkpoint) -> Callable[[], State]:
     """Read and check a checkpoint; return a function that loads it and returns the state."""
+    for rank in range(checkpoint.ranks):
+        checkpoint.verify(rank)
     parts = checkpoint.run.get("parts")
     if parts is None:
         raise CheckpointError(

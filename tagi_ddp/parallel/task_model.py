@@ -67,7 +67,8 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
         output = task.run_model(self.model, batch, state)
         task.on_after_forward_step(self.model, batch, output, state)
         if getattr(getattr(task, "config", None), "disable_autocast_for_loss", True):
-            with torch.autocast(self._device_type(), enabled=False):
+            device = next((each.device.type for each in self.parameters()), "cpu")
+            with torch.autocast(device, enabled=False):
                 loss: Loss = task.compute_loss(self.model, batch, state, output)
         else:
             loss = task.compute_loss(self.model, batch, state, output)
@@ -81,10 +82,6 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
             model.train() if mode else model.eval()
         super().train(mode)
         return self
-
-    def _device_type(self) -> str:
-        parameter = next(self.parameters(), None)
-        return "cpu" if parameter is None else parameter.device.type
 
 
 def check_factory(optimizer: Any, is_module: bool) -> None:

@@ -80,7 +80,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     config_type: ClassVar[type[Config]] = BaseTrainerConfig
 
     def __init__(self, config: TrainerConfigT | Mapping[str, Any] | None) -> None:
-        config = cast(TrainerConfigT, self.config_type.given("config", config))
+        config = cast(TrainerConfigT, self.config_type.from_argument("config", config))
         for name in ("name", "exp_dir"):
             if getattr(config, name) == MISSING:
                 raise ValueError(f"{name} must be given: {type(config).__name__}({name}=...)")

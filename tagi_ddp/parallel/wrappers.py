@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +53,7 @@ def dp(
         RuntimeError: torch.distributed could not be initialised; the text says how to.
     """
     with groups.all_raise():
-        settings = ParallelConfig.given("cfg", cfg)
+        settings = ParallelConfig.from_argument("cfg", cfg)
         _check_arguments(arguments)
         if settings.use_fsdp:
             _refuse_ddp("with use_fsdp", settings, arguments)
@@ -113,7 +112,8 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
     strategy, group = _strategy_and_group(settings.sharding_strategy, node_size)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     offload = settings.cpu_offload and device.type != "cpu"  # torch would ask for pinned memory
-    with _without_advice():
+    with warnings.catch_warnings():  # torch advises DDP instead of NO_SHARD.
+        warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
         wrapped = FullyShardedDataParallel(
             model,
             process_group=group,
@@ -138,7 +138,7 @@ def _checked(
     No part of a module may be one of ``wrappers``.
     """
     with groups.all_raise():
-        settings = ParallelConfig.given("cfg", cfg)
+        settings = ParallelConfig.from_argument("cfg", cfg)
         bare = _sequential(model)
         if arguments is None:
             _refuse_ddp("for fsdp", settings, {})
@@ -198,14 +198,6 @@ def _take_from_rank_0(model: nn.Module) -> None:
         dist.broadcast(tensor.detach(), 0)
     for child in model.children():
         _take_from_rank_0(child)
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress torch's warning that recommends DDP instead of NO_SHARD."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
-        yield
 
 
 def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:

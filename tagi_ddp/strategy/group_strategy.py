@@ -16,7 +16,7 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.mixture import mixture
-from tagi_ddp.strategy.seeds import GROUPS, compared_seed, group_seed, seed_everything
+from tagi_ddp.strategy.seeds import compared_seed, group_seed, same_groups, seed_everything
 
 
 class DDPGroupStrategy(Closing):
@@ -71,7 +71,7 @@ class DDPGroupStrategy(Closing):
         """Make the groups by ``layout``, of the world size and a rank; seed this process."""
         with ExitStack() as made:
             self.world = made.enter_context(init()) if communicator is None else communicator
-            with all_or_none(self.world, *GROUPS) as same:
+            with same_groups(self.world) as same:
                 self.layout = layout(self.world.size, self.world.rank)
                 base = compared_seed(same, self.layout, seed)
             self._connect(made)

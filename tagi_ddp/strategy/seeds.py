@@ -9,15 +9,19 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.equality import Same
+from tagi_ddp.communicators.equality import Same, all_or_none
 from tagi_ddp.strategy.layout import GroupLayout
 
-# The texts of `all_or_none`.
-GROUPS = ("the ranks' groups", "Give the same numbers and seed on all ranks.")
+same_groups = partial(
+    all_or_none,
+    what="the ranks' groups",
+    remedy="Give the same numbers and seed on all ranks.",
+)
 
 _VARIABLES = ("TAGI_DDP_BASE_SEED", "ANEMOI_BASE_SEED", "SLURM_JOB_ID")
 _DEFAULT = 42

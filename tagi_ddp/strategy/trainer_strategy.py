@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.loaders import process_dataloader, sample_group, shuffles
-from tagi_ddp.strategy.seeds import GROUPS, compared_seed, group_seed, seed_everything
+from tagi_ddp.strategy.seeds import compared_seed, group_seed, same_groups, seed_everything
 from tagi_ddp.torch_backend.objects import all_gather_values
 
 if TYPE_CHECKING:  # The DDPStrategy of one of the packages comes next among the bases.
@@ -89,7 +88,7 @@ class GroupStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Connect all ranks, and those of each group."""
         super().setup_environment()
-        with all_or_none(all_gather_values, *GROUPS) as same:
+        with same_groups(all_gather_values) as same:
             self._base = compared_seed(same, self.layout, self._seed)
         self._make_group("model_ranks")
         self._make_group("reader_ranks")

@@ -21,6 +21,7 @@ class Tensors:
     parameters: the optimizer's, without frozen ones.
     floats: the model's other trainable parameters, and its buffers of floats.
     integers: its other buffers.
+    all: these, other parameters of both, and frozen ones.
     shapes: of all parameters of the optimizer, and of ``floats``, by name.
     """
 
@@ -31,7 +32,7 @@ class Tensors:
         named = list(model.named_parameters())
         buffers = list(model.named_buffers())
         others = [pair for pair in named if id(pair[1]) not in numbers]
-        self._all = [*known, *(tensor for _, tensor in (*others, *buffers))]
+        self.all = [*known, *(tensor for _, tensor in (*others, *buffers))]
         self.parameters: list[Tensor] = [p for p in known if p.requires_grad]
         self.floats: list[Tensor] = [p for _, p in others if p.requires_grad]
         self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
@@ -46,10 +47,6 @@ class Tensors:
         }
         for number, tensor in enumerate(self.floats):
             self.shapes[f"buffer or other parameter {number}"] = list(tensor.shape)
-
-    def begin(self, world: Communicator, limit: int) -> None:
-        """Copy rank 0's tensors, frozen ones too, to all ranks; a collective call."""
-        broadcast_in_place(self._all, world, 0, limit)
 
 
 class Node:

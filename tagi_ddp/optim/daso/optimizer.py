@@ -13,6 +13,7 @@ from tagi_ddp.communicators import Communicator, CommunicatorError
 from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso.batches import Batches
 from tagi_ddp.optim.daso.finite import average_loss
 from tagi_ddp.optim.daso.node import Node, Tensors
@@ -113,7 +114,7 @@ class DASO(Settings, Closing):
         levels, limit = self._levels, self.sending_chunk_size
         with self._or_abort():
             tensors = Tensors(model, self.local_optimizer)
-            tensors.begin(self.comm, limit)
+            broadcast_in_place(tensors.all, self.comm, 0, limit)
             self._shapes = tensors.shapes
             self._node = Node(levels.node, tensors, limit)
             self._nodes: Nodes | None = None

@@ -109,7 +109,12 @@ class DataParallel(Closing, Wrapper):
             check_not_wrapped("module", module)
             if not self.blocking:
                 refuse_sparse("module", module, "give blocking=True, or sparse=False to the layer")
-            _check_owner(module, self._optimizers)
+            own = set(module.parameters())
+            if own and own.isdisjoint(p for each in self._optimizers for p in each.params_ref):
+                raise ValueError(
+                    "optimizer must hold parameters of module, got those of another model: make it "
+                    "of module.parameters()"
+                )
         self._modules["module"] = module
 
     @property
@@ -365,13 +370,3 @@ def _owner_of(
     if any(one.attached and one not in own for one in optimizers):
         raise ValueError("optimizer belongs to another module's DataParallel; close that before")
     return owner
-
-
-def _check_owner(module: nn.Module, optimizers: Sequence[DataParallelOptimizer]) -> None:
-    """Raise ValueError if no optimizer holds a parameter of the module."""
-    own = set(module.parameters())
-    if own and own.isdisjoint(param for one in optimizers for param in one.params_ref):
-        raise ValueError(
-            "optimizer must hold parameters of module, got those of another model: make it of "
-            "module.parameters()"
-        )
