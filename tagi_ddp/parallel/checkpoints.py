@@ -90,8 +90,7 @@ class Training:
     @property
     def network(self) -> Any:
         """The model, if it is no torch module."""
-        model = getattr(self.task_model, "model", None)
-        return None if model is None or _is_module(model) else model
+        return network_of(self.task_model)
 
     @property
     def communicator(self) -> Communicator:
@@ -100,9 +99,7 @@ class Training:
             return self.network.communicator
         if self.network is not None or self.ranks == 1:
             return SingleCommunicator()
-        from tagi_ddp.sharding.groups import communicator  # Each group keeps one.
-
-        return communicator(groups.world(), torch.device("cpu"))
+        return groups.communicator()
 
     def run_state(self) -> dict[str, Any]:
         """Return all that a resumed training needs; a collective call."""
@@ -167,6 +164,12 @@ class Training:
                 load_network()
 
         return load
+
+
+def network_of(task_model: Any) -> Any:
+    """Return the model in a `TaskModel`, or in a wrapper of one, if it is no torch module."""
+    model = getattr(task_model, "model", None)
+    return None if _is_module(model) else model
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators import Communicator, CommunicatorError, all_gather_object, init
 from tagi_ddp.communicators.equality import Gather, all_or_none
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
+from tagi_ddp.sharding.groups import communicator as communicator_of
 from tagi_ddp.torch_backend.objects import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
@@ -29,6 +30,11 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def communicator() -> Communicator:
+    """Return the communicator of torch's default group for tensors on the CPU."""
+    return communicator_of(world(), torch.device("cpu"))
 
 
 def initialise() -> None:

@@ -23,7 +23,7 @@ from tagi_ddp.environment import rank_and_size
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.batches import Data, check_data, take
 from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, check_callbacks, named
-from tagi_ddp.parallel.checkpoints import PART, State, Training, load
+from tagi_ddp.parallel.checkpoints import PART, State, Training, load, network_of
 from tagi_ddp.parallel.config import EXP_NAME, MISSING, CheckpointConfig, Config
 from tagi_ddp.parallel.task_model import (
     ModelT,
@@ -96,7 +96,6 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._saved: dict[str, int] = {}  # by folder, the steps before its last checkpoint
         self._resumed: Checkpoint | None = None  # loaded in part; `train` loads the other parts
         self._of: tuple[Any, Any] = (None, None)  # task and model of task_model
-        self._network: Any = None  # the model, if it is no torch module
         self._optimizer: torch.optim.Optimizer | None = None
         self._unchecked = True  # until the content of checkpoints is checked, after the first step
         self._open = ExitStack()
@@ -228,7 +227,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     def close(self) -> None:
         """Leave the group of a Sequential; the model stays usable on its own."""
         self._close_folders()
-        self.task_model, self._of, self._network = None, (None, None), None
+        self.task_model, self._of = None, (None, None)
         self._open.close()
 
     def _give_up(self, error: BaseException) -> None:
@@ -270,8 +269,6 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self.close()
             self.task_model = self._get_task_model(task, model)
             self._of = task, model
-            if not isinstance(model, nn.Module):
-                self._network = self.task_model.model
             if isinstance(self._network, DDPSequential) and self._network is not model:
                 self._open.enter_context(self._network)
         return self.task_model
@@ -349,6 +346,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self.exp_dir / name, {PART: Training(*made)}, keep=keep
             )
         return self._folders[name]
+
+    @property
+    def _network(self) -> Any:
+        return network_of(self.task_model)
 
     @property
     def _stands_by(self) -> bool:

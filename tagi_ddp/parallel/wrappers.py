@@ -82,7 +82,7 @@ def ddp(model: Any, cfg: Settings = None, **arguments: Any) -> Any:
     """
     settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel), arguments)
     if bare is not None:
-        return _around(model, _wrap_sequential(bare, sharded=False))
+        return _wrap_sequential(model, bare, sharded=False)
     groups.initialise()
     arguments = {**settings.of_ddp, **arguments}
     return DistributedDataParallel(model, init_sync=settings.sync_module_states, **arguments)
@@ -105,7 +105,7 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
     settings, bare = _checked(model, cfg, (*WRAPPERS, *whole))
     if bare is not None:
         sharded = settings.sharding_strategy != ShardingStrategy.NO_SHARD
-        return _around(model, _wrap_sequential(bare, sharded))
+        return _wrap_sequential(model, bare, sharded)
     groups.initialise()
     if settings.sync_module_states:
         _take_from_rank_0(model)
@@ -255,10 +255,6 @@ def _sequential(model: Any) -> Any:
     return bare
 
 
-def _around(model: Any, wrapped: DDPSequential) -> Any:
-    return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped
-
-
 def _check_for_sequential(cfg: ParallelConfig) -> None:
     """Raise ValueError if a Sequential cannot do what the settings ask for."""
     if cfg.cpu_offload:
@@ -273,10 +269,11 @@ def _check_for_sequential(cfg: ParallelConfig) -> None:
         )
 
 
-def _wrap_sequential(model: Any, sharded: bool) -> DDPSequential:
-    if dist.is_available() and dist.is_initialized():
-        from tagi_ddp.sharding.groups import communicator  # Each group keeps one.
-
-        found = communicator(groups.world(), torch.device("cpu"))
-        return DDPSequential(model, average=False, communicator=found, sharded=sharded)
-    return DDPSequential(model, DDPConfig.from_env(), average=False, sharded=sharded)
+def _wrap_sequential(model: Any, bare: Any, sharded: bool) -> Any:
+    """Return the DDPSequential of ``bare``, in a TaskModel if ``model`` is one."""
+    if dist.is_initialized():
+        group: dict[str, Any] = {"communicator": groups.communicator()}
+    else:
+        group = {"config": DDPConfig.from_env()}
+    wrapped = DDPSequential(bare, average=False, sharded=sharded, **group)
+    return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped
