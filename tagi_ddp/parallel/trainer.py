@@ -176,7 +176,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 loss = self._train_epoch(task_model, data, sampler, batch_size)
                 losses.append(loss)
                 self._end_epoch(loss, held_out, batch_size)
-            self._save(_CHECKPOINTS)
+            self.save_checkpoint(_CHECKPOINTS)
             for checkpoints in self._folders.values():
                 checkpoints.wait()
             self._close_folders()
@@ -324,14 +324,13 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     def _after_step(self) -> None:
         every = self.config.checkpoint.save_every_n_steps
         if every and self.state.num_steps % every == 0:
-            self._save(_CHECKPOINTS)
+            self.save_checkpoint(_CHECKPOINTS)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write a checkpoint, the only one, to ``exp_dir/<folder>``; a collective call."""
-        self._save(folder)
+        """Write a checkpoint to ``exp_dir/<folder>``, unless it has the present step's; collective.
 
-    def _save(self, folder: str) -> None:
-        """Write a checkpoint unless there is one of the same step; collective."""
+        It replaces earlier ones, except in ``checkpoints``, which keeps those of the settings.
+        """
         if self._saved.get(folder) != self.state.num_steps and not self._stands_by:
             self._saved[folder] = self.state.num_steps
             self._in_folder(folder).save(self.state.num_steps)

@@ -244,23 +244,13 @@ class DataParallel(Closing, Wrapper):
         self.catch_up()
         return super().load_state_dict(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters, after catching up."""
-        self.catch_up()
-        return super().named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the buffers, after catching up."""
-        self.catch_up()
-        return super().named_buffers(*args, **kwargs)
-
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the wrapped module, after catching up."""
         self.catch_up()
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Return all modules, after catching up."""
+        """Return all modules, after catching up; torch finds parameters and buffers by this."""
         self.catch_up()
         named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return named
