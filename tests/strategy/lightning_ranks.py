@@ -28,7 +28,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from strategy.sharded import CHANNELS, NODES, Net, draw, members_of, split_loss, whole_loss
-from tagi_ddp.communicators.control import checked
+from tagi_ddp.communicators.network import checked
 from tagi_ddp.strategy import GroupLayout, group_seed
 
 PACKAGE = sys.argv[1]
