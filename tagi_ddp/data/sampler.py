@@ -138,8 +138,15 @@ class DistributedSampler:
         """
         size = self.begin(global_batch_size)
         per_epoch = -(-self._length // size)
+        steps = range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch)
+        yield from self.shares(size, per_epoch, steps)
+
+    def shares(
+        self, size: int, per_epoch: int, steps: range
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield (step, share) for these steps, of ``per_epoch`` global batches an epoch."""
         order = None
-        for step in range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch):
+        for step in steps:
             epoch, batch = divmod(step, per_epoch)
             if order is None or batch == 0:
                 self.set_epoch(epoch)

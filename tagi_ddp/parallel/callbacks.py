@@ -65,6 +65,16 @@ class Callback:
         """Load a state of `state_dict`."""
 
 
+def check_callbacks(callbacks: Sequence[Callback], held_out: Any) -> None:
+    """Raise ValueError if a callback needs the loss of held-out data, and there are none."""
+    for callback in callbacks:
+        if held_out is None and getattr(callback, "metric", None) == HELD_OUT:
+            raise ValueError(
+                f"held_out must be given, as {type(callback).__name__} needs {HELD_OUT!r}: or give "
+                'it another metric, like metric="loss"'
+            )
+
+
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return callbacks by their class and their number among the callbacks of that class."""
     counts: Counter[str] = Counter()

@@ -317,12 +317,11 @@ def test_the_trainer_falls_back(tmp_path: Path) -> None:
     (last.parent / "000005-step-5" / "run.json").unlink()
     net = tagi_net()
     with ParallelMixin(config) as trainer:
-        with (
-            pytest.warns(RuntimeWarning, match=r"000005-step-5 lacks run\.json"),
-            pytest.raises(CheckpointError, match=r"000006-.* load_checkpoint\(fallback=True\)"),
-        ):
+        with pytest.raises(CheckpointError, match=r"000006-.* load_checkpoint\(fallback=True\)"):
             trainer.load_checkpoint(Fit(), net)
         with pytest.warns(RuntimeWarning) as warned:
             assert trainer.load_checkpoint(Fit(), net, fallback=True).num_steps == 3
-        assert len(warned) == 3
+        texts = [str(each.message) for each in warned]
+        assert len(texts) == 3
+        assert "000005-step-5 lacks run.json" in texts[1]
         assert trainer.train(Fit(), net, data(), **arguments) == whole[1:]

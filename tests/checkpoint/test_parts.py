@@ -286,7 +286,7 @@ def apart(comm: Any, folder: str) -> Report:
 def test_a_folder_that_ranks_do_not_share(shm: RankPool, tmp_path: Path) -> None:
     for kind, text, _ in shm.run(apart, str(tmp_path), size=2, fresh=True):
         assert kind == "CheckpointError"
-        assert "is not seen by ranks [1]: give one on a shared file system" in text
+        assert "is not seen by rank 1: give one on a shared file system" in text
 
 
 def given_by_one(comm: Any, folder: str) -> list[Report]:

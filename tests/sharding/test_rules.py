@@ -299,8 +299,8 @@ def test_refusals(pool: RankPool) -> None:
         assert "shapes[0] must be a shape or a size, got 3.0" in texts[32]
         assert "shapes[1] must be an integer, got True" in texts[33]
         assert "shapes[1] must begin with the sequence's length" in texts[34]
-    assert "rank 1 called reduce_tensor(float32, cpu, (2, 4))" in first[18]
-    assert "rank 1 called gather_tensor" in first[19]
+    assert "call of rank 1: reduce_tensor(float32, cpu, (2, 4))" in first[18]
+    assert "call of rank 1: gather_tensor" in first[19]
 
 
 @pytest.mark.parametrize("group", [None, SingleCommunicator()])

@@ -156,52 +156,62 @@ def test_wrong_divisors(shm: RankPool, text: str) -> None:
 
 
 DIFFERENT = {
-    "num_gpus_per_model must be the same on all ranks, but rank 0 has 1 and rank 1 2": (
+    "num_gpus_per_model of rank 1: 2; rank 0 has num_gpus_per_model: 1": (
         (1, 2, 1, 3),
         (2, 2, 1, 3),
     ),
-    "num_gpus_per_ensemble must be the same on all ranks, but rank 0 has 2 and rank 1 1": (
+    "num_gpus_per_ensemble of rank 1: 1; rank 0 has num_gpus_per_ensemble: 2": (
         (1, 2, 1, 3),
         (1, 1, 1, 3),
     ),
-    "num_gpus_per_ensemble must be the same on all ranks, but rank 0 has nothing and rank 1 2": (
+    "num_gpus_per_ensemble of rank 1: 2; rank 0 has seed: 3": (
         (1, None, 1, 3),
         (1, 2, 1, 3),
     ),
-    "read_group_size must be the same on all ranks, but rank 0 has 1 and rank 1 '1'": (
-        (1, 2, 1, 3),
-        (1, 2, "1", 3),
-    ),
-    "num_gpus_per_model must be the same on all ranks, but rank 0 has 1 and rank 1 True": (
-        (1, None, 1, 3),
-        (True, None, 1, 3),
-    ),
-    "seed must be the same on all ranks, but rank 0 has 3 and rank 1 4": (
+    "seed of rank 1: 4; rank 0 has seed: 3": (
         (1, None, 1, 3),
         (1, None, 1, 4),
     ),
-    "seed must be the same on all ranks, but rank 0 has 3 and rank 1 TypeError(": (
+}
+REFUSED = {
+    "read_group_size must be an integer, got '1'": (
+        (1, 2, 1, 3),
+        (1, 2, "1", 3),
+    ),
+    "num_gpus_per_model must be an integer, got True": (
+        (1, None, 1, 3),
+        (True, None, 1, 3),
+    ),
+    "base must be an integer, got 'x'": (
         (1, 2, 1, 3),
         (1, 2, 1, "x"),
     ),
 }
 
 
-def differ(comm: Any, calls: list[Any]) -> str:
+def differ(comm: Any, calls: list[Any]) -> tuple[str, bool]:
     model, ensemble, reader, seed = calls[comm.rank]
     sizes = (model, reader) if ensemble is None else (model, ensemble, reader)
     kind = DDPGroupStrategy if ensemble is None else DDPEnsGroupStrategy
-    with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
+    with pytest.raises((ValueError, TypeError)) as caught:
         kind(*sizes, communicator=comm, seed=seed)
-    assert isinstance(caught.value, AllRanksRaise)  # none tells the others, which know
     comm.barrier()  # the group goes on being usable
-    return str(caught.value)
+    return str(caught.value), isinstance(caught.value, AllRanksRaise)
 
 
 @pytest.mark.parametrize("text", DIFFERENT)
 def test_numbers_that_differ_between_ranks(shm: RankPool, text: str) -> None:
-    for found in shm.run(differ, DIFFERENT[text], size=2):
-        assert found.startswith(text)
+    for found, all_raise in shm.run(differ, DIFFERENT[text], size=2):
+        assert found.startswith(f"the ranks' groups differ first at {text}. Give the same")
+        assert all_raise  # none tells the others, which know
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_numbers_that_are_wrong_on_one_rank(shm: RankPool, text: str) -> None:
+    (first, all_raise), (second, _) = shm.run(differ, REFUSED[text], size=2)
+    assert second == text
+    assert first == f"rank 1: {text}"
+    assert all_raise
 
 
 def wrong_seed(comm: Any) -> str:

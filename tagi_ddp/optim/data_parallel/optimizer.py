@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, all_params
+from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates
+from tagi_ddp.optim.models import all_params
 
 Guard = Callable[[], AbstractContextManager[None]]
 
