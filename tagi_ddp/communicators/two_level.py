@@ -21,9 +21,10 @@ from tagi_ddp.communicators import shm
 from tagi_ddp.communicators.buffers import HostElements, cut, equal_counts
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, ReduceOp
-from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, name_ranks, what_happened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary
+from tagi_ddp.communicators.operation_queue import Ready
 from tagi_ddp.communicators.reduce import finish, partial_op, widen
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.communicators.topology import ranks_by_host

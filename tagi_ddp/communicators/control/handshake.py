@@ -16,6 +16,7 @@ from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.mesh import SILENCE
 from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
+from tagi_ddp.communicators.operation_queue import Ready
 
 _SLICE = 0.02  # seconds in the library between two reads of the control channel
 _PATIENCE = 0.1  # seconds for the library to compare calls before the control channel does, too
@@ -23,10 +24,6 @@ _PATIENCE = 0.1  # seconds for the library to compare calls before the control c
 # silence of a host.
 _GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
-
-
-Ready = Callable[[float], bool]
-"""Waits up to some seconds for a library; returns whether it is done; raises its RuntimeError."""
 
 
 class Differ(Exception):

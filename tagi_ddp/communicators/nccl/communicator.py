@@ -13,7 +13,6 @@ import json
 import math
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.work import NcclWork
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
-from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
+from tagi_ddp.communicators.operation_queue import Helper, OperationQueue, Ticket
 
 # NCCL rounds to 16 bits after each addition, and has no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
@@ -61,10 +60,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         self._completed = -1  # the last collective that is complete here with all before it
         self._polling = threading.Lock()
         self._grouped: list[tuple[Call, NcclWork]] | None = None
-        self._ending = threading.Event()
-        self._helper = threading.Thread(
-            target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
-        )
+        self._helper: Helper | None = None
 
     def open(self, call: Call) -> None:
         """Connect the ranks' devices; errors name ``call``."""
@@ -73,7 +69,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with handshake.explaining():
             connection.make_blocking()
         handshake.wait_for(connection.ready)
-        self._helper.start()
+        self._helper = Helper(self._help, _TICK)
 
     # Groups of operations, and objects of the host.
 
@@ -335,6 +331,10 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with self._channel.sending() as notes:
             notes.leave(Series.COLLECTIVE, self._completed)
 
+    def _help(self) -> None:
+        with contextlib.suppress(CommunicatorError):
+            self.look_after()
+
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
         self._library_close(clean=False)
@@ -346,9 +346,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             self.look_after()
         self._copied = self._completed
         # The helper must not use a closed channel, nor be in NCCL when the interpreter ends.
-        self._ending.set()
-        if self._helper.is_alive():
-            self._helper.join(self.timeout)
+        if self._helper is not None:
+            self._helper.close(self.timeout)
         super()._leave()
 
     def _library_close(self, clean: bool) -> None:
@@ -365,17 +364,3 @@ def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
 def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> list[Callable[[], object]]:
     """Return the step that copies a wide result to the caller's buffer, if that is another."""
     return [] if wide is narrow else [lambda: narrow.tensor().copy_(wide.tensor())]
-
-
-def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
-    """Look after a communicator now and then, until it closes or is garbage."""
-
-    def exists() -> bool:
-        comm = reference()
-        if comm is not None:
-            with contextlib.suppress(CommunicatorError):
-                comm.look_after()
-        return comm is not None
-
-    while not ending.wait(_TICK) and exists():
-        pass

@@ -23,13 +23,13 @@ from tagi_ddp.communicators.buffers import cut
 from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Differ, Ready
+from tagi_ddp.communicators.control.handshake import Differ
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.network.checked import close_all
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator
 from tagi_ddp.communicators.network.connect import connect
 from tagi_ddp.communicators.network.mpi_library import MPI, start
-from tagi_ddp.communicators.operation_queue import OperationQueue
+from tagi_ddp.communicators.operation_queue import OperationQueue, Ready
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
 _MOST = (1 << 31) - 1  # elements of one call: MPI's counts are C's ints
@@ -167,18 +167,8 @@ class MpiLibrary:
         """Begin one of MPI's collectives, which moves ``size`` bytes, the same on all ranks."""
         if size <= _LARGE or not self.concurrent:
             return _Poll([getattr(self._collectives, f"I{name}")(*arguments)]).ready
-        call = partial(getattr(self._collectives, name.capitalize()), *arguments)
-        ticket = self._thread.ticket(_Early)
-        self._thread.start(ticket, call)
-
-        def ready(seconds: float) -> bool:
-            try:
-                ticket.wait(seconds)
-            except _Early:
-                return False
-            return True
-
-        return ready
+        blocking = getattr(self._collectives, name.capitalize())
+        return self._thread.begin(partial(blocking, *arguments))
 
     def _in_parts(self, begin: Callable[[np.ndarray], Ready], array: np.ndarray) -> Ready:
         if array.size <= _MOST:
@@ -224,10 +214,6 @@ class _Poll:
             if not self._requests:
                 return True
         return False
-
-
-class _Early(Exception):
-    """The error of a wait for a call that is not complete yet."""
 
 
 def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 from tagi_ddp.communicators.errors import Timeout
-from tagi_ddp.communicators.network.in_time import Late, in_time
+from tagi_ddp.communicators.operation_queue import in_time
 from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
 
 if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
@@ -38,13 +38,11 @@ def start(where: str, timeout: float) -> None:
     # ctypes, unlike mpi4py, lets other threads run meanwhile.
     library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
     arguments = (None, None, ctypes.c_int(level), ctypes.byref(provided))
-    try:
-        in_time(lambda: library.MPI_Init_thread(*arguments), timeout)
-    except Late:
-        raise Timeout(
-            f"{where}: MPI did not start within {timeout:g} s: a rank "
-            "has not called init, nor imported mpi4py.MPI. Look at the ranks' output; raise "
-            "timeout= if they are only slow. End this process: MPI cannot be started again."
-        ) from None
+    late = Timeout(
+        f"{where}: MPI did not start within {timeout:g} s: a rank has not called init, nor "
+        "imported mpi4py.MPI. Look at the ranks' output; raise timeout= if they are only slow. "
+        "End this process: MPI cannot be started again."
+    )
+    in_time(lambda: library.MPI_Init_thread(*arguments), timeout, late)
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py does so, too.
