@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tagi_ddp.communicators.base import BaseCommunicator
 from tagi_ddp.communicators.buffers import HostElements, elements
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, ReduceOp
 from tagi_ddp.communicators.errors import CommunicatorError
+from tagi_ddp.communicators.operations import Call
 
 
 class SingleCommunicator(BaseCommunicator[HostElements, None]):

@@ -19,12 +19,11 @@ import numpy.typing as npt
 
 from tagi_ddp.communicators import shm
 from tagi_ddp.communicators.buffers import HostElements, cut, equal_counts
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, ReduceOp
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, name_ranks, what_happened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary
-from tagi_ddp.communicators.operation_queue import Ready
+from tagi_ddp.communicators.operations import Call, Ready
 from tagi_ddp.communicators.reduce import finish, partial_op, widen
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.communicators.topology import ranks_by_host
@@ -229,7 +228,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         handshake = self._handshake(call)
         handshake.begin()
         for level in self._levels:
-            level.purpose = f"{call.name}({call.arguments})"
+            level.purpose = str(call)
         try:
             yield handshake
         finally:
@@ -244,7 +243,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         """Begin an operation of a level."""
         try:
             work = getattr(level, operation)(
-                *arguments, async_op=True, timeout=handshake.left() + _MORE
+                *arguments, async_op=True, timeout=handshake.call.left() + _MORE
             )
         except CommunicatorError as error:
             self._explain(handshake, level, error)

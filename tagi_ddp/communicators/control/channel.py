@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.communicators.control.notes import Failure, Notes
-from tagi_ddp.communicators.operation_queue import Helper
+from tagi_ddp.communicators.operations import Helper
 
 _LENGTH = struct.Struct("!I")  # before each message of those that are sent together
 _IDLE = 0.02  # seconds without an operation before the thread reads messages

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from tagi_ddp.communicators.control.overlay import neighbours
-from tagi_ddp.communicators.operation_queue import start_thread
+from tagi_ddp.communicators.operations import start_thread
 
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")

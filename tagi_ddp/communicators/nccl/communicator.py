@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from tagi_ddp._backend import Device, NcclRank
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
@@ -29,7 +28,7 @@ from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.work import NcclWork
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
-from tagi_ddp.communicators.operation_queue import Helper, OperationQueue, Ticket
+from tagi_ddp.communicators.operations import Call, Helper, Ticket
 
 # NCCL rounds to 16 bits after each addition, and has no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
@@ -92,7 +91,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             finally:
                 self._grouped = None
             if calls:
-                arguments = "; ".join(f"{call.name}({call.arguments})" for call, _ in calls)
+                arguments = "; ".join(str(call) for call, _ in calls)
                 call = Call("group", arguments, max(call.limit for call, _ in calls))
                 group.gather([work for _, work in calls])
                 self._start(call, group, awaited=False)
@@ -170,12 +169,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         def fits(a: int, b: int) -> str:
             return f"sends {a} elements and expects {b}"
 
+        others = [rank for rank in range(self.size) if rank != self.rank]
         return NcclWork(
             source.stream,
             [lambda: self._all_ranks.all_to_all(source.memory, target.memory, sent, received)],
             [source, target],
-            messages={r: fits(sent[r], received[r]) for r in self._others},
-            expected={r: fits(received[r], sent[r]) for r in self._others},
+            messages={r: fits(sent[r], received[r]) for r in others},
+            expected={r: fits(received[r], sent[r]) for r in others},
         )
 
     def _barrier(self, call: Call) -> None:
@@ -245,17 +245,11 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         handshake.wait_for(made.ready)
         return made
 
-    def _submit(
-        self,
-        call: Call,
-        operation: Callable[[], T],
-        async_op: bool,
-        queue: OperationQueue | None = None,
-    ) -> Ticket[T]:
+    def _submit(self, call: Call, operation: Callable[[], T], async_op: bool) -> Ticket[T]:
         with self._enqueueing:  # While one thread has a group, the others wait.
             if self._grouped is not None:
                 raise RuntimeError(f"{call.name}() inside of group(): end the block before")
-        return super()._submit(call, operation, async_op, queue)
+        return super()._submit(call, operation, async_op)
 
     def _collective(
         self, call: Call, operation: Callable[[], NcclWork], async_op: bool
@@ -280,7 +274,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             self._number(call)
         self._check_failure(call)
         call.deadline = time.monotonic() + call.limit
-        handshake = self._stream_handshake(call)
+        where = self._where(call.title)
+        handshake = StreamHandshake(self._channel, where, call, lambda: self._failure)
         try:
             handshake.enter(work.messages, work.expected, awaited)
             if work.messages and not self._pairs_connected:
@@ -300,19 +295,9 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         finally:
             self._beginning = None
         call.deadline = math.inf  # Its limit counts once it begins.
-        work.begin(call, operation, handshake, self._where(call.title), self._inside, self._fail)
+        work.begin(call, operation, handshake, where, self._inside, self._fail)
         self._pending.append(work)
         work.finish()
-
-    def _stream_handshake(self, call: Call) -> StreamHandshake:
-        return StreamHandshake(
-            self._channel,
-            self._where(call.title),
-            call,
-            self._others,
-            (Series.COLLECTIVE, Series.COLLECTIVE),
-            lambda: self._failure,
-        )
 
     def look_after(self) -> None:
         """Drop complete operations, and report the last one to ranks that wait for it.

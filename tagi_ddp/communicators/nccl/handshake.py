@@ -7,7 +7,6 @@ import math
 import time
 
 from tagi_ddp._backend import NcclOperation
-from tagi_ddp.communicators import errors
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
 
@@ -31,7 +30,7 @@ class StreamHandshake(Handshake):
         Unless the operation is ``awaited``, a few messages may be held: they are sent with later
         ones, or when the communicator looks after its operations.
         """
-        call, size = self._call, len(self._peers) + 1
+        call, size = self.call, len(self._peers) + 1
         call.waits_for = lambda: self._at_fault(self._unfinished())
         few = size <= _FEW
         after = self._peers if few else [(self._rank + 1) % size]
@@ -53,15 +52,15 @@ class StreamHandshake(Handshake):
 
     def await_all(self) -> None:
         """Return once the calls of all ranks fit this one."""
-        if not self._until(self._all_fit, self._call.deadline):
-            self._time_out(self._call.waits_for())
+        if not self._until(self._all_fit, self.call.deadline):
+            self._time_out(self.call.waits_for())
 
     def follow(self, operation: NcclOperation, end: float) -> bool:
         """Wait until ``end`` at most; return whether it is complete, and the ranks' calls fit.
 
         The limit of the call counts from the time when the operation begins on the device.
         """
-        call = self._call
+        call = self.call
         while True:
             now = time.monotonic()
             try:
@@ -93,14 +92,14 @@ class StreamHandshake(Handshake):
         # A broadcast is complete on ranks that have its data, even if another died before its call.
         if self._fits():
             return True
-        entered, number = self._notes.entered, self._call.number
+        entered, number = self._notes.entered, self.call.number
         missing = [rank for rank in self._expected if (rank, self._theirs, number) not in entered]
         self._check(missing, self._gone())
         return False
 
     def _fits(self) -> bool:
         """Return whether all messages have arrived; raise Mismatch for one that does not fit."""
-        call, arrived = self._call, 0
+        call, arrived = self.call, 0
         for rank, expected in self._expected.items():
             message = self._notes.entered.get((rank, self._theirs, call.number))
             if message is None:
@@ -110,9 +109,7 @@ class StreamHandshake(Handshake):
                 continue
             name, arguments, content = json.loads(message)
             if (name, arguments) != (call.name, call.arguments):
-                others = {rank: f"{name}({arguments})"}
-                what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
-                raise Mismatch(f"{self._where}: {what}", [rank])
+                raise self._mismatch({rank: f"{name}({arguments})"})
             if content != expected:
                 raise Mismatch(
                     f"{self._where}: rank {rank} {content}, but this rank {expected}. Make what a "

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tagi_ddp._backend import NcclOperation
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.errors import REENTERED, CommunicatorError, Timeout, what_happened
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
-from tagi_ddp.communicators.operation_queue import Inside
+from tagi_ddp.communicators.operations import Call, Inside
 
 _MOMENT = 0.05  # seconds for which the helper may hold the lock
 

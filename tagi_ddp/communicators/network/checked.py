@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, E, R
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
@@ -27,10 +26,12 @@ from tagi_ddp.communicators.control.mesh import Listener, best_address
 from tagi_ddp.communicators.control.notes import Failure, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 from tagi_ddp.communicators.guard import uncaught_error
+from tagi_ddp.communicators.operations import Call
 
 W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
 
-_SETUP = 1  # the number of the handshake that opens a library; 0 is that of its channel
+# The numbers of the handshakes that open a channel and a library; those after it are the library's.
+_CHANNEL, _LIBRARY = 1, 2
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Make rank ``rank`` of ``size``; its library is not open yet."""
         super().__init__(rank, size, timeout)
         self._channel = channel
-        self._others = [r for r in range(size) if r != rank]
         self._copied = 0  # the last collective that used the library
         self._sent: defaultdict[int, int] = defaultdict(int)
         _open.add(self)
@@ -81,13 +81,13 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         self._handshake(Call("check", "", 0.0, number=self._numbers["collectives"] + 1)).check()
 
     def _send(self, call: Call, data: E, dst: int) -> None:
-        handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
+        handshake = self._handshake(call)
         handshake.compare()
         self._library_send(handshake, data, dst)
         self._sent[dst] = call.number
 
     def _recv(self, call: Call, data: E, src: int) -> None:
-        handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
+        handshake = self._handshake(call)
         handshake.compare()
         self._library_recv(handshake, data, src)
         handshake.leave()
@@ -127,21 +127,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     # Handshakes, and the end.
 
-    def _handshake(
-        self,
-        call: Call,
-        peers: list[int] | None = None,
-        series: tuple[Series, Series] = (Series.COLLECTIVE, Series.COLLECTIVE),
-    ) -> Handshake:
-        """Return the handshake for ``call`` with ``peers``, or with all other ranks."""
-        return Handshake(
-            self._channel,
-            self._where(call.title),
-            call,
-            self._others if peers is None else peers,
-            (Series.SETUP, Series.SETUP) if call.name == "init" and call.number else series,
-            lambda: self._failure,
-        )
+    def _handshake(self, call: Call) -> Handshake:
+        return Handshake(self._channel, self._where(call.title), call, lambda: self._failure)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         self._channel.fail(Failure(type(error).__name__, error.ranks, reason))
@@ -207,9 +194,7 @@ def open_channel(
     if missing:
         raise Timeout(f"{where}: {timeout_text(missing, call.limit)}", missing)
     # Only neighbours on other hosts know this host's address, and not every rank has one.
-    others = [r for r in range(len(hosts)) if r != rank]
-    series = Series.SETUP, Series.SETUP
-    handshake = Handshake(channel, where, call, others, series, lambda: None)
+    handshake = Handshake(channel, where, replace(call, number=_CHANNEL), lambda: None)
     addresses = {**handshake.gather(channel.address), rank: channel.address}
     channel.address = best_address(a for r, a in addresses.items() if hosts[r] == hosts[rank])
     return channel
@@ -230,7 +215,7 @@ def _connect(
 
 def opened(communicator: W, open_library: Callable[[W, Call], None], call: Call) -> W:
     """Return ``communicator`` once ``open_library`` has run; report a failure to all ranks."""
-    call = replace(call, name="init", number=_SETUP)
+    call = replace(call, name="init", number=_LIBRARY)
     try:
         open_library(communicator, call)
         handshake = communicator._handshake(replace(call, number=0))

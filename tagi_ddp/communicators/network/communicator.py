@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements, cut, elements
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members
 from tagi_ddp.communicators.network.library import Library
+from tagi_ddp.communicators.operations import Call
 from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan, widen
 from tagi_ddp.communicators.topology import Topology
 
@@ -195,11 +195,11 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
 
     def _library_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
         if data.count:
-            handshake.wait_for(self.library.send(data.array, dst, handshake.left()))
+            handshake.wait_for(self.library.send(data.array, dst, handshake.call.left()))
 
     def _library_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
         if data.count:
-            handshake.wait_for(self.library.recv(data.array, src, handshake.left()))
+            handshake.wait_for(self.library.recv(data.array, src, handshake.call.left()))
 
     def _part(self, call: Call, members: Members) -> Communicator:
         return self._part_of(self, call, members)

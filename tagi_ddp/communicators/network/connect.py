@@ -11,11 +11,11 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from tagi_ddp.communicators import shm
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.network.checked import Members, open_channel, opened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary, Sites
+from tagi_ddp.communicators.operations import Call
 from tagi_ddp.communicators.topology import Location, Topology, remember
 from tagi_ddp.communicators.two_level import TwoLevelCommunicator
 from tagi_ddp.environment import two_levels

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from tagi_ddp.communicators.buffers import cut
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
-from tagi_ddp.communicators.operation_queue import OperationQueue, Ready
+from tagi_ddp.communicators.operations import Call, OperationQueue, Ready
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")

@@ -7,10 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.operation_queue import Ready
+from tagi_ddp.communicators.operations import Call, Ready
 
 
 class Library(Protocol):

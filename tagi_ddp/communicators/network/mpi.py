@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from tagi_ddp.communicators.buffers import cut
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Differ
@@ -29,7 +28,7 @@ from tagi_ddp.communicators.network.checked import close_all
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator
 from tagi_ddp.communicators.network.connect import connect
 from tagi_ddp.communicators.network.mpi_library import MPI, start
-from tagi_ddp.communicators.operation_queue import OperationQueue, Ready
+from tagi_ddp.communicators.operations import Call, OperationQueue, Ready
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
 
 _MOST = (1 << 31) - 1  # elements of one call: MPI's counts are C's ints

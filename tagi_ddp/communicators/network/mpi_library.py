@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 from tagi_ddp.communicators.errors import Timeout
-from tagi_ddp.communicators.operation_queue import in_time
+from tagi_ddp.communicators.operations import in_time
 from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
 
 if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():

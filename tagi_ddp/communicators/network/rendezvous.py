@@ -20,7 +20,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
 from tagi_ddp.communicators.errors import (
@@ -32,7 +31,7 @@ from tagi_ddp.communicators.errors import (
 )
 from tagi_ddp.communicators.network.connect import connect as connect_ranks
 from tagi_ddp.communicators.network.gloo import GlooLibrary
-from tagi_ddp.communicators.operation_queue import in_time
+from tagi_ddp.communicators.operations import Call, in_time
 from tagi_ddp.environment import job_secret, rendezvous_endpoint
 
 _STORE_SLICE = 0.01  # seconds between two reads of the store

@@ -1,4 +1,4 @@
-"""Operations in the order of their calls, and the threads on which they run.
+"""Operations: their calls, their order, and the threads on which they run.
 
 These threads are daemons: a ThreadPoolExecutor would join its own when the interpreter ends, before
 anything could abort an operation that is stuck.
@@ -7,8 +7,10 @@ anything could abort an operation that is stuck.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -21,6 +23,42 @@ T = TypeVar("T")
 
 Ready = Callable[[float], bool]
 """Waits up to some seconds for an operation; returns whether it is complete; raises its error."""
+
+
+@dataclass
+class Call:
+    """One operation of one rank.
+
+    The calls of two ranks fit if ``name`` and ``arguments`` are equal. ``peer`` is the other rank
+    of a message. ``deadline`` is a time of the monotonic clock: ``limit`` seconds after the
+    operation begins. ``waits_for`` returns the ranks for which it waits now.
+    """
+
+    name: str
+    arguments: str
+    limit: float
+    peer: int | None = None
+    number: int = 0
+    deadline: float = 0.0
+    waits_for: Callable[[], list[int]] = list
+
+    @property
+    def title(self) -> str:
+        """For example "all_reduce #17" or "send #3 to rank 1"."""
+        if self.number == 0 or self.name == "init":
+            return self.name
+        if self.peer is None:
+            return f"{self.name} #{self.number}"
+        direction = "to" if self.name == "send" else "from"
+        return f"{self.name} #{self.number} {direction} rank {self.peer}"
+
+    def __str__(self) -> str:
+        """Return for example "all_reduce(float32[8], op=sum)"."""
+        return f"{self.name}({self.arguments})"
+
+    def left(self) -> float:
+        """Return the seconds before the deadline, at least 0.01."""
+        return max(0.01, self.deadline - time.monotonic())
 
 
 def _raise(error: BaseException) -> NoReturn:
