@@ -116,42 +116,21 @@ class MpiLibrary:
         limit: float,
     ) -> Ready:
         source, target = _unsigned(array), _unsigned(out)
-        step = _MOST // len(sent)
-        if most <= step:
+        if most * len(sent) <= _MOST:
             size = most * len(sent) * array.itemsize
             return self._begin("alltoallv", size, [source, sent], [target, received])
-        sources, targets = cut(source, sent), cut(target, received)
-
-        def exchange(begin: int) -> Ready:
-            now = [part[begin : begin + step] for part in sources]
-            into = [part[begin : begin + step] for part in targets]
-            packed = np.empty(sum(part.size for part in into), target.dtype)
-            lengths = [part.size for part in into]
-            ready = self._begin(
-                "alltoallv",
-                _LARGE + 1,
-                [np.concatenate(now), [part.size for part in now]],
-                [packed, lengths],
-            )
-
-            def unpack(seconds: float) -> bool:
-                if not ready(seconds):
-                    return False
-                for part, received_now in zip(into, cut(packed, lengths), strict=True):
-                    part[...] = received_now
-                return True
-
-            return unpack
-
-        return _one_by_one([partial(exchange, begin) for begin in range(0, most, step)])
+        group, requests = self._collectives, []
+        for rank, part in enumerate(cut(target, received)):
+            requests += _messages(group.Irecv, part, rank)
+        for rank, part in enumerate(cut(source, sent)):
+            requests += _messages(group.Isend, part, rank)
+        return _Poll(requests).ready
 
     def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
-        begin = self._messages.Isend
-        return _Poll([begin(part, dst, _MESSAGE) for part in _parts(_unsigned(array))]).ready
+        return _Poll(_messages(self._messages.Isend, _unsigned(array), dst)).ready
 
     def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
-        begin = self._messages.Irecv
-        return _Poll([begin(part, src, _MESSAGE) for part in _parts(_unsigned(array))]).ready
+        return _Poll(_messages(self._messages.Irecv, _unsigned(array), src)).ready
 
     def part(self, ranks: list[int], channel: ControlChannel, call: Call) -> MpiLibrary:
         group = self._collectives.group.Incl(ranks)
@@ -250,6 +229,13 @@ def _parts(array: np.ndarray) -> list[np.ndarray]:
     return [array[begin : begin + _MOST] for begin in range(0, array.size, _MOST)]
 
 
+def _messages(
+    begin: Callable[..., MPI.Request], array: np.ndarray, other: int
+) -> list[MPI.Request]:
+    """Begin to send an array to another rank, or to receive it from there."""
+    return [begin(part, other, _MESSAGE) for part in _parts(array)]
+
+
 def _unsigned(array: np.ndarray) -> np.ndarray:
     """Return the same memory as unsigned integers, which every MPI supports."""
     return array.view(f"uint{8 * array.itemsize}")
@@ -332,10 +318,6 @@ def outlive_ranks() -> None:
     _outlives = True
 
 
-def _has_failed(communicator: Communicator) -> bool:
-    return bool(getattr(communicator, "failed", False)) and not _outlives
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -352,10 +334,10 @@ def _end_job() -> None:
             _flush()
             os._exit(1)  # MPI_Finalize would wait for threads that a fork lacks.
         return
-    failed = error is not None or _broken or any(_has_failed(each) for each in _made)
+    broken = _broken or (not _outlives and any(getattr(each, "failed", False) for each in _made))
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
-    if failed:
+    if error is not None or broken:
         _flush()
         MPI.COMM_WORLD.Abort(1)
     elif _outlives:
