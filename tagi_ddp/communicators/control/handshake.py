@@ -49,7 +49,7 @@ class Handshake:
         self.call = call
         self._channel = channel
         self._notes = channel.notes
-        self._where = where
+        self.where = where
         self._rank = channel.rank
         self._failure = failure
         self._announced = False
@@ -114,10 +114,10 @@ class Handshake:
             self._finish(exchange)
 
     def gather(self, content: Any) -> dict[int, Any]:
-        """Compare the calls, and return the small ``content`` of each peer."""
+        """Compare the calls, and return the small ``content`` of each rank."""
         contents = {self._rank: content}
         self._finish(self._exchanging(contents))
-        return {rank: content for rank, content in contents.items() if rank != self._rank}
+        return contents
 
     def _finish(self, exchange: Iterator[None]) -> None:
         self.call.waits_for = self._missing
@@ -259,7 +259,7 @@ class Handshake:
     def _mismatch(self, others: dict[int, str]) -> Mismatch:
         """Return the error for the calls of ``others``, by rank."""
         what = errors.mismatch_text(others, str(self.call))
-        return Mismatch(f"{self._where}: {what}", sorted(others))
+        return Mismatch(f"{self.where}: {what}", sorted(others))
 
     def _interrupted(self) -> bool:
         # A rank that took part and then closed had done its share before.
@@ -271,13 +271,13 @@ class Handshake:
         """Raise if this rank or another has failed, or if a needed one is gone."""
         failure = self._failure()
         if failure is not None:
-            raise type(failure)(f"{self._where}: stopped ({failure})", failure.ranks)
+            raise type(failure)(f"{self.where}: stopped ({failure})", failure.ranks)
         if self._notes.failures:
             self._check_failures()
         if died := [rank for rank in needed if rank in gone & self._notes.died]:
-            raise PeerLost(f"{self._where}: {errors.died_text(died)}", died)
+            raise PeerLost(f"{self.where}: {errors.died_text(died)}", died)
         if closed := [rank for rank in needed if rank in gone]:
-            raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
+            raise PeerLost(f"{self.where}: {errors.closed_text(closed[0])}", closed)
 
     def _check_failures(self) -> None:
         # A peer that has completed this operation failed in a later one.
@@ -294,7 +294,7 @@ class Handshake:
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
             what = errors.forwarded(kind, failure.ranks or [rank], rank, failure.reason, self._rank)
-            raise kind(f"{self._where}: {what}", ranks)
+            raise kind(f"{self.where}: {what}", ranks)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -321,12 +321,12 @@ class Handshake:
         except CommunicatorError as reason:
             raise reason from None  # The library's error follows from it.
         if isinstance(error, CommunicatorError):
-            raise type(error)(f"{self._where}: {error}", error.ranks) from error
-        raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error
+            raise type(error)(f"{self.where}: {error}", error.ranks) from error
+        raise CommunicatorError(f"{self.where}: the backend failed: {error}") from error
 
     def _time_out(self, missing: list[int]) -> NoReturn:
         limit = self.call.limit
         what = f"all ranks came, but the data did not within {limit:g} s. Look at the network."
         if missing:
             what = errors.timeout_text(missing, limit)
-        raise Timeout(f"{self._where}: {what}", missing)
+        raise Timeout(f"{self.where}: {what}", missing)

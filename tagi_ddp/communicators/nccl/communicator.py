@@ -27,7 +27,7 @@ from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements,
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
 from tagi_ddp.communicators.nccl.work import NcclWork
-from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
+from tagi_ddp.communicators.network.checked import CheckedCommunicator, Connect, opened
 from tagi_ddp.communicators.operations import Call, Helper, Ticket
 
 # NCCL rounds to 16 bits after each addition, and has no integers of 16 bits.
@@ -103,7 +103,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
 
         def gather() -> list[Any]:
             handshake = self._handshake(call)
-            values = {**handshake.gather(own), self.rank: own}
+            values = handshake.gather(own)
             handshake.leave()
             return [values[r] for r in range(self.size)]
 
@@ -203,10 +203,9 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         handshake.wait_for(operation.enqueued)
         handshake.wait_for(operation.complete)
 
-    def _part(self, call: Call, members: Members) -> NcclCommunicator:
-        part = NcclCommunicator(
-            members.rank, len(members.ranks), self.timeout, members.connect(), self._device
-        )
+    def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> NcclCommunicator:
+        rank = ranks.index(self.rank)
+        part = NcclCommunicator(rank, len(ranks), self.timeout, connect(), self._device)
         return opened(part, NcclCommunicator.open, call)
 
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
@@ -295,7 +294,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         finally:
             self._beginning = None
         call.deadline = math.inf  # Its limit counts once it begins.
-        work.begin(call, operation, handshake, where, self._inside, self._fail)
+        work.begin(operation, handshake, self._inside, self._fail)
         self._pending.append(work)
         work.finish()
 
@@ -312,7 +311,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
                     self._fail(error, what_happened(error))  # This ends NCCL's call, too.
                     raise
             while self._pending and self._pending[0].poll():
-                self._completed = self._pending.popleft().number
+                self._completed = self._pending.popleft().call.number
         with self._channel.sending() as notes:
             notes.leave(Series.COLLECTIVE, self._completed)
 

@@ -112,7 +112,7 @@ class StreamHandshake(Handshake):
                 raise self._mismatch({rank: f"{name}({arguments})"})
             if content != expected:
                 raise Mismatch(
-                    f"{self._where}: rank {rank} {content}, but this rank {expected}. Make what a "
+                    f"{self.where}: rank {rank} {content}, but this rank {expected}. Make what a "
                     "rank sends what the other expects.",
                     [rank],
                 )

@@ -12,7 +12,7 @@ from typing import Any
 from tagi_ddp._backend import NcclOperation
 from tagi_ddp.communicators.errors import REENTERED, CommunicatorError, Timeout, what_happened
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
-from tagi_ddp.communicators.operations import Call, Inside
+from tagi_ddp.communicators.operations import Inside
 
 _MOMENT = 0.05  # seconds for which the helper may hold the lock
 
@@ -56,17 +56,15 @@ class NcclWork:
 
     def begin(
         self,
-        call: Call,
         operation: NcclOperation,
         handshake: StreamHandshake,
-        where: str,
         inside: Inside,
         fail: Callable[[CommunicatorError, str], None],
     ) -> None:
         """Follow ``operation``, which has been enqueued; ``fail`` breaks the communicator."""
-        self.number = call.number
-        self._call, self._operation, self._where, self._fail = call, operation, where, fail
-        self._inside, self._handshake = inside, handshake
+        self.call, self._where = handshake.call, handshake.where
+        self._operation, self._handshake = operation, handshake
+        self._inside, self._fail = inside, fail
 
     def finish(self) -> None:
         """Run the steps in ``after`` on the result, before anything else uses it."""
@@ -93,15 +91,15 @@ class NcclWork:
 
     def await_end(self, timeout: float | None = None) -> None:
         """Do what `wait` does, inside of another operation of this thread."""
-        limit = self._call.limit if timeout is None else timeout
+        limit = self.call.limit if timeout is None else timeout
         end = time.monotonic() + limit
-        while not self._poll(end):
-            if timeout is None and not math.isinf(self._call.deadline):
-                end = self._call.deadline + 1.0  # It began late, and ends by its own limit.
+        while not self.poll(end):
+            if timeout is None and not math.isinf(self.call.deadline):
+                end = self.call.deadline + 1.0  # It began late, and ends by its own limit.
             else:
-                missing = self._call.waits_for()
+                missing = self.call.waits_for()
                 what = f"not complete in {limit:g} s"
-                if math.isinf(self._call.deadline):
+                if math.isinf(self.call.deadline):
                     what += ": the work before it in the caller's stream is not"
                 text = f"{self._where}: {what}. It goes on; wait again."
                 raise Timeout(text, missing)
@@ -127,23 +125,20 @@ class NcclWork:
         if stream is None:
             self.wait()
         elif self._handshake is not None:
-            self._order(stream)
+            if self._error is not None:
+                raise self._error
+            try:
+                self._operation.order(stream)
+            except RuntimeError as error:
+                self._error = CommunicatorError(f"{self._where}: the backend failed: {error}")
+                self._fail(self._error, what_happened(self._error))
+                raise self._error from error
 
-    def poll(self) -> bool:
-        """Return, without blocking, whether it is complete; raise its error if it failed."""
-        return self._poll(0.0)
+    def poll(self, end: float = 0.0) -> bool:
+        """Return whether it is complete; raise its error if it failed.
 
-    def _order(self, stream: int) -> None:
-        if self._error is not None:
-            raise self._error
-        try:
-            self._operation.order(stream)
-        except RuntimeError as error:
-            self._error = CommunicatorError(f"{self._where}: the backend failed: {error}")
-            self._fail(self._error, what_happened(self._error))
-            raise self._error from error
-
-    def _poll(self, end: float) -> bool:
+        Wait until ``end``, a time of the monotonic clock; 0: do not wait.
+        """
         if self._handshake is None:
             return True
         # The helper of the communicator holds the lock for a moment.

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,18 +34,8 @@ W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
 _CHANNEL, _LIBRARY = 1, 2
 
 
-@dataclass(frozen=True)
-class Members:
-    """Some ranks of a communicator, of which this one is number ``rank``.
-
-    ``ranks`` are their numbers in the whole. ``connect`` makes their control channel. No other
-    rank knows ``token``.
-    """
-
-    rank: int
-    ranks: list[int]
-    token: str
-    connect: Callable[[], ControlChannel]
+Connect = Callable[[], ControlChannel]
+"""Makes the control channel of some ranks, all of which call this."""
 
 
 class CheckedCommunicator(BaseCommunicator[E, R]):
@@ -68,8 +58,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Receive from ``src``, which sends now."""
 
     @abstractmethod
-    def _part(self, call: Call, members: Members) -> Communicator:
-        """Return a communicator of some of the ranks, all of which call this now."""
+    def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
+        """Return a communicator of ``ranks``, which call this now, and alone know ``token``."""
 
     @abstractmethod
     def _library_close(self, clean: bool) -> None:
@@ -101,15 +91,14 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         with closing(Listener(one_host=self._channel.one_host)) as listener:
             own = [color, key, listener.record.decode(), secrets.token_hex(16)]
             handshake = self._handshake(call)
-            others = {**handshake.gather(own), self.rank: own}
+            all_ranks = handshake.gather(own)
             part: Communicator | None = None
             if color is not None:
-                order = sorted((others[r][1], r) for r in others if others[r][0] == color)
+                order = sorted((all_ranks[r][1], r) for r in all_ranks if all_ranks[r][0] == color)
                 ranks = [rank for _, rank in order]
-                records = [others[rank][2].encode() for rank in ranks]
+                records = [all_ranks[rank][2].encode() for rank in ranks]
                 connect = partial(self._connect_part, listener, ranks, records, call)
-                members = Members(ranks.index(self.rank), ranks, others[ranks[0]][3], connect)
-                part = self._part(call, members)
+                part = self._part(call, ranks, all_ranks[ranks[0]][3], connect)
         handshake.leave()
         return part
 
@@ -195,7 +184,7 @@ def open_channel(
         raise Timeout(f"{where}: {timeout_text(missing, call.limit)}", missing)
     # Only neighbours on other hosts know this host's address, and not every rank has one.
     handshake = Handshake(channel, where, replace(call, number=_CHANNEL), lambda: None)
-    addresses = {**handshake.gather(channel.address), rank: channel.address}
+    addresses = handshake.gather(channel.address)
     channel.address = best_address(a for r, a in addresses.items() if hosts[r] == hosts[rank])
     return channel
 

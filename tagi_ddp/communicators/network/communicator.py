@@ -14,14 +14,14 @@ from tagi_ddp.communicators.communicator import Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
-from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members
+from tagi_ddp.communicators.network.checked import CheckedCommunicator, Connect
 from tagi_ddp.communicators.network.library import Library
 from tagi_ddp.communicators.operations import Call
 from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan, widen
 from tagi_ddp.communicators.topology import Topology
 
-PartOf = Callable[["NetworkCommunicator", Call, Members], Communicator]
-"""Connects some ranks of a communicator, all of which call this."""
+PartOf = Callable[["NetworkCommunicator", Call, list[int], str, Connect], Communicator]
+"""Connects some ranks of a communicator; see `CheckedCommunicator._part`."""
 
 OpenLibrary = Callable[[ControlChannel, Call], Library]
 """Connects the ranks of a control channel by a library; errors name the call."""
@@ -175,7 +175,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         received: list[int],
     ) -> None:
         handshake = self._handshake(call)
-        tables = {**handshake.gather([sent, received]), self.rank: [sent, received]}
+        tables = handshake.gather([sent, received])
         for a in range(self.size):
             for b in range(self.size):
                 sends, expects = tables[a][0][b], tables[b][1][a]
@@ -201,8 +201,8 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         if data.count:
             handshake.wait_for(self.library.recv(data.array, src, handshake.call.left()))
 
-    def _part(self, call: Call, members: Members) -> Communicator:
-        return self._part_of(self, call, members)
+    def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
+        return self._part_of(self, call, ranks, token, connect)
 
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake for ``call`` once all ranks have made the same call."""
