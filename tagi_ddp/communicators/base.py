@@ -345,7 +345,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _break(self, call: Call, error: BaseException) -> None:
         """Break the communicator on all ranks after the error of an operation."""
         if isinstance(error, errors.CommunicatorError):
-            self._fail(error, errors.what_happened(error))
+            self._fail(error)
         else:
             reason = f"{call.title} ended in {type(error).__name__}: {error}"
             failure = errors.CommunicatorError(f"{self._where(call.title)}: {reason}")
@@ -381,9 +381,10 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         if self._failure is not None:
             raise errors.not_started(self._where(call.title), self._failure)
 
-    def _fail(self, error: errors.CommunicatorError, reason: str) -> None:
+    def _fail(self, error: errors.CommunicatorError, reason: str = "") -> None:
+        """Break the communicator; the others get ``reason``, by default the text of ``error``."""
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = error
-        self._announce(error, reason)
+        self._announce(error, reason or errors.what_happened(error))

@@ -145,7 +145,13 @@ class ControlChannel:
             self._reading = False
             self._changed.notify_all()
         for rank, message in received:
-            self._take(rank, message)
+            if message is None:
+                self.notes.lose(rank)
+                continue
+            try:
+                self.notes.receive(rank, message)
+            except _NONSENSE:
+                mesh.cut(self._connections[rank])  # The next read finds the end.
 
     def _receive(self, rank: int | None) -> list[tuple[int, bytes | None]]:
         """Return the messages of ``rank``, None for its end; the alarm has rank None."""
@@ -161,15 +167,6 @@ class ControlChannel:
             self._selector.unregister(connection)
             received.append((rank, None))
         return received
-
-    def _take(self, rank: int, message: bytes | None) -> None:
-        if message is not None:
-            try:
-                self.notes.take(rank, message)
-            except _NONSENSE:
-                mesh.cut(self._connections[rank])  # The next read finds the end.
-        else:
-            self.notes.lose(rank)
 
     def _flush(self) -> None:
         """Send what ``outbox`` holds, but for ranks without a connection."""
@@ -208,7 +205,7 @@ class ControlChannel:
         os.eventfd_write(self._alarm, 1)
         self._helper.close()
         with self.sending() as notes:
-            notes.bye()
+            notes.close()
         for connection in self._connections.values():
             # Unread bytes would make the kernel reset the connection, and lose the last message.
             with contextlib.suppress(OSError):

@@ -224,8 +224,8 @@ class Handshake:
         return [rank for rank in self._peers if rank not in present]
 
     def _unfinished(self) -> list[int]:
-        through = self._notes.through
-        return [r for r in self._peers if through.get((r, self._theirs), -1) < self.call.number]
+        completed = self._notes.completed
+        return [r for r in self._peers if completed.get((r, self._theirs), -1) < self.call.number]
 
     def _missing(self) -> list[int]:
         """Return the ranks for which the others wait."""
@@ -234,9 +234,9 @@ class Handshake:
 
     def _at_fault(self, ranks: list[int]) -> list[int]:
         """Return those of ``ranks`` that have not reported that they wait."""
-        through, waiting = self._notes.through, self._notes.waiting
-        series = self._theirs
-        return [r for r in ranks if waiting.get((r, series), -1) <= through.get((r, series), -1)]
+        completed, waiting = self._notes.completed, self._notes.waiting
+        keys = [(rank, self._theirs) for rank in ranks]
+        return [key[0] for key in keys if waiting.get(key, -1) <= completed.get(key, -1)]
 
     def _senders_here(self) -> bool:
         call, notes = self.call, self._notes
@@ -281,8 +281,8 @@ class Handshake:
 
     def _check_failures(self) -> None:
         # A peer that has completed this operation failed in a later one.
-        through = set(self._peers).difference(self._unfinished())
-        failures = {r: f for r, f in self._notes.failures.items() if r not in through}
+        completed = set(self._peers).difference(self._unfinished())
+        failures = {r: f for r, f in self._notes.failures.items() if r not in completed}
         for rank, failure in failures.items():
             kind, ranks = _SHARED.get(failure.error, PeerLost), list(failure.ranks) or [rank]
             called = errors.own_call(failure.reason)

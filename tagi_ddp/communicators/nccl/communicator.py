@@ -22,7 +22,7 @@ from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.notes import Series
-from tagi_ddp.communicators.errors import CommunicatorError, what_happened
+from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
@@ -308,7 +308,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
                 try:
                     beginning.poll()
                 except CommunicatorError as error:
-                    self._fail(error, what_happened(error))  # This ends NCCL's call, too.
+                    self._fail(error)  # This ends NCCL's call, too.
                     raise
             while self._pending and self._pending[0].poll():
                 self._completed = self._pending.popleft().call.number

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tagi_ddp._backend import NcclOperation
-from tagi_ddp.communicators.errors import REENTERED, CommunicatorError, Timeout, what_happened
+from tagi_ddp.communicators.errors import REENTERED, CommunicatorError, Timeout
 from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.operations import Inside
 
@@ -59,7 +59,7 @@ class NcclWork:
         operation: NcclOperation,
         handshake: StreamHandshake,
         inside: Inside,
-        fail: Callable[[CommunicatorError, str], None],
+        fail: Callable[[CommunicatorError], None],
     ) -> None:
         """Follow ``operation``, which has been enqueued; ``fail`` breaks the communicator."""
         self.call, self._where = handshake.call, handshake.where
@@ -131,7 +131,7 @@ class NcclWork:
                 self._operation.order(stream)
             except RuntimeError as error:
                 self._error = CommunicatorError(f"{self._where}: the backend failed: {error}")
-                self._fail(self._error, what_happened(self._error))
+                self._fail(self._error)
                 raise self._error from error
 
     def poll(self, end: float = 0.0) -> bool:
@@ -153,7 +153,7 @@ class NcclWork:
         except CommunicatorError as error:
             if self._error is None:
                 self._error = error
-                self._fail(error, what_happened(error))
+                self._fail(error)
             raise
         finally:
             self._lock.release()

@@ -126,18 +126,18 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         # The others may still be reading data that this rank has sent.
         with self._channel.sending() as notes:
             notes.acknowledge(self._copied)
-        self._channel.until(self._all_through, time.monotonic() + self.timeout)
+        self._channel.until(self._is_all_received, time.monotonic() + self.timeout)
         clean = self._failure is None and not notes.failures
         self._library_close(clean)
         self._channel.close()
         _open.discard(self)
 
-    def _all_through(self) -> bool:
+    def _is_all_received(self) -> bool:
         notes = self._channel.notes
         if self._failure is not None or notes.failures or notes.died:
             return True
         return notes.acknowledged >= self._copied and all(
-            notes.through.get((rank, Series.RECV), 0) >= sent
+            notes.completed.get((rank, Series.RECV), 0) >= sent
             for rank, sent in self._sent.items()
             if rank not in notes.closed
         )
