@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.guard import AllRanksRaise
-from tagi_ddp.communicators.objects import all_gather_object
 
 Entry = tuple[str, str]
 

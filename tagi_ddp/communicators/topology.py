@@ -11,9 +11,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.control.mesh import host_id
-from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.environment import detect
 
 

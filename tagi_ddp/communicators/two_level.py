@@ -225,10 +225,11 @@ class TwoLevelCommunicator(NetworkCommunicator):
         try:
             yield handshake
         finally:
+            del self._operation  # It refers to this communicator, which may be forgotten.
             for level in self._levels:
                 level.purpose = ""
         handshake.conclude()
-        self._done(handshake, call)
+        handshake.leave()
 
     def _begin(self, level: Communicator, operation: str, *arguments: Any) -> Ready:
         """Begin an operation of a level."""

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.init import adopted
-from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.plan.model import Link
 
 _SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)

@@ -114,15 +114,15 @@ class Notes:
         for key in [k for k in self.entered if k[1] is Series.COLLECTIVE and k[2] <= number]:
             del self.entered[key]
 
-    def acknowledge(self, number: int) -> None:
-        """Ask all ranks to acknowledge a collective; see ``acknowledged``."""
-        self._asked = max(self._asked, number)
+    def acknowledge(self) -> None:
+        """Ask all ranks to acknowledge the last collective of this one; see ``acknowledged``."""
+        self._asked = max(self._asked, self.own)
         self._answer()
 
     def fail(self, failure: Failure) -> None:
         """Send all ranks the failure of this one."""
         content = json.dumps([failure.error, failure.ranks, failure.reason]).encode()
-        self._send(Kind.FAIL, Series.COLLECTIVE, self._own() + 1, content)
+        self._send(Kind.FAIL, Series.COLLECTIVE, self.own + 1, content)
 
     def keep(self, key: str, value: bytes) -> None:
         """Ask all ranks to keep ``value``."""
@@ -133,7 +133,7 @@ class Notes:
 
     def close(self) -> None:
         """Send all ranks that this one closes."""
-        self._send(Kind.CLOSE, Series.COLLECTIVE, self._own() + 1)
+        self._send(Kind.CLOSE, Series.COLLECTIVE, self.own + 1)
 
     # Messages of other ranks.
 
@@ -200,12 +200,14 @@ class Notes:
 
     # Sending.
 
-    def _own(self) -> int:
+    @property
+    def own(self) -> int:
+        """The number of the last collective that this rank has completed."""
         return self.completed.get((self.rank, Series.COLLECTIVE), -1)
 
     def _answer(self) -> None:
         """Report the last complete collective if a rank waits for it or asks all for it."""
-        own = self._own()
+        own = self.own
         for (_, series), number in self.waiting.items():
             if series is Series.COLLECTIVE and self._reported < number <= own:
                 self._reported = own

@@ -24,9 +24,8 @@ from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
-from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
-from tagi_ddp.communicators.nccl.work import NcclWork
+from tagi_ddp.communicators.nccl.work import NcclWork, StreamHandshake
 from tagi_ddp.communicators.network.checked import CheckedCommunicator, Connect, opened
 from tagi_ddp.communicators.operations import Call, Helper, Ticket
 
@@ -56,7 +55,6 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         self._beginning: StreamHandshake | None = None  # of a call from which NCCL has not returned
         self._enqueueing = threading.RLock()  # It keeps operations in the order of the calls.
         self._pending: deque[NcclWork] = deque()
-        self._completed = -1  # the last collective that is complete here with all before it
         self._polling = threading.Lock()
         self._grouped: list[tuple[Call, NcclWork]] | None = None
         self._helper: Helper | None = None
@@ -68,7 +66,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with handshake.explaining():
             connection.make_blocking()
         handshake.wait_for(connection.ready)
-        self._helper = Helper(self._help, _TICK)
+        self._helper = Helper(self.look_after, _TICK)
 
     # Groups of operations, and objects of the host.
 
@@ -301,9 +299,10 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
     def look_after(self) -> None:
         """Drop complete operations, and report the last one to ranks that wait for it.
 
-        Raises the error of an operation that failed.
+        The next call raises the error of an operation that has failed.
         """
-        with self._polling:
+        completed = -1
+        with self._polling, contextlib.suppress(CommunicatorError):
             if (beginning := self._beginning) is not None:
                 try:
                     beginning.poll()
@@ -311,13 +310,9 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
                     self._fail(error)  # This ends NCCL's call, too.
                     raise
             while self._pending and self._pending[0].poll():
-                self._completed = self._pending.popleft().call.number
+                completed = self._pending.popleft().call.number
         with self._channel.sending() as notes:
-            notes.leave(Series.COLLECTIVE, self._completed)
-
-    def _help(self) -> None:
-        with contextlib.suppress(CommunicatorError):
-            self.look_after()
+            notes.leave(Series.COLLECTIVE, completed)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
@@ -327,8 +322,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with contextlib.suppress(CommunicatorError):
             for work in list(self._pending):
                 work.wait()
-            self.look_after()
-        self._copied = self._completed
+        self.look_after()
         # The helper must not use a closed channel, nor be in NCCL when the interpreter ends.
         if self._helper is not None:
             self._helper.close(self.timeout)

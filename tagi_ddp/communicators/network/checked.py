@@ -45,7 +45,6 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Make rank ``rank`` of ``size``; its library is not open yet."""
         super().__init__(rank, size, timeout)
         self._channel = channel
-        self._copied = 0  # the last collective that used the library
         self._sent: defaultdict[int, int] = defaultdict(int)
         _open.add(self)
 
@@ -125,7 +124,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
     def _leave(self) -> None:
         # The others may still be reading data that this rank has sent.
         with self._channel.sending() as notes:
-            notes.acknowledge(self._copied)
+            notes.acknowledge()
         self._channel.until(self._is_all_received, time.monotonic() + self.timeout)
         clean = self._failure is None and not notes.failures
         self._library_close(clean)
@@ -136,7 +135,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         notes = self._channel.notes
         if self._failure is not None or notes.failures or notes.died:
             return True
-        return notes.acknowledged >= self._copied and all(
+        return notes.acknowledged >= notes.own and all(
             notes.completed.get((rank, Series.RECV), 0) >= sent
             for rank, sent in self._sent.items()
             if rank not in notes.closed

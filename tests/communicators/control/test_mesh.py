@@ -243,7 +243,7 @@ def test_messages_are_passed_on_by_who_does_not_wait() -> None:
         assert notes.entered == {(0, Series.SEND, 1): b"here"}
         with channels[5].sending() as notes:
             notes.leave(Series.COLLECTIVE, 3)
-            notes.acknowledge(3)
+            notes.acknowledge()
         assert channels[5].until(lambda: notes.acknowledged == -1, 0.0)
         for channel in channels:
             with channel.sending() as each:

@@ -152,7 +152,7 @@ def test_all_meet(size: int, seed: int) -> None:
         assert meeting.everyone()
     assert not any(notes.entered for notes in network.ranks)
     assert {notes.acknowledged for notes in network.ranks} == {-1}
-    network.ranks[0].acknowledge(2)
+    network.ranks[0].acknowledge()
     network.run()
     assert {notes.acknowledged for notes in network.ranks} == {2}
 
