@@ -14,8 +14,7 @@ import numpy as np
 
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout
-from tagi_ddp.communicators.network.mpi import outlive_ranks, wrap
-from tagi_ddp.communicators.network.mpi_library import MPI, start
+from tagi_ddp.communicators.network.mpi import MPI, outlive_ranks, start, wrap
 from tagi_ddp.communicators.operations import in_time
 from tagi_ddp.environment import detect
 
