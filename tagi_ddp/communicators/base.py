@@ -183,7 +183,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
         buffers.check_other("dst", dst, self.rank, self.size, "send to")
         call = self._call("send", arguments, timeout, dst)
-        return self._run(call, lambda: self._send(call, data, dst), async_op)
+        return self._run(call, lambda: self._message(call, data, dst), async_op)
 
     def recv(
         self,
@@ -199,7 +199,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
         buffers.check_other("src", src, self.rank, self.size, "receive from")
         call = self._call("recv", arguments, timeout, src)
-        return self._run(call, lambda: self._recv(call, data, src), async_op)
+        return self._run(call, lambda: self._message(call, data, src), async_op)
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Return once every rank has called it."""
@@ -269,10 +269,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     ) -> R: ...
 
     @abstractmethod
-    def _send(self, call: Call, data: E, dst: int) -> None: ...
-
-    @abstractmethod
-    def _recv(self, call: Call, data: E, src: int) -> None: ...
+    def _message(self, call: Call, data: E, peer: int) -> None:
+        """Send to ``peer``, or receive from it, as ``call`` says."""
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...

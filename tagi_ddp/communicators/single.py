@@ -31,11 +31,8 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
         pass
 
-    def _send(self, call: Call, data: HostElements, dst: int) -> None:
-        raise AssertionError("there is no other rank to send to")
-
-    def _recv(self, call: Call, data: HostElements, src: int) -> None:
-        raise AssertionError("there is no other rank to receive from")
+    def _message(self, call: Call, data: HostElements, peer: int) -> None:
+        raise AssertionError("there is no other rank")
 
     def _barrier(self, call: Call) -> None:
         pass

@@ -22,7 +22,7 @@ _ALL = 2**32 - 1  # as a target
 
 
 class Kind(IntEnum):
-    """The kinds of message, in the words of their sender."""
+    """The kinds of message, each with what its sender states."""
 
     ENTER = 1  # I call this operation with these arguments, and so do the ranks I know of.
     COMPLETED = 2  # I have completed this operation and all before it.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from tagi_ddp._backend import Device, NcclRank
@@ -181,23 +182,15 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             work.await_end()
         super()._barrier(call)
 
-    def _library_send(self, handshake: Handshake, data: DeviceElements, dst: int) -> None:
-        pair = self._connect(handshake, f"{self.rank} to {dst}", 0, 2)
-        self._transfer(handshake, pair, data, lambda: pair.send(data.memory, 1))
-
-    def _library_recv(self, handshake: Handshake, data: DeviceElements, src: int) -> None:
-        pair = self._connect(handshake, f"{src} to {self.rank}", 1, 2)
-        self._transfer(handshake, pair, data, lambda: pair.recv(data.memory, 0))
-
-    def _transfer(
-        self,
-        handshake: Handshake,
-        connection: NcclRank,
-        data: DeviceElements,
-        enqueue: Callable[[], None],
-    ) -> None:
+    def _transfer(self, handshake: Handshake, data: DeviceElements, peer: int) -> None:
+        if handshake.call.name == "send":
+            pair = self._connect(handshake, f"{self.rank} to {peer}", 0, 2)
+            enqueue = partial(pair.send, data.memory, 1)
+        else:
+            pair = self._connect(handshake, f"{peer} to {self.rank}", 1, 2)
+            enqueue = partial(pair.recv, data.memory, 0)
         with handshake.explaining():
-            operation = connection.group(data.stream, enqueue)
+            operation = pair.group(data.stream, enqueue)
         handshake.wait_for(operation.enqueued)
         handshake.wait_for(operation.complete)
 

@@ -49,12 +49,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         _open.add(self)
 
     @abstractmethod
-    def _library_send(self, handshake: Handshake, data: E, dst: int) -> None:
-        """Send to ``dst``, which receives now; ``handshake`` waits for the library."""
-
-    @abstractmethod
-    def _library_recv(self, handshake: Handshake, data: E, src: int) -> None:
-        """Receive from ``src``, which sends now."""
+    def _transfer(self, handshake: Handshake, data: E, peer: int) -> None:
+        """Send to ``peer``, which receives now, or the reverse, and wait by ``handshake``."""
 
     @abstractmethod
     def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
@@ -69,17 +65,14 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         super().check()
         self._handshake(Call("check", "", 0.0, number=self._numbers["collectives"] + 1)).check()
 
-    def _send(self, call: Call, data: E, dst: int) -> None:
+    def _message(self, call: Call, data: E, peer: int) -> None:
         handshake = self._handshake(call)
         handshake.compare()
-        self._library_send(handshake, data, dst)
-        self._sent[dst] = call.number
-
-    def _recv(self, call: Call, data: E, src: int) -> None:
-        handshake = self._handshake(call)
-        handshake.compare()
-        self._library_recv(handshake, data, src)
-        handshake.leave()
+        self._transfer(handshake, data, peer)
+        if call.name == "send":
+            self._sent[peer] = call.number
+        else:
+            handshake.leave()
 
     def _barrier(self, call: Call) -> None:
         handshake = self._handshake(call)

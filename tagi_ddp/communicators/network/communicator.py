@@ -275,13 +275,10 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             )
         handshake.leave()
 
-    def _library_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
+    def _transfer(self, handshake: Handshake, data: HostElements, peer: int) -> None:
+        transfer = self.library.send if handshake.call.name == "send" else self.library.recv
         if data.count:
-            handshake.wait_for(self.library.send(data.array, dst, handshake.call.left()))
-
-    def _library_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
-        if data.count:
-            handshake.wait_for(self.library.recv(data.array, src, handshake.call.left()))
+            handshake.wait_for(transfer(data.array, peer, handshake.call.left()))
 
     def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
         return self._part_of(self, call, ranks, token, connect)
