@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.guard import AllRanksRaise
-from tagi_ddp.communicators.objects import all_gather_object
 
 Entry = tuple[str, str]
 Gather = Callable[[Any], list[Any]]

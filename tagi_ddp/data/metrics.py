@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Buffer, Communicator
+from tagi_ddp.communicators.communicator import Buffer, Communicator, all_gather_object
 from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.init import adopted
-from tagi_ddp.communicators.objects import all_gather_object
 
 
 def reduce_metrics(

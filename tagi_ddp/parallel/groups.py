@@ -19,7 +19,7 @@ from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
 from tagi_ddp.sharding.groups import communicator as communicator_of
-from tagi_ddp.torch_backend.objects import all_gather_values
+from tagi_ddp.torch_backend.operations import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # the time limit of the rendezvous and of every later wait

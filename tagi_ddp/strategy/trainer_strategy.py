@@ -13,7 +13,7 @@ from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.loaders import process_dataloader, sample_group, shuffles
 from tagi_ddp.strategy.seeds import compared_seed, group_seed, same_groups, seed_everything
-from tagi_ddp.torch_backend.objects import all_gather_values
+from tagi_ddp.torch_backend.operations import all_gather_values
 
 if TYPE_CHECKING:  # The DDPStrategy of one of the packages comes next among the bases.
     from lightning.pytorch.strategies import DDPStrategy

@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 
 from tagi_ddp.communicators.buffers import cut
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Ready
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
-from tagi_ddp.communicators.operation_queue import OperationQueue
+from tagi_ddp.communicators.operations import Call, OperationQueue, Ready
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -159,18 +157,10 @@ class GlooLibrary:
         self, name: str, operation: Callable[..., Any], array: np.ndarray, other: int, limit: float
     ) -> Ready:
         self._require()
-        queue, longer = self._messages[name], timedelta(seconds=limit + _MORE)
-        ticket = queue.ticket(_Early)
-        queue.start(ticket, lambda: operation([_bytes(array)], other, _MESSAGE).wait(longer))
-
-        def ready(seconds: float) -> bool:
-            try:
-                ticket.wait(seconds)
-            except _Early:
-                return False
-            return True
-
-        return ready
+        longer = timedelta(seconds=limit + _MORE)
+        return self._messages[name].begin(
+            lambda: operation([_bytes(array)], other, _MESSAGE).wait(longer)
+        )
 
     def _require(self) -> None:
         if self._cut:
@@ -247,10 +237,6 @@ class _ChannelStore(c10d.Store):
         )
         if missing := [key for key in keys if key not in notes.values]:
             raise RuntimeError(f"no address arrived for {missing}")
-
-
-class _Early(Exception):
-    """The error of a wait for a message that is not complete yet."""
 
 
 def _devices(address: str) -> Sequence[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tagi_ddp.communicators import Timeout
-from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
+from tagi_ddp.communicators.operations import OperationQueue, Ticket
 
 
 @pytest.fixture
