@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from optim.test_daso import CYCLE, LOSSES_BETWEEN
-from optim.test_daso import train as train_by_daso
-from optim.test_data_parallel import MODES, all_optimizers
+from optim.daso.test_daso import CYCLE, LOSSES_BETWEEN
+from optim.daso.test_daso import train as train_by_daso
+from optim.data_parallel.test_data_parallel import MODES, all_optimizers
 from sharding.test_graph import check_all as check_graph
 from sharding.test_transformer import check_all as check_transformer
 from strategy.sharded import CHANNELS, NODES, Net, draw
