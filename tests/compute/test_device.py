@@ -1,4 +1,4 @@
-"""A replica on a device, "cpu:0" as a stand-in for a GPU, learns what one in place learns."""
+"""A replica on a device, a GPU or its stand-in "cpu:0", learns what one in place learns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,40 @@ import torch
 from support.networks import NETWORKS, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
 
+from compute.test_output_updater import INPUTS, WAYS, network, observations
 from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
 from tagi_ddp.replica.device_agreement import LAG
 
-DEVICES = ("cpu", "cpu:0")
+DEVICES = ("cpu", "cpu:0")  # in place, and as a GPU
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equal_to_the_engine(name: str, accelerator: str) -> None:
+    engine, ours = accelerate(fresh(name), "engine"), accelerate(fresh(name), "torch", accelerator)
+    for step in range(5):
+        for model in (engine, ours):
+            learn(model, *NETWORKS[name].batch(step, 20))
+            model.step()
+    assert distance(parameters(ours), parameters(engine)) < 1e-4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_output_updater(way: str, accelerator: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, INPUTS)).astype(np.float32)
+    seen = observations(rng, way, 4)
+    last = "EvenExp" if way == "update_heteros" else ""
+    engine, ours = (
+        accelerate(network(last), "engine"),
+        accelerate(network(last), "torch", accelerator),
+    )
+    for model, where in ((engine, "cpu"), (ours, accelerator)):
+        model(x)
+        given = {name: torch.from_numpy(values).to(where) for name, values in seen.items()}
+        getattr(OutputUpdater(model), way)(**given)
+        model.backward()
+        model.step()
+    assert distance(parameters(ours), parameters(engine)) < 1e-4
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -80,8 +110,8 @@ def test_a_forward_alone_moves_running_statistics() -> None:
     assert means[0].any()
 
 
-def test_refused_step_is_told_later() -> None:
-    model = accelerate(fresh("mlp"), device="cpu:0")
+def test_refused_step_is_told_later(accelerator: str) -> None:
+    model = accelerate(fresh("mlp"), device=accelerator)
     x, y = NETWORKS["mlp"].batch(0, 6)
     learn(model, x, y)
     model.step()

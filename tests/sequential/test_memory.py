@@ -43,11 +43,11 @@ def train(comm: Any, compute: Any, steps: int) -> list[int]:
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer keeps what was freed"
 )
 @pytest.mark.parametrize(
-    ("backend", "compute", "steps"),
+    ("pool", "compute", "steps"),
     [("shm", "engine", 20_000), ("shm", "torch", 2_000), ("gloo", "engine", 800)],
+    indirect=["pool"],
 )
-def test_memory_is_flat(request: Any, backend: str, compute: str, steps: int) -> None:
-    pool: RankPool = request.getfixturevalue(backend)
+def test_memory_is_flat(pool: RankPool, compute: str, steps: int) -> None:
     for growths in pool.run(train, compute, steps, size=2, limit=120):
         # A leak is in all of them; threads take their first memory in one or another.
         assert min(growths) < 1 << 14, growths

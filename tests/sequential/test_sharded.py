@@ -75,19 +75,18 @@ def test_same_bits_of_many_ranks() -> None:
         assert plain[0] == sharded[0]
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
-def test_same_bits_over(backend: str, request: pytest.FixtureRequest) -> None:
-    pool = request.getfixturevalue(backend)
+@pytest.mark.parametrize(
+    "pool", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)], indirect=True
+)
+def test_same_bits_over(pool: RankPool) -> None:
     for plain, sharded in pool.run(both, "resnet", False, {}, size=2, limit=60):
         assert plain[0] == sharded[0]
 
 
-@pytest.mark.parametrize("pool", ["shm", "nccl"])
 @pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "batch_norm"])
-def test_replicas_on_devices(pool: str, name: str, request: pytest.FixtureRequest) -> None:
-    """By way of the hosts, and over the stand-in for NCCL."""
-    options = {"device": "cpu:0"}
-    answers = request.getfixturevalue(pool).run(both, name, True, options, size=3, limit=60)
+def test_replicas_on_devices(shm: RankPool, name: str) -> None:
+    """By way of the hosts; test_nccl.py has those that NCCL connects."""
+    answers = shm.run(both, name, True, {"device": "cpu:0"}, size=3, limit=60)
     for plain, sharded in answers:
         assert distance(plain[1], sharded[1]) == 0
     assert len({answer[1][0][-1] for answer in answers}) == 1
@@ -124,11 +123,10 @@ def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, d
         ("shm", "torch", "cpu:0"),
         ("nccl", "torch", "cpu:0"),
     ],
+    indirect=["pool"],
 )
-def test_all_ranks_count_negative_variances(
-    pool: str, compute: str, device: str, request: pytest.FixtureRequest
-) -> None:
-    answers = request.getfixturevalue(pool).run(collapse, compute, device, size=2, limit=60)
+def test_all_ranks_count_negative_variances(pool: RankPool, compute: str, device: str) -> None:
+    answers = pool.run(collapse, compute, device, size=2, limit=60)
     counts = answers[0][0][1]
     assert min(counts.values()) > 10
     for plain, sharded in answers:
@@ -144,9 +142,9 @@ def refuse(comm: Communicator) -> tuple[Report, bool]:
     return report(model.step), model.check_replicas() == before
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_refused_step_changes_nothing(backend: str, request: pytest.FixtureRequest) -> None:
-    for (kind, _, ranks), unchanged in request.getfixturevalue(backend).run(refuse, size=2):
+@pytest.mark.parametrize("pool", ["shm", "gloo"], indirect=True)
+def test_a_refused_step_changes_nothing(pool: RankPool) -> None:
+    for (kind, _, ranks), unchanged in pool.run(refuse, size=2):
         assert (kind, ranks) == ("NotFiniteError", (1,))
         assert unchanged
 

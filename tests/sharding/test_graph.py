@@ -134,9 +134,3 @@ def test_gloo(gloo: RankPool, size: int) -> None:
 @pytest.mark.slow
 def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all, limit=60)) > 50
-
-
-@pytest.mark.slow
-def test_nccl(nccl: RankPool) -> None:
-    """On a stand-in for it."""
-    assert min(nccl.run(check_all, size=2)) > 50

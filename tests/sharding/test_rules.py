@@ -27,14 +27,8 @@ from tagi_ddp.sharding import (
 Tensor = torch.Tensor
 
 EVERYWHERE = pytest.mark.parametrize(
-    "backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.slow)]
+    "pool", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.slow)], indirect=True
 )
-
-
-@pytest.fixture
-def pool(backend: str, request: pytest.FixtureRequest) -> RankPool:
-    found: RankPool = request.getfixturevalue(backend)
-    return found
 
 
 # Gradients.
@@ -81,7 +75,9 @@ def gradients(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi"))]
+    "pool",
+    ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi"))],
+    indirect=True,
 )
 def test_gradients(pool: RankPool) -> None:
     pool.run(gradients, size=2)
@@ -159,7 +155,7 @@ def exact_sums(comm: Any) -> None:
         assert reduce_tensor(whole, comm).item() == 2.0**bits + 2, dtype
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("pool", ["shm", "gloo"], indirect=True)
 def test_sums_are_exact(pool: RankPool) -> None:
     pool.run(exact_sums, size=3)
 

@@ -110,12 +110,6 @@ def test_mpi(mpi: RankPool) -> None:
     assert min(mpi.run(check_all)) > 30
 
 
-@pytest.mark.slow
-def test_nccl(nccl: RankPool) -> None:
-    """On a stand-in for it."""
-    assert min(nccl.run(check_all, size=3)) > 30
-
-
 def attention(comm: Any) -> None:
     """Attention over all of the sequence, computed for some heads on each rank."""
     lengths, generator = UNEVEN[: comm.size], torch.Generator().manual_seed(0)
@@ -164,9 +158,9 @@ def refusals(comm: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_refusals(backend: str, request: pytest.FixtureRequest) -> None:
-    first, second = request.getfixturevalue(backend).run(refusals, size=2)
+@pytest.mark.parametrize("pool", ["shm", "gloo"], indirect=True)
+def test_refusals(pool: RankPool) -> None:
+    first, second = pool.run(refusals, size=2)
     wrong = "the local shard's sequence has length 4, but shapes[1][0], this rank's, is 2"
     assert (first[0], second[0]) == (f"rank 1: {wrong}", wrong)
     assert "(4, 5, 2)" in first[1]

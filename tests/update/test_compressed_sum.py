@@ -114,13 +114,14 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     ids=["one level", "device", "two levels", "schedule"],
 )
 @pytest.mark.parametrize(
-    "backend", ["shm", "gloo", *(pytest.param(b, marks=pytest.mark.slow) for b in ("mpi", "nccl"))]
+    "pool",
+    ["shm", "gloo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpi", "nccl"))],
+    indirect=True,
 )
 def test_training_ends_where_it_does_without(
-    request: Any, backend: str, options: dict[str, Any], compress: str
+    pool: RankPool, options: dict[str, Any], compress: str
 ) -> None:
-    pool: RankPool = request.getfixturevalue(backend)
-    if backend == "nccl":
+    if pool.backend == "nccl":
         options = {**options, "device": "cpu:0"}
     size = 2
     if "node_size" in options:

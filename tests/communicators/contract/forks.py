@@ -37,7 +37,7 @@ def use(comm: Any) -> None:
 
 
 class ForksContract:
-    """At every number of ranks from 2 on."""
+    """At every number of ranks from 2 on; not on GPUs, as torch refuses CUDA in a fork."""
 
     def test_fork(self, pool: RankPool, size: int) -> None:
         for rank, text in enumerate(pool.run(fork, size=size)):

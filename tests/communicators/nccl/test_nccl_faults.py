@@ -117,10 +117,8 @@ def start(stand_in: dict[str, str], size: int) -> Iterator[Start]:
         pool.close()
 
 
+@pytest.mark.ranks("nccl", 3)
 class TestFaults:
-    backend = "nccl"
-    sizes = (3,)
-
     @pytest.mark.parametrize("function", CALLS)
     def test_error_code(self, pool: RankPool, size: int, function: str) -> None:
         code = 2 if function.startswith("nccl") else 700

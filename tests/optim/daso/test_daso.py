@@ -11,7 +11,7 @@ import torch
 from support.rank_pool import RankPool
 from torch import nn
 
-from optim import daso_reference as reference
+from optim.daso import reference
 from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.support import torch_group
 from support.on_device import gpus, why_not
 from support.rank_pool import doomed_pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-
-from parallel.support import torch_group
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,6 @@
-"""Calls of torch's users, over NCCL's own library, on GPUs: as on the CPU.
+"""Calls of torch's users over NCCL, on GPUs: as on the CPU.
 
-Two ranks share the GPU where there is only one. All is in one file, as each start of ranks takes
+Two ranks share the GPU if there is one only. All is in one file, as each start of ranks takes
 longer than most of these tests.
 """
 
@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from optim.test_daso import CYCLE, LOSSES_BETWEEN
-from optim.test_daso import train as train_by_daso
-from optim.test_data_parallel import MODES, all_optimizers
+from optim.daso.test_daso import CYCLE, LOSSES_BETWEEN
+from optim.daso.test_daso import train as train_by_daso
+from optim.data_parallel.test_data_parallel import MODES, all_optimizers
 from sharding.test_graph import check_all as check_graph
 from sharding.test_transformer import check_all as check_transformer
 from strategy.sharded import CHANNELS, NODES, Net, draw
 from strategy.test_gradients import worst
 from strategy.test_group_strategy import ensemble, one_network
+from support.devices import Devices
 from support.networks import distance
 from support.rank_pool import RankPool
 from torch.distributed.fsdp import ShardingStrategy
@@ -31,9 +32,7 @@ from parallel.test_wrappers import check, make, train
 from tagi_ddp.parallel import ParallelConfig, fsdp
 from tagi_ddp.sharding.groups import communicator
 
-pytestmark = pytest.mark.gpu
-
-TWO = pytest.mark.parametrize("gpu", [2], indirect=True)
+TWO = pytest.mark.parametrize("gpu", [pytest.param(2, marks=pytest.mark.gpu)], indirect=True)
 
 
 def here(comm: Any, task: Callable[..., Any], *args: Any) -> Any:
@@ -44,10 +43,12 @@ def here(comm: Any, task: Callable[..., Any], *args: Any) -> Any:
 # --- sharding -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [check_graph, check_transformer])
-def test_sharding(gpu: RankPool, task: Callable[..., int]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("check_all", "cases"), [(check_graph, 50), (check_transformer, 30)])
+def test_sharding(devices: Devices, check_all: Callable[..., int], cases: int) -> None:
     """Exact, forward and backward, for all dtypes, dimensions and layouts."""
-    assert min(gpu.run(here, task, limit=60)) > 30
+    task = (check_all,) if devices.stand_in else (here, check_all)
+    assert min(devices.pool.run(*task, size=devices.ranks(3), limit=60)) > cases
 
 
 def split_by_torch(comm: Any, path: str) -> None:
