@@ -15,7 +15,7 @@ from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray, Shown, read_states
 from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class Early(Protocol):

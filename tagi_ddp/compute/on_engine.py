@@ -13,7 +13,7 @@ from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, Shown
 from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_shape, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class EngineCompute:

@@ -16,7 +16,7 @@ from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_stat
 from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.engine.series import NOT_SMOOTHING, SMOOTHING, smooths
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class NativeCompute:

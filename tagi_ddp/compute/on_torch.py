@@ -27,9 +27,9 @@ from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_stat
 from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.series import NOT_SMOOTHING
 from tagi_ddp.engine.threads import new_lock, torch_threads
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.host import HostReplica
-from tagi_ddp.replica.replica import Replica
 
 _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update": innovation,

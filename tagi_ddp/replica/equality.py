@@ -7,7 +7,7 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.equality import RanksDiffer, first_difference, require_equal
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class ReplicaMismatch(RanksDiffer, RuntimeError):
