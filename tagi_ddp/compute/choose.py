@@ -13,7 +13,7 @@ from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.engine.buffers import verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 _NO_TORCH = "torch is not installed (pip install torch)"
 

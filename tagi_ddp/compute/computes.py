@@ -12,7 +12,7 @@ from tagi_ddp.compute import native
 from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 if TYPE_CHECKING:
     from tagi_ddp.compute.on_engine import EngineCompute

@@ -15,7 +15,7 @@ from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.linear import Linear
 from tagi_ddp.compute.states import Deltas, States, scale
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class LinearRun(Chain):

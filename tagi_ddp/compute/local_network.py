@@ -13,9 +13,9 @@ from tagi_ddp.compute.computes import Compute, Computes
 from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
-from tagi_ddp.engine.buffers import FloatArray, Shown, read_states
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates, read_states
 from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class Early(Protocol):
@@ -77,7 +77,7 @@ class LocalNetwork:
         """
         begins = False  # True if this begins a step that can be undone
         try:
-            mean, variance, shown = self._checked(mu_x, var_x)
+            mean, variance, states = self._checked(mu_x, var_x)
             if self.misfit is not None:
                 self.undo_misfit()
             if self.rollback.needed and self.accumulation.samples is None:
@@ -89,10 +89,10 @@ class LocalNetwork:
                 self.accumulation.forwarded = 0
                 return mean, mean + 0
             compute = self.computes.choose(mean)
-            if shown is None:
+            if states is None:
                 outputs = compute.forward(mean, variance)
             else:
-                outputs = compute.forward_from(shown)
+                outputs = compute.forward_from(states)
             self.accumulation.forwarded = compute.samples
             if self.swaps and (shared or self.accumulation.adds):
                 require_even(compute.samples)
@@ -102,19 +102,21 @@ class LocalNetwork:
                 self.undo()
             raise
 
-    def _checked(self, mu_x: ArrayLike, var_x: ArrayLike | None) -> tuple[Any, Any, Shown | None]:
+    def _checked(
+        self, mu_x: ArrayLike, var_x: ArrayLike | None
+    ) -> tuple[Any, Any, HiddenStates | None]:
         """Return means and variances, flat, and the hidden states if ``mu_x`` holds some."""
         keep_tensors = self.computes.takes_tensors
         if type(mu_x) is not np.ndarray and hasattr(mu_x, "mu_a"):
-            shown = read_states(mu_x)
-            mean: Any = shown.mean
+            states = read_states(mu_x)
+            mean: Any = states.mean
         else:
-            shown, shape = None, shape_of(mu_x)
+            states, shape = None, shape_of(mu_x)
             if shape[1:] != self._sample:
                 require_rows("mu_x", shape, self._sample)
             mean = flat_floats("mu_x", mu_x, keep_tensors)
         if var_x is None:
-            return mean, None, shown
+            return mean, None, states
         require_rows("var_x", shape_of(var_x), self._sample)
         variance = flat_floats("var_x", var_x, keep_tensors)
         if len(variance) != len(mean):
@@ -123,7 +125,7 @@ class LocalNetwork:
                 "each mean"
             )
         require_variances("var_x", variance)
-        return mean, variance, shown
+        return mean, variance, states
 
     def backward(self, early: Early | None) -> None:
         """Compute the deltas; ``early`` begins to reduce them meanwhile."""

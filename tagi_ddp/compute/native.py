@@ -13,7 +13,7 @@ from tagi_ddp.engine.layers import lstm_steps
 from tagi_ddp.engine.options import layer_norm_epsilon
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 _ACTIVATIONS = (
     *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),

@@ -32,7 +32,7 @@ from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
 from tagi_ddp.compute.states import Deltas, Jacobian, States
 from tagi_ddp.engine.layers import walk
 from tagi_ddp.engine.pointers import LayoutError
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
     "Linear": Linear,

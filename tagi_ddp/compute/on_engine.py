@@ -10,10 +10,10 @@ import numpy as np
 
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
-from tagi_ddp.engine.buffers import FloatArray, Shown
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates
 from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_shape, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class EngineCompute:
@@ -86,7 +86,7 @@ class EngineCompute:
         self._end_forward(mean.size)
         return outputs
 
-    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+    def forward_from(self, inputs: HiddenStates) -> tuple[FloatArray, FloatArray]:
         """Do the same for the outputs of another network, whose activation has a jacobian."""
         require_whole_samples(inputs.mean.size, self._sample)
         if self._series:
@@ -133,7 +133,7 @@ class EngineCompute:
         """The last outputs in an object of the engine."""
         return self._model.output_z_buffer
 
-    def set_outputs(self, outputs: Shown) -> None:
+    def set_outputs(self, outputs: HiddenStates) -> None:
         """Copy hidden states of the same size to ``output_z_buffer``."""
         self.output_z_buffer.copy_from(outputs.states, outputs.mean.size)
 

@@ -23,13 +23,13 @@ from tagi_ddp.compute.innovation import (
 from tagi_ddp.compute.interface import LSTMStates, Memory, Precision, UpdateMethod
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, Dense, Jacobian, States
-from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates, OutputBuffers, delta_states_of
 from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.series import NOT_SMOOTHING
 from tagi_ddp.engine.threads import new_lock, torch_threads
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.host import HostReplica
-from tagi_ddp.replica.replica import Replica
 
 _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update": innovation,
@@ -154,7 +154,7 @@ class TorchCompute:
         return self.states
 
     @torch.inference_mode()
-    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+    def forward_from(self, inputs: HiddenStates) -> tuple[FloatArray, FloatArray]:
         """Compute the outputs of another network's outputs."""
         require_whole_samples(inputs.mean.size, self.network.input_size)
         jacobian = Dense(self._on_device(inputs.jacobian, True))
@@ -247,7 +247,7 @@ class TorchCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return None if self.states is None else self._show().states
 
-    def set_outputs(self, outputs: Shown) -> None:
+    def set_outputs(self, outputs: HiddenStates) -> None:
         self._show().write_states(outputs.mean, outputs.variance, outputs.jacobian)
 
     @property

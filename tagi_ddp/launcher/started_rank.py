@@ -111,7 +111,7 @@ class StartedRank:
             exited = info.si_code == os.CLD_EXITED
             self.exitcode = info.si_status if exited else -info.si_status
 
-    def judge(self, needs_result: bool) -> None:
+    def check_exit(self, needs_result: bool) -> None:
         """Set `failure` if the process has ended and has failed."""
         if self.failure is not None or self.exitcode is None:
             return

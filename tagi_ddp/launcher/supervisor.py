@@ -224,7 +224,7 @@ class _Team:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         cause_deadline = math.inf
         while True:
-            self._pump(_TICK)
+            self._read_pipes(_TICK)
             self.check_output()
             while self._signals:
                 number = self._signals.pop(0)
@@ -232,10 +232,10 @@ class _Team:
                     rank.forward_signal(number)
             for rank in self.ranks:
                 rank.poll()
-            running = [rank.number for rank in self.ranks if self._counts(rank)]
-            self._pump(0)  # Read the last output of ranks that have ended.
+            running = [rank.number for rank in self.ranks if self._awaits(rank)]
+            self._read_pipes(0)  # Read the last output of ranks that have ended.
             for rank in self.ranks:
-                rank.judge(needs_result)
+                rank.check_exit(needs_result)
             now = time.monotonic()
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
             leaving = [rank.number for rank in self.ranks if rank.leaving]
@@ -273,10 +273,10 @@ class _Team:
     def _goes_on(self) -> bool:
         """Return whether a job of one host goes on without the ranks that have failed."""
         failed = [rank.outlives for rank in self.ranks if rank.failure is not None]
-        left = [rank.outlives for rank in self.ranks if rank.failure is None and self._counts(rank)]
+        left = [rank.outlives for rank in self.ranks if rank.failure is None and self._awaits(rank)]
         return self._nodes is None and all(failed) and any(left)
 
-    def _counts(self, rank: StartedRank) -> bool:
+    def _awaits(self, rank: StartedRank) -> bool:
         """Return whether the job waits for the rank's end: not for one outside an elastic group."""
         return rank.exitcode is None and (self._job is None or self._job.awaits(rank.name))
 
@@ -291,7 +291,7 @@ class _Team:
             rank.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
         while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
-            self._pump(_TICK)
+            self._read_pipes(_TICK)
             for rank in self.ranks:
                 rank.poll()
 
@@ -307,7 +307,7 @@ class _Team:
                 rank.process.wait(_KILL)
             deadline = time.monotonic() + _DRAIN
             while self._selector.get_map() and time.monotonic() < deadline:
-                self._pump(_TICK)
+                self._read_pipes(_TICK)
             self._screen.end_bar()
         finally:
             for pipe in self._pipes.values():
@@ -317,7 +317,7 @@ class _Team:
             if self._nodes is not None:
                 self._nodes.close()
 
-    def _pump(self, seconds: float) -> None:
+    def _read_pipes(self, seconds: float) -> None:
         """Wait up to ``seconds`` for output and messages of ranks; handle a piece of each."""
         for key, _ in self._selector.select(seconds):
             try:

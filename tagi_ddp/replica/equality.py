@@ -7,7 +7,7 @@ from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.equality import RanksDiffer, all_or_none, first_difference
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 
 
 class ReplicaMismatch(RanksDiffer, RuntimeError):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tagi_ddp.communicators.equality import all_or_none
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.parameter_file import (
     ParameterFileError,
     check_state_dict,
@@ -14,7 +15,6 @@ from tagi_ddp.replica.parameter_file import (
     read_parameters,
     write_parameters,
 )
-from tagi_ddp.replica.replica import Replica
 from tagi_ddp.update.ranks import Ranks
 
 _CALLER = 4  # the stack level of the script in warnings

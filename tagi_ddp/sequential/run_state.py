@@ -17,8 +17,8 @@ from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS, walk
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.equality import ReplicaMismatch, check_state
-from tagi_ddp.replica.replica import Replica
 from tagi_ddp.sequential.saved_state import check_memory, check_merge, require_alike
 from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.ranks import Ranks

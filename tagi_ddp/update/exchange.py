@@ -15,7 +15,7 @@ from tagi_ddp.communicators import Communicator, Work, all_gather_object
 from tagi_ddp.compute.local_network import Early
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.replica import Replica
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
