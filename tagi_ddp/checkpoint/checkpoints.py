@@ -84,20 +84,27 @@ class Checkpoints(Closing):
         self._elastic = next((part for part in named.values() if is_elastic(part)), None)
         self._joined = self._elastic is not None and self._elastic.joined
         self._owner = Owner(self._folder.path)
-        number = None if self._joined else self._surviving(partial(self._begin, enter))
-        if number is None:  # The other ranks have begun before.
-            number = self._begin(join)
+        number = None if self._joined else self._surviving(self._begin)
+        if number is None:  # The other ranks have begun before, and make no call here.
+            self._check_arguments()
+            number = self._own(join)
         self._number = number  # that of the next checkpoint
 
-    def _begin(self, own: Callable[[Folder, Owner, Communicator, float], int]) -> int:
-        """Compare the ranks' arguments, and own the folder; return the result of ``own``."""
+    def _check_arguments(self) -> None:
+        self._run.check()
+        integer("keep", self._keep, 1)
+
+    def _begin(self) -> int:
+        """Compare the ranks' arguments, own the folder; return the next checkpoint's number."""
         with self._agree() as same:
-            self._run.check()
-            integer("keep", self._keep, 1)
+            self._check_arguments()
             for name, value in self._entries(0).items():
                 same(name, value)
+        return self._own(enter)
+
+    def _own(self, call: Callable[[Folder, Owner, Communicator, float], int]) -> int:
         try:
-            return own(self._folder, self._owner, self._communicator, self._limit)
+            return call(self._folder, self._owner, self._communicator, self._limit)
         except BaseException:
             self._owner.release()
             raise
