@@ -40,15 +40,12 @@ _FIRST_SLURM_PORT, _SLURM_PORTS = 20_000, 12_000
 # The variables of rank, world size, local rank and local world size.
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OWN_NAMES = tuple(f"TAGI_DDP_{name}" for name in _TORCH_NAMES)
-_OPENMPI_NAMES = tuple(
-    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_OPENMPI_NAMES, *_MVAPICH_NAMES = (
+    tuple(f"{launcher}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    for launcher in ("OMPI", "MV2", "MVP")
 )
 _HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PMI_NAMES = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-_MVAPICH_NAMES = tuple(
-    tuple(f"{version}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    for version in ("MV2", "MVP")
-)
 
 # Launchers whose ranks also get their numbers from MPI.
 _OF_MPI = ("openmpi", "mvapich", "mpich", "pmi", "mpi")
