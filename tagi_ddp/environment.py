@@ -154,19 +154,19 @@ _SETTINGS = (
 )
 
 
-def setting(name: str, environ: Mapping[str, str] = os.environ) -> str:
+def setting(name: str) -> str:
     """Return the variable TAGI_DDP_<name>; "" if it is not set."""
     if name not in _SETTINGS:
         raise KeyError(f"there is no TAGI_DDP_{name}")
-    return environ.get(f"TAGI_DDP_{name}", "")
+    return os.environ.get(f"TAGI_DDP_{name}", "")
 
 
-def two_levels(environ: Mapping[str, str] = os.environ) -> str:
+def two_levels() -> str:
     """Return TAGI_DDP_TWO_LEVELS: "0": ranks of a host share no memory; "1": two levels; or "".
 
     Raise ValueError for other values.
     """
-    value = setting("TWO_LEVELS", environ)
+    value = setting("TWO_LEVELS")
     if value not in ("", "0", "1"):
         raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {value!r}')
     return value
