@@ -22,7 +22,7 @@ import numpy as np
 from tagi_ddp.communicators.buffers import cut
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Differ
+from tagi_ddp.communicators.control.handshake import Differ, Handshake
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.network.checked import close_all
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator
@@ -68,7 +68,6 @@ _made: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class MpiLibrary:
     """MPI communicators of the same ranks: for collectives, small gathers, and messages."""
 
-    name = "mpi"
     reducible = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
     def __init__(self, *communicators: MPI.Intracomm) -> None:
@@ -81,10 +80,12 @@ class MpiLibrary:
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._thread = OperationQueue("tagi_ddp MPI")
 
-    def compare(self, digest: bytes, data: np.ndarray | None = None) -> tuple[Ready, np.ndarray]:
+    def compare(
+        self, handshake: Handshake, data: np.ndarray | None = None
+    ) -> tuple[Ready, np.ndarray]:
         if data is not None:
-            return self._gather_few(digest, data)
-        own = np.frombuffer(digest, np.uint64)
+            return self._gather_few(handshake.digest, data)
+        own = np.frombuffer(handshake.digest, np.uint64)
         least = np.array([own[0], ~own[0]])
         ready = self._begin("allreduce", 0, [(MPI.IN_PLACE, least, MPI.MIN)])
         return _compared(ready, lambda: least[0] == ~least[1]), np.empty((0, 0), np.uint8)
