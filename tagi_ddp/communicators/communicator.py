@@ -243,23 +243,16 @@ class Communicator(Protocol):
 # Small Python values, as JSON: nothing that is received is ever run.
 
 
-@runtime_checkable
-class HostObjects(Protocol):
-    """A communicator of device buffers that gathers the host's objects by itself."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, in rank order."""
-        ...
-
-
 def all_gather_object(comm: Communicator, obj: Any) -> list[Any]:
     """Return every rank's ``obj``, in rank order: None, bools, numbers, texts, lists and dicts.
 
     Two collectives: the sizes, then the bytes. Values are sent as JSON, so tuples become lists, and
     keys texts. Other types raise TypeError on the rank that passes them.
     """
-    if isinstance(comm, HostObjects):
-        return comm.all_gather_object(obj)
+    of_device = getattr(comm, "all_gather_object", None)  # Its buffers cannot hold the host's.
+    if of_device is not None:
+        values: list[Any] = of_device(obj)
+        return values
     data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
     sizes = np.empty(comm.size, np.int64)
     comm.all_gather(np.array([data.size], np.int64), sizes)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +33,6 @@ CHUNK = 1 << 23
 """The bytes of a sum that are between nodes while the nodes work on others."""
 
 _MORE = 60.0  # seconds that a level waits longer than the whole, which names the late ranks
-
-
-class _Level(Communicator, Protocol):
-    """A communicator whose ranks compare the purpose of their calls, too."""
-
-    purpose: str
 
 
 Stage = Callable[[int], Ready]
@@ -62,7 +56,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
     def open(self, open_library: OpenLibrary, call: Call) -> None:
         """Connect all ranks, then those of each level."""
         super().open(open_library, call)
-        self._levels: list[_Level] = []
+        self._levels: list[shm.ShmCommunicator | NetworkCommunicator] = []
         self._hosts = ranks_by_host(self.sites.topology.locations)
         self._host = next(i for i, ranks in enumerate(self._hosts) if self.rank in ranks)
         here = self._hosts[self._host]
@@ -80,7 +74,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         color = number if number < self._senders else None
         self.inter_node = self._split(call, color, self.rank)
         if self.inter_node is not None:
-            self._levels.append(cast(_Level, self.inter_node))
+            self._levels.append(cast(NetworkCommunicator, self.inter_node))
 
     @property
     def hosts(self) -> list[list[int]]:

@@ -197,7 +197,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
     def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> NcclCommunicator:
         rank = ranks.index(self.rank)
         part = NcclCommunicator(rank, len(ranks), self.timeout, connect(), self._device)
-        return opened(part, NcclCommunicator.open, call)
+        return opened(part, part.open, call)
 
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
         """Return a copy in the dtype of its sums."""

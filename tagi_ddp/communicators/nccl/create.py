@@ -53,4 +53,4 @@ def create(
     channel = open_channel(where, rank, hosts, call, exchange_records)
     assert found is not None, "else exchange_records has raised"
     comm = NcclCommunicator(rank, world_size, timeout, channel, found)
-    return opened(comm, NcclCommunicator.open, call)
+    return opened(comm, comm.open, call)

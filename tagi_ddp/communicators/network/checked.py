@@ -194,11 +194,11 @@ def _connect(
     return channel, missing
 
 
-def opened(communicator: W, open_library: Callable[[W, Call], None], call: Call) -> W:
+def opened(communicator: W, open_library: Callable[[Call], None], call: Call) -> W:
     """Return ``communicator`` once ``open_library`` has run; report a failure to all ranks."""
     call = replace(call, name="init", number=_LIBRARY)
     try:
-        open_library(communicator, call)
+        open_library(call)
         handshake = communicator._handshake(replace(call, number=0))
         handshake.compare()
         handshake.leave()

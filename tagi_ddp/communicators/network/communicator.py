@@ -28,9 +28,6 @@ class Library(Protocol):
     for it and may raise a RuntimeError.
     """
 
-    name: str
-    """The name of the backend."""
-
     concurrent: bool
     """True if operations may be called from another thread than that of the script."""
 
@@ -43,9 +40,9 @@ class Library(Protocol):
     """The bytes of each rank that `compare` can gather at the same time; 0: none."""
 
     def compare(
-        self, digest: bytes, data: np.ndarray | None = None
+        self, handshake: Handshake, data: np.ndarray | None = None
     ) -> tuple[Ready | None, np.ndarray]:
-        """Begin to compare the 8 bytes ``digest`` of all ranks, and to gather their ``data``.
+        """Begin to compare the digests of all ranks' handshakes, and to gather their ``data``.
 
         Either all ranks pass ``data``, at most ``few`` bytes each, or none does. Returns a function
         that waits and may raise `Differ`, and the data in rows of ``few`` bytes, by rank. None for
@@ -286,13 +283,13 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake for ``call`` once all ranks have made the same call."""
         handshake = self._handshake(call)
-        handshake.compare(self.library.compare(handshake.digest)[0])
+        handshake.compare(self.library.compare(handshake)[0])
         return handshake
 
     def _gather_few(self, call: Call, array: np.ndarray, most: int) -> list[np.ndarray]:
         """Return ``most`` elements of each rank, gathered in one step with the comparison."""
         handshake = self._handshake(call)
-        ready, rows = self.library.compare(handshake.digest, array.view(np.uint8))
+        ready, rows = self.library.compare(handshake, array.view(np.uint8))
         handshake.compare(ready)
         handshake.leave()
         return [row[: most * array.itemsize].view(array.dtype) for row in rows]

@@ -117,4 +117,4 @@ def _on_network(
     kind = TwoLevelCommunicator if sites.two_levels else NetworkCommunicator
     found = kind(backend, timeout, channel, sites, part_of)
     remember(found, sites.topology)
-    return opened(found, lambda found, call: found.open(open_library, call), call)
+    return opened(found, partial(found.open, open_library), call)

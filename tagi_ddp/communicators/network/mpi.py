@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from tagi_ddp.communicators.buffers import cut
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Differ
+from tagi_ddp.communicators.control.handshake import Differ, Handshake
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.network.checked import close_all
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator
@@ -67,7 +68,6 @@ _made: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class MpiLibrary:
     """MPI communicators of the same ranks: for collectives, small gathers, and messages."""
 
-    name = "mpi"
     reducible = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
     def __init__(self, *communicators: MPI.Intracomm) -> None:
@@ -80,10 +80,12 @@ class MpiLibrary:
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._thread = OperationQueue("tagi_ddp MPI")
 
-    def compare(self, digest: bytes, data: np.ndarray | None = None) -> tuple[Ready, np.ndarray]:
+    def compare(
+        self, handshake: Handshake, data: np.ndarray | None = None
+    ) -> tuple[Ready, np.ndarray]:
         if data is not None:
-            return self._gather_few(digest, data)
-        own = np.frombuffer(digest, np.uint64)
+            return self._gather_few(handshake.digest, data)
+        own = np.frombuffer(handshake.digest, np.uint64)
         least = np.array([own[0], ~own[0]])
         ready = self._begin("allreduce", 0, [(MPI.IN_PLACE, least, MPI.MIN)])
         return _compared(ready, lambda: least[0] == ~least[1]), np.empty((0, 0), np.uint8)
@@ -98,11 +100,11 @@ class MpiLibrary:
         return _compared(ready, lambda: all(each.tobytes() == digest for each in digests)), data
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
-        calls = [(MPI.IN_PLACE, part, _OPS[op]) for part in _parts(array)]
+        calls = product([MPI.IN_PLACE], _parts(array), [_OPS[op]])
         return self._begin("allreduce", array.nbytes, calls)
 
     def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
-        calls = [(part, root) for part in _parts(_unsigned(array))]
+        calls = product(_parts(_unsigned(array)), [root])
         return self._begin("bcast", array.nbytes, calls)
 
     def all_gather(
@@ -151,16 +153,16 @@ class MpiLibrary:
         finally:
             group.Free()
 
-    def _begin(self, name: str, size: int, calls: Sequence[tuple[Any, ...]]) -> Ready:
+    def _begin(self, name: str, size: int, calls: Iterable[tuple[Any, ...]]) -> Ready:
         """Begin ``calls`` of one of MPI's collectives, by their arguments.
 
         They move ``size`` bytes, the same on all ranks.
         """
         if size <= _LARGE or not self.concurrent:
             begin = getattr(self._collectives, f"I{name}")
-            return _Poll([begin(*arguments) for arguments in calls]).ready
+            return _Poll(list(starmap(begin, calls))).ready
         call = getattr(self._collectives, name.capitalize())
-        return self._thread.begin(lambda: [call(*arguments) for arguments in calls])
+        return self._thread.begin(lambda: list(starmap(call, calls)))
 
     def close(self, clean: bool) -> None:
         global _broken
@@ -217,7 +219,9 @@ def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:
 
 
 def _parts(array: np.ndarray) -> list[np.ndarray]:
-    """Split a flat array into parts for one call of MPI each; an empty one has none."""
+    """Split a flat array into parts for one call of MPI each."""
+    if array.size <= _MOST:
+        return [array]
     return [array[begin : begin + _MOST] for begin in range(0, array.size, _MOST)]
 
 

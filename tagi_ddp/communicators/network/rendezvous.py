@@ -229,13 +229,11 @@ def _loopback_port(address: str, port: int) -> int | None:
 
     None if ranks of other hosts may connect, or if this process has a store there already.
     """
-    if address in ("127.0.0.1", "localhost"):
-        with contextlib.suppress(OSError):
-            return socket.create_server(("127.0.0.1", port), backlog=4096).detach()
-    if address in ("::1", "localhost"):
-        with contextlib.suppress(OSError):
-            server = socket.create_server(("::1", port), family=socket.AF_INET6, backlog=4096)
-            return server.detach()
+    for loopback, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+        if address in (loopback, "localhost"):
+            with contextlib.suppress(OSError):
+                server = socket.create_server((loopback, port), family=family, backlog=4096)
+                return server.detach()
     return None
 
 
