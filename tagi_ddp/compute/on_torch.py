@@ -25,8 +25,8 @@ from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, Dense, Jacobian, States
 from tagi_ddp.engine.buffers import FloatArray, HiddenStates, OutputBuffers, delta_states_of
 from tagi_ddp.engine.layers import lstm_samples
+from tagi_ddp.engine.locks import new_lock, torch_threads
 from tagi_ddp.engine.series import NOT_SMOOTHING
-from tagi_ddp.engine.threads import new_lock, torch_threads
 from tagi_ddp.replica import Replica
 from tagi_ddp.replica.device import DeviceReplica
 from tagi_ddp.replica.host import HostReplica

@@ -24,7 +24,7 @@ from typing import Any
 
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control import mesh
-from tagi_ddp.elastic.policy import number_of
+from tagi_ddp.elastic.membership import number_of
 from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.failure import Failure
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tagi_ddp.elastic.policy import name_of
+from tagi_ddp.elastic.membership import name_of
 from tagi_ddp.launcher.failure import Failure
 from tagi_ddp.launcher.rank_process import Report
 

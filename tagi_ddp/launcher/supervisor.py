@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import IO
 
+from tagi_ddp.elastic.membership import ElasticPolicy, name_of, number_of
 from tagi_ddp.elastic.messages import rank_variables
-from tagi_ddp.elastic.policy import ElasticPolicy, name_of, number_of
 from tagi_ddp.environment import shows_bars
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
 from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job

@@ -17,7 +17,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tagi_ddp.checks import integer
-from tagi_ddp.engine.threads import new_lock, one_at_a_time
+from tagi_ddp.engine.locks import new_lock, one_at_a_time
 from tagi_ddp.sequential import accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood, Pool
 from tagi_ddp.sklearn.scaling import Moments, refuse_masked, require_near

@@ -11,7 +11,7 @@ from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from tagi_ddp.engine.threads import one_at_a_time
+from tagi_ddp.engine.locks import one_at_a_time
 from tagi_ddp.sklearn.base import TAGIEstimator
 from tagi_ddp.sklearn.likelihoods import Classes, Normal
 from tagi_ddp.sklearn.scaling import Moments, refuse_masked
