@@ -55,8 +55,8 @@ class DistributedSampler:
             rank = own if rank is None else rank
         length = len(dataset) if isinstance(dataset, Sized) else dataset
         self._length = integer("dataset's length", length, 0)
-        self.num_replicas = integer("num_replicas", num_replicas, 1)
-        self.rank = integer("rank", rank, 0)
+        self.num_replicas: int = integer("num_replicas", num_replicas, 1)
+        self.rank: int = integer("rank", rank, 0)
         if self.rank >= self.num_replicas:
             raise ValueError(
                 f"rank must be less than num_replicas, which is {self.num_replicas}, got {rank}"
@@ -64,9 +64,9 @@ class DistributedSampler:
         if uneven not in ("keep", "pad", "drop"):
             raise ValueError(f"uneven must be 'keep', 'pad' or 'drop', got {uneven!r}")
         self.shuffle = shuffle
-        self.seed = integer("seed", seed, 0)
+        self.seed: int = integer("seed", seed, 0)
         self.uneven = uneven
-        self.epoch = 0
+        self.epoch: int = 0
         self._drawn: set[int] = set()  # The sizes of this run's global batches.
         self._before: set[int] = set()  # Those of the run that was resumed.
 

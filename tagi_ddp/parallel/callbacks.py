@@ -115,7 +115,7 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, patience: int = 5, min_delta: float = 0.0, metric: str = HELD_OUT) -> None:
-        self.patience = integer("patience", patience, 1)
+        self.patience: int = integer("patience", patience, 1)
         self.metric = metric
         self._best = _Best(metric, real("min_delta", min_delta))
         self._waited = 0

@@ -85,12 +85,12 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             if getattr(config, name) == MISSING:
                 raise ValueError(f"{name} must be given: {type(config).__name__}({name}=...)")
         self.config = config
-        self.exp_name = config.name if config.exp_name == EXP_NAME else config.exp_name
-        self.exp_dir = Path(config.exp_dir)
-        self.log_dir = self.exp_dir / config.log_dir_name
-        self.state = State()
+        self.exp_name: str = config.name if config.exp_name == EXP_NAME else config.exp_name
+        self.exp_dir: Path = Path(config.exp_dir)
+        self.log_dir: Path = self.exp_dir / config.log_dir_name
+        self.state: State = State()
         self.task_model: Any = None
-        self.should_stop = False
+        self.should_stop: bool = False
         self._callbacks: dict[str, Callback] = {}
         self._folders: dict[str, Checkpoints] = {}  # opened by the present `train`
         self._saved: dict[str, int] = {}  # by folder, the steps before its last checkpoint

@@ -45,6 +45,10 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     """
 
     n_features_in_: int
+    n_iter_: int
+    x_mean_: Array
+    x_scale_: Array
+    validation_scores_: list[float]
 
     _networks: list[Network]  # The fitted networks; the settings may have changed since.
     _models: list[Any] | None = None  # The models of `_networks`; None: to be built when needed.

@@ -55,6 +55,9 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
             in a regression, after each epoch of `fit`.
     """
 
+    y_mean_: Array
+    y_scale_: Array
+
     @one_at_a_time
     def fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
         """Train a new network.

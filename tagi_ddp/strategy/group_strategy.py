@@ -80,7 +80,7 @@ class DDPGroupStrategy(Closing):
 
     def _connect(self, made: ExitStack) -> None:
         """Make the communicators of the groups; ``made`` closes them."""
-        self.group = self.world
+        self.group: Communicator = self.world
 
     def setup(self, model: Any) -> DDPSequential:
         """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.

@@ -48,7 +48,7 @@ class DataParallelOptimizer:
                 " needs one, to evaluate the model several times a step"
             )
         self.torch_optimizer = torch_optimizer
-        self.blocking_parameter_updates = blocking
+        self.blocking_parameter_updates: bool = blocking
         self._updates: weakref.ref[BlockingUpdates | LaggingUpdates] | None = None
         self._guard: Guard = nullcontext
 
