@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tagi_ddp.checkpoint import CheckpointError, Checkpoints
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 
-BATCHES = 8
+BATCHES = 8  # an epoch
+STEPS = range(1, 3 * BATCHES + 1)
+RESUMED = (1, 7, 10, 13, 19, 23)  # after so many steps
 
 
 class Training:
@@ -38,15 +41,16 @@ class Training:
         parts = {"net": self.net, "daso": self.daso}
         self.checkpoints = Checkpoints(folder, parts, keep=99)
 
-    def run(self, first: int, saves: bool) -> list[Any]:
-        for step in range(first, 3 * BATCHES):
+    def run(self, first: int, saved: Collection[int]) -> list[Any]:
+        """Train, and save after these steps; return what the module has learned."""
+        for step in range(first, len(STEPS)):
             x = torch.randn(8, 4)  # from torch's global generator
             self.daso.zero_grad()
             (self.module(x).sum(1) - x.sum(1)).square().mean().backward()
             self.daso.step()
             if step % BATCHES == BATCHES - 1:
                 self.daso.epoch_loss_logic(1.0)
-            if saves:
+            if step + 1 in saved:
                 self.checkpoints.save(step + 1)
         self.checkpoints.wait()
         self.checkpoints.close()
@@ -57,15 +61,16 @@ def with_daso(comm: Any, folder: str, first: int) -> list[Any]:
     training = Training(comm, folder)
     if first:
         assert training.checkpoints.resume(first) == first
-    found = training.run(first, saves=not first)
+    found = training.run(first, () if first else RESUMED)
     training.daso.close()
     return found
 
 
 def test_daso_and_torchs_random_numbers(shm: RankPool, tmp_path: Path) -> None:
-    expected = shm.run(with_daso, str(tmp_path), 0, size=4)
-    for first in (1, 7, 10, 13, 19, 23):
-        assert shm.run(with_daso, str(tmp_path), first, size=4) == expected, first
+    patience = {"limit": 120, "timeout": 60}  # each checkpoint waits for the disk, on all ranks
+    expected = shm.run(with_daso, str(tmp_path), 0, size=4, **patience)
+    for first in RESUMED:
+        assert shm.run(with_daso, str(tmp_path), first, size=4, **patience) == expected, first
 
 
 def equal_or_not(comm: Any, folder: str, same: bool) -> Report:
