@@ -42,7 +42,7 @@ def with_run(comm: Any, kind: str, path: Path) -> str:
     return answer
 
 
-def with_daso(comm: Any, path: Path) -> str:
+def train_with_daso(comm: Any, path: Path) -> str:
     """Return what a torch module has learned, on each rank its own."""
     training = Training(comm, str(path))
     parts = training.run(training.checkpoints.resume(), DASO_STEPS)
@@ -69,7 +69,7 @@ def rank_main(kind: str, rank: int, job: str, path: Path) -> None:
             answer = with_trainer(path)
     else:
         comm = init("shm", rank, ranks, job=job, timeout=20)
-        answer = with_daso(comm, path) if kind == "DASO" else with_run(comm, kind, path)
+        answer = train_with_daso(comm, path) if kind == "DASO" else with_run(comm, kind, path)
     if rank == 0:
         with open(path.parent / "answers", "a") as file:
             file.write(f"{answer}\n")

@@ -57,7 +57,7 @@ class Training:
         return [value.numpy().tobytes() for value in self.net.state_dict().values()]
 
 
-def with_daso(comm: Any, folder: str, first: int) -> list[Any]:
+def train_with_daso_and_save(comm: Any, folder: str, first: int) -> list[Any]:
     training = Training(comm, folder)
     if first:
         assert training.checkpoints.resume(first) == first
@@ -68,9 +68,11 @@ def with_daso(comm: Any, folder: str, first: int) -> list[Any]:
 
 def test_daso_and_torchs_random_numbers(shm: RankPool, tmp_path: Path) -> None:
     patience = {"limit": 120, "timeout": 60}  # each checkpoint waits for the disk, on all ranks
-    expected = shm.run(with_daso, str(tmp_path), 0, size=4, **patience)
+    expected = shm.run(train_with_daso_and_save, str(tmp_path), 0, size=4, **patience)
     for first in RESUMED:
-        assert shm.run(with_daso, str(tmp_path), first, size=4, **patience) == expected, first
+        assert (
+            shm.run(train_with_daso_and_save, str(tmp_path), first, size=4, **patience) == expected
+        ), first
 
 
 def equal_or_not(comm: Any, folder: str, same: bool) -> Report:
@@ -243,7 +245,7 @@ def test_calls(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*-step-*")] == ["000001-step-1"]
 
 
-def failing(comm: Any, folder: str) -> Report:
+def fail_to_write(comm: Any, folder: str) -> Report:
     """Rank 1 cannot write its file, and all hear of it when they save again."""
     model = DDPSequential(fresh("mlp"), communicator=comm)
     checkpoints = Checkpoints(folder, model)
@@ -266,7 +268,7 @@ def failing(comm: Any, folder: str) -> Report:
 
 
 def test_all_ranks_hear_of_one_that_could_not_write(shm: RankPool, tmp_path: Path) -> None:
-    for kind, text, _ in shm.run(failing, str(tmp_path), size=2, fresh=True):
+    for kind, text, _ in shm.run(fail_to_write, str(tmp_path), size=2, fresh=True):
         assert kind == "CheckpointError"
         assert "IsADirectoryError" in text or "Is a directory" in text
 

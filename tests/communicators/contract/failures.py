@@ -157,7 +157,9 @@ def late_for_all(comm: Any) -> Timed | None:
     return timed(comm.barrier)
 
 
-def differ(comm: Any, last: Callable[[Any], Any], others: Callable[[Any], Any]) -> list[Report]:
+def make_calls_that_differ(
+    comm: Any, last: Callable[[Any], Any], others: Callable[[Any], Any]
+) -> list[Report]:
     call = last if comm.rank == comm.size - 1 else others
     return [report(lambda: call(comm)), report(comm.barrier)]
 
@@ -240,7 +242,7 @@ def fail_later(comm: Any) -> Report | None:
     return first
 
 
-def forget(comm: Any) -> Report | None:
+def forget_a_part(comm: Any) -> Report | None:
     part = comm.split(0)
     part.all_reduce(ones())
     if comm.rank < comm.size - 1:
@@ -334,7 +336,7 @@ class FailuresContract:
     @pytest.mark.parametrize("what", DIFFERENT)
     def test_mismatch(self, pool: RankPool, size: int, what: str) -> None:
         for rank, (first, second) in enumerate(
-            pool.run(differ, *DIFFERENT[what], size=size, fresh=True)
+            pool.run(make_calls_that_differ, *DIFFERENT[what], size=size, fresh=True)
         ):
             kind, ranks, text, seconds = first
             assert kind is Mismatch, text
@@ -384,7 +386,7 @@ class FailuresContract:
             assert seconds < 5
 
     def test_forgotten(self, pool: RankPool, size: int) -> None:
-        for kind, ranks, text, seconds in pool.run(forget, size=size, fresh=True)[:-1]:
+        for kind, ranks, text, seconds in pool.run(forget_a_part, size=size, fresh=True)[:-1]:
             assert (kind, ranks) == (PeerLost, (size - 1,)), text
             assert seconds < 5
 
