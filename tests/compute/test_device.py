@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters, parameters_and_averages
 from support.rank_pool import RankPool
 
 from compute.test_output_updater import INPUTS, WAYS, network, observations
@@ -85,11 +85,7 @@ def train_ranks_on(comm: Any, name: str, device: str, average: bool) -> dict[str
     learn(model, *NETWORKS[name].batch(comm.rank, 5))
     model.step()
     model.check_replicas()
-    state = parameters(model)
-    if name == "batch_norm":
-        running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-        state["running averages"] = 2 * [np.ravel(values) for values in running]
-    return state
+    return parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -25,6 +25,7 @@ from support.networks import (
     fresh,
     learn,
     parameters,
+    parameters_and_averages,
 )
 from support.rank_pool import RankPool
 from support.reports import Report, report
@@ -52,10 +53,7 @@ def train_by_torch(
     assert distance(start, state) > 1e-3
     assert all(np.isfinite(v).all() for values in state.values() for v in values)
     assert all((values[i] > 0).all() for values in state.values() for i in (1, 3))
-    if name == "batch_norm":
-        for layer, (mean, variance, *_) in model.get_norm_mean_var().items():
-            state[f"running {layer}"] = 2 * [np.ravel(mean), np.ravel(variance)]
-    return model.check_replicas(), state
+    return model.check_replicas(), parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -87,8 +85,7 @@ def uneven(comm: Any, device: str | None, average: bool) -> dict[str, list[np.nd
         learn(model, x, y)
     model.step()
     model.check_replicas()
-    running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-    return parameters(model) | {"running": 2 * [np.ravel(values) for values in running]}
+    return parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])

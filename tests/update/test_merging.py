@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters, parameters_and_averages
 from support.rank_pool import RankPool
 from support.reports import (
     NO_ERROR,
@@ -83,11 +83,7 @@ def train_between_merges(
             model.end_epoch(1.0)
     model.merge()
     model.check_replicas()
-    state = parameters(model)
-    if name == "batch_norm":
-        running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-        state["running averages"] = 2 * [np.ravel(values) for values in running]
-    return state
+    return parameters_and_averages(model)
 
 
 WAYS: list[Options] = [
