@@ -44,7 +44,7 @@ def test_the_first_difference_is_named_on_all_ranks(
     assert shm.run(compare, others, culprit, size=3) == [whole] * 3
 
 
-def refuse(comm: Any, culprits: list[int]) -> tuple[str, str]:
+def raise_while_describing(comm: Any, culprits: list[int]) -> tuple[str, str]:
     def described() -> list[tuple[str, str]]:
         if comm.rank in culprits:
             raise KeyError("no module")
@@ -63,7 +63,7 @@ def refuse(comm: Any, culprits: list[int]) -> tuple[str, str]:
 @pytest.mark.parametrize("culprits", [[1], [0, 2], [0, 1, 2]])
 def test_what_one_rank_refuses_ends_all(shm: RankPool, culprits: list[int]) -> None:
     told = f"rank {culprits[0]}: KeyError: 'no module'"
-    for rank, found in enumerate(shm.run(refuse, culprits, size=3)):
+    for rank, found in enumerate(shm.run(raise_while_describing, culprits, size=3)):
         own = ("KeyError", "'no module'") if rank in culprits else ("RanksDiffer", told)
         assert found == own
 

@@ -60,7 +60,7 @@ def test_reduction_in_own_memory(
         np.testing.assert_array_equal(result, expected[first:])
 
 
-def shapes(comm: Any) -> list[Any]:
+def use_own_arrays(comm: Any) -> list[Any]:
     array = comm.empty((3, 4), np.float64)
     scalar = comm.empty((), "int32")
     comm.all_reduce(scalar)
@@ -73,7 +73,7 @@ def shapes(comm: Any) -> list[Any]:
 
 
 def test_arrays(shm: RankPool) -> None:
-    for answer in shm.run(shapes, size=2, fresh=True):
+    for answer in shm.run(use_own_arrays, size=2, fresh=True):
         assert answer == [(3, 4), "float64", (), [1.5] * 5]
 
 
@@ -121,7 +121,7 @@ def test_memory_is_private_and_nameless(shm: RankPool) -> None:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def die(comm: Any) -> None:
+def die_with_memory(comm: Any) -> None:
     comm.empty(1 << 20)
     comm.barrier()
     os.kill(os.getpid(), 9)
@@ -136,7 +136,7 @@ def test_nothing_is_left_when_all_are_killed() -> None:
     before = set(os.listdir("/dev/shm"))
     names = socket_names()
     pool = RankPool("shm", 3)
-    answers = pool.run(die, dying=range(3))
+    answers = pool.run(die_with_memory, dying=range(3))
     pool.close()
     assert all(isinstance(answer, Died) for answer in answers)
     assert set(os.listdir("/dev/shm")) <= before

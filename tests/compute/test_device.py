@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters, parameters_and_averages
 from support.rank_pool import RankPool
 
 from compute.test_output_updater import INPUTS, WAYS, network, observations
@@ -76,7 +76,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
         assert distance(ours, in_place) < 1e-5  # square roots differ in their last bit
 
 
-def ranks(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np.ndarray]]:
+def train_ranks_on(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np.ndarray]]:
     model = DDPSequential(fresh(name), None, average, communicator=comm, device=device)
     with model.join():
         for step in range(2 + comm.rank):
@@ -85,17 +85,13 @@ def ranks(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np
     learn(model, *NETWORKS[name].batch(comm.rank, 5))
     model.step()
     model.check_replicas()
-    state = parameters(model)
-    if name == "batch_norm":
-        running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-        state["running averages"] = 2 * [np.ravel(values) for values in running]
-    return state
+    return parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "batch_norm"])
 def test_ranks(shm: RankPool, name: str, average: bool) -> None:
-    answers = [shm.run(ranks, name, device, average, size=3) for device in DEVICES]
+    answers = [shm.run(train_ranks_on, name, device, average, size=3) for device in DEVICES]
     for in_place, on_device in zip(*answers, strict=True):
         assert distance(on_device, in_place) < 1e-5
 
@@ -142,10 +138,10 @@ def test_refused_step_is_told_by_close() -> None:
 
 
 def test_refused_step_of_ranks(shm: RankPool) -> None:
-    assert shm.run(refuse_one, size=2) == [(1,), (1,)]
+    assert shm.run(refuse_a_step_of_one, size=2) == [(1,), (1,)]
 
 
-def refuse_one(comm: Any) -> tuple[int, ...]:
+def refuse_a_step_of_one(comm: Any) -> tuple[int, ...]:
     model = DDPSequential(fresh("mlp"), communicator=comm, device="cpu:0")
     x, y = NETWORKS["mlp"].batch(comm.rank, 6)
     before = model.check_replicas()

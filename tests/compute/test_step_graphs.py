@@ -229,7 +229,7 @@ def test_what_comes_between(stand_in: None) -> None:
         graphs.learn(x, y, 0.25)
 
 
-def ranks(comm: Any, cuda_graph: bool) -> tuple[str, int]:
+def train_ranks_with_graphs(comm: Any, cuda_graph: bool) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_graphs, "_CAPTURES", "cpu")
         patch.setattr(step_graphs, "_capture", capture)
@@ -246,7 +246,7 @@ def ranks(comm: Any, cuda_graph: bool) -> tuple[str, int]:
 
 def test_ranks(shm: RankPool) -> None:
     """Train two ranks with graphs and without. The replicas are equal; each rank has one graph."""
-    plain, graphs = (shm.run(ranks, option, size=2) for option in (False, True))
+    plain, graphs = (shm.run(train_ranks_with_graphs, option, size=2) for option in (False, True))
     assert {digest for digest, _ in plain} == {digest for digest, _ in graphs}
     assert [count for _, count in graphs] == [1, 1]
 

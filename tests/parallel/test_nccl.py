@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from optim.daso.test_daso import CYCLE, LOSSES_BETWEEN
-from optim.daso.test_daso import train as train_by_daso
+from optim.daso.test_daso import CYCLE, LOSSES_BETWEEN, train_by_daso
 from optim.data_parallel.test_data_parallel import MODES, all_optimizers
-from sharding.test_graph import check_all as check_graph
-from sharding.test_transformer import check_all as check_transformer
+from sharding.test_graph import check_graph
+from sharding.test_transformer import check_transformer
 from strategy.sharded import CHANNELS, NODES, Net, draw
 from strategy.test_gradients import worst
 from strategy.test_group_strategy import ensemble, one_network
@@ -28,7 +27,7 @@ from support.rank_pool import RankPool
 from torch.distributed.fsdp import ShardingStrategy
 
 from parallel.support import torch_group
-from parallel.test_wrappers import check, make, train
+from parallel.test_wrappers import check_parameters, make, train_wrapped
 from tagi_ddp.parallel import ParallelConfig, fsdp
 from tagi_ddp.sharding.groups import communicator
 
@@ -124,7 +123,7 @@ def test_members_train_apart(gpu: RankPool, shm: RankPool) -> None:
 def offloaded(comm: Any, path: str) -> None:
     """Train with parameters, gradients and the optimizer's state in the host's memory."""
     expected = make(0)
-    train(expected, 0, 1, "none")
+    train_wrapped(expected, 0, 1, "none")
     torch.cuda.set_device(comm.device)
     with torch_group(comm, path):
         for strategy in (
@@ -135,14 +134,14 @@ def offloaded(comm: Any, path: str) -> None:
             for accumulation in ("none", "no_sync"):
                 config = ParallelConfig(True, True, strategy)
                 model = fsdp(make(comm.rank).to(comm.device), config)
-                optimizer = train(model, comm.rank, comm.size, accumulation, comm.device)
+                optimizer = train_wrapped(model, comm.rank, comm.size, accumulation, comm.device)
                 held = [*model.parameters()]
                 held += [p.grad for p in held if p.grad is not None]  # where a rank has a part
                 held += [value for state in optimizer.state.values() for value in state.values()]
                 assert {tensor.device.type for tensor in held} == {"cpu"}
-                check(comm, model, expected, f"{strategy} {accumulation}")
+                check_parameters(comm, model, expected, f"{strategy} {accumulation}")
         with pytest.raises(RuntimeError, match="with cpu_offload a second backward"):
-            train(model, comm.rank, comm.size, "plain", comm.device)
+            train_wrapped(model, comm.rank, comm.size, "plain", comm.device)
 
 
 def test_offload(gpu: RankPool, tmp_path: Path) -> None:

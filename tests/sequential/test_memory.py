@@ -20,7 +20,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def train(comm: Any, compute: Any, steps: int) -> list[int]:
+def train_and_watch_memory(comm: Any, compute: Any, steps: int) -> list[int]:
     """Return how much the memory grows in each quarter of the steps, after some to begin with."""
     from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
@@ -48,6 +48,6 @@ def train(comm: Any, compute: Any, steps: int) -> list[int]:
     indirect=["pool"],
 )
 def test_memory_is_flat(pool: RankPool, compute: str, steps: int) -> None:
-    for growths in pool.run(train, compute, steps, size=2, limit=120):
+    for growths in pool.run(train_and_watch_memory, compute, steps, size=2, limit=120):
         # A leak is in all of them; threads take their first memory in one or another.
         assert min(growths) < 1 << 14, growths

@@ -25,12 +25,13 @@ from support.networks import (
     fresh,
     learn,
     parameters,
+    parameters_and_averages,
 )
 from support.rank_pool import RankPool
 from support.reports import Report, report
 from support.waiting import no_waiting
 
-from sequential.test_sharded import both
+from sequential.test_sharded import train_plain_and_sharded
 from tagi_ddp import CommunicatorError, DDPSequential, OutputUpdater
 from tagi_ddp.replica.device_agreement import LAG
 
@@ -47,15 +48,12 @@ def train_by_torch(
     options = {"compute": "torch", "device": device}
     model = DDPSequential(fresh(name), average=average, communicator=comm, **options)
     start = parameters(model)
-    tasks.train(model, name, SHARES[: comm.size])
+    tasks.train_on_shares(model, name, SHARES[: comm.size])
     state = parameters(model)
     assert distance(start, state) > 1e-3
     assert all(np.isfinite(v).all() for values in state.values() for v in values)
     assert all((values[i] > 0).all() for values in state.values() for i in (1, 3))
-    if name == "batch_norm":
-        for layer, (mean, variance, *_) in model.get_norm_mean_var().items():
-            state[f"running {layer}"] = 2 * [np.ravel(mean), np.ravel(variance)]
-    return model.check_replicas(), state
+    return model.check_replicas(), parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -87,8 +85,7 @@ def uneven(comm: Any, device: str | None, average: bool) -> dict[str, list[np.nd
         learn(model, x, y)
     model.step()
     model.check_replicas()
-    running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-    return parameters(model) | {"running": 2 * [np.ravel(values) for values in running]}
+    return parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -103,13 +100,13 @@ def test_join_and_micro_batches(devices: Devices, shm: RankPool, average: bool) 
 @pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "batch_norm"])
 def test_sharded_replicas(devices: Devices, name: str) -> None:
     options, size = {"compute": "torch", "device": devices.replica}, devices.ranks(3)
-    answers = devices.pool.run(both, name, False, options, size=size, limit=120)
+    answers = devices.pool.run(train_plain_and_sharded, name, False, options, size=size, limit=120)
     for plain, sharded in answers:  # NCCL may add in another order
         assert distance(plain[1], sharded[1]) <= (0 if devices.stand_in else 1e-5)
     assert len({sharded[0][-1] for _, sharded in answers}) == 1
 
 
-def refuse_one(comm: Any, device: str | None) -> tuple[Report, Report, int]:
+def refuse_steps_of_the_last(comm: Any, device: str | None) -> tuple[Report, Report, int]:
     model = DDPSequential(fresh("mlp"), communicator=comm, device=device)
     x, y = NETWORKS["mlp"].batch(comm.rank, 6)
     bad = x * np.inf if comm.rank == comm.size - 1 else x
@@ -136,7 +133,7 @@ def refuse_one(comm: Any, device: str | None) -> tuple[Report, Report, int]:
 
 def test_refused_step_is_told_on_all_ranks_at_once(devices: Devices) -> None:
     size = devices.ranks(3)
-    answers = devices.pool.run(refuse_one, devices.replica, size=size)
+    answers = devices.pool.run(refuse_steps_of_the_last, devices.replica, size=size)
     assert len(set(answers)) == 1
     *told, steps = answers[0]
     assert [(kind, ranks) for kind, _, ranks in told] == [("NotFiniteError", (size - 1,))] * 2

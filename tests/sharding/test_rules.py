@@ -222,7 +222,7 @@ def test_operations() -> None:
 # What is wrong.
 
 
-def refusals(comm: Any) -> list[str]:
+def refuse_wrong_shards(comm: Any) -> list[str]:
     one, rank = comm.rank == 1, comm.rank
     shapes = [[3, 2], [1, 2]]
     part, whole = torch.zeros(shapes[rank]), torch.zeros(4, 2)
@@ -272,7 +272,7 @@ def refusals(comm: Any) -> list[str]:
 
 @EVERYWHERE
 def test_refusals(pool: RankPool) -> None:
-    first, second = pool.run(refusals, size=2)
+    first, second = pool.run(refuse_wrong_shards, size=2)
     assert first[0] == f"rank 1: {second[0]}"
     for texts in (first, second):
         assert "more than dimension 0" in texts[0]

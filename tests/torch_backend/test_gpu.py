@@ -71,7 +71,7 @@ def by_fsdp(net: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(net, device_id=next(net.parameters()).device)
 
 
-def on_both(comm: Any, path: str) -> list[list[Tensor]]:
+def run_on_cpu_and_gpu(comm: Any, path: str) -> list[list[Tensor]]:
     results = []
     with torch_group(comm, path):
         for where in ("cpu", comm.device):
@@ -88,6 +88,6 @@ def test_as_on_the_cpu(size: int, tmp_path: Path) -> None:
     if reason := why_not(size):
         pytest.skip(reason)
     with doomed_pool("nccl", size, **gpus(size)) as pool:
-        answers = pool.run(on_both, str(tmp_path / "f"), limit=120)
+        answers = pool.run(run_on_cpu_and_gpu, str(tmp_path / "f"), limit=120)
     for here, there in answers:
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-5)

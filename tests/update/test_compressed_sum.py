@@ -80,7 +80,7 @@ def test_what_rounding_drops_is_sent_later(shm: RankPool, compress: str) -> None
     assert answers[0][2] == answers[1][2] == answers[2][2]
 
 
-def train(comm: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def train_and_merge(comm: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     model = DDPSequential(fresh("mlp"), communicator=comm, reduction="precision", **options)
     scheduled = isinstance(options["sync_every"], SyncSchedule)
     if scheduled:
@@ -127,8 +127,8 @@ def test_training_ends_where_it_does_without(
     if "node_size" in options:
         size = min(4, pool.size)
         options = {**options, "node_size": size // 2}
-    exact = pool.run(train, options, size=size)[0][0]
-    answers = pool.run(train, {**options, "compress": compress}, size=size)
+    exact = pool.run(train_and_merge, options, size=size)[0][0]
+    answers = pool.run(train_and_merge, {**options, "compress": compress}, size=size)
     assert len({digest for _, digest in answers}) == 1
     assert 0 < apart(answers[0][0], exact) < 0.05
 
@@ -188,7 +188,7 @@ def test_the_posterior_is_the_exact_one_once_all_is_sent(
         assert distances[-1] < 1e-5
 
 
-def forget(comm: Any) -> tuple[bool, bool]:
+def load_after_compressed_merges(comm: Any) -> tuple[bool, bool]:
     """Load what was before merges that have dropped something; then merge nothing."""
     model = DDPSequential(
         fresh("mlp"), communicator=comm, reduction="precision", sync_every=2, compress="int8"
@@ -206,7 +206,7 @@ def forget(comm: Any) -> tuple[bool, bool]:
 
 
 def test_loading_forgets_what_has_not_been_sent(shm: RankPool) -> None:
-    assert shm.run(forget, size=2) == [(True, True)] * 2
+    assert shm.run(load_after_compressed_merges, size=2) == [(True, True)] * 2
 
 
 def test_a_residual_in_the_units_of_an_earlier_version_is_dropped() -> None:

@@ -43,7 +43,7 @@ def all_reduce(comm: Any, dtype: str) -> str:
     return digest.hexdigest()
 
 
-def accumulate(comm: Any, dtype: str, big: float) -> None:
+def accumulate_in_32_bits(comm: Any, dtype: str, big: float) -> None:
     """In 16 bits big + 1 is big again, so that only a wider sum gets the ones of two ranks.
 
     Two is the distance of the next number; a tie goes to the even one.
@@ -193,7 +193,7 @@ def barrier(comm: Any) -> tuple[float, float]:
     return entered, time.monotonic()
 
 
-def shapes(comm: Any) -> None:
+def reduce_shapes(comm: Any) -> None:
     scalar, matrix = np.array(2.0), np.ones((2, 3, 4), np.float32)
     comm.all_reduce(scalar)
     assert scalar == 2.0 * comm.size
@@ -236,7 +236,7 @@ class OperationsContract:
     def test_16_bits_accumulate_in_32(
         self, pool: RankPool, size: int, dtype: str, big: float
     ) -> None:
-        pool.run(accumulate, dtype, big, size=size)
+        pool.run(accumulate_in_32_bits, dtype, big, size=size)
 
     @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
     def test_not_finite(self, pool: RankPool, size: int, dtype: str) -> None:
@@ -271,7 +271,7 @@ class OperationsContract:
         assert max(entered) <= min(left)
 
     def test_shapes(self, pool: RankPool, size: int) -> None:
-        pool.run(shapes, size=size)
+        pool.run(reduce_shapes, size=size)
 
     def test_tensors(self, pool: RankPool, size: int) -> None:
         pool.run(tensors, size=size)

@@ -42,7 +42,7 @@ def sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def use(comm: Any) -> int:
+def use_all_operations(comm: Any) -> int:
     rank, size = comm.rank, comm.size
     opposite = (rank + size // 2) % size
     assert opposite not in neighbours(rank, size)
@@ -71,10 +71,10 @@ def use(comm: Any) -> int:
 
 
 def test_all_operations(many: RankPool) -> None:
-    assert many.run(use, limit=60) == [10] * SIZE
+    assert many.run(use_all_operations, limit=60) == [10] * SIZE
 
 
-def start(comm: Any, timeout: float) -> tuple[float, int, int]:
+def init_another(comm: Any, timeout: float) -> tuple[float, int, int]:
     from tagi_ddp import init
 
     before, began = sockets(), time.monotonic()
@@ -88,21 +88,21 @@ def start(comm: Any, timeout: float) -> tuple[float, int, int]:
 def test_sixty_four_ranks() -> None:
     pool = RankPool("gloo", 64, environment={"TAGI_DDP_TWO_LEVELS": "0"})
     try:
-        results = pool.run(start, 60.0, limit=200, timeout=100)
+        results = pool.run(init_another, 60.0, limit=200, timeout=100)
         assert {connections for *_, connections in results} == {15}
         assert max(count for _, count, _ in results) < 64, "gloo connects when it must"
-        killed = pool.run(die, 41, limit=60, dying=[41], timeout=100)
+        killed = pool.run(die_while_others_wait, 41, limit=60, dying=[41], timeout=100)
         check_death(killed, 41)
     finally:
         pool.close()
 
 
-def differ(comm: Any) -> Report:
+def call_a_barrier_on_one_rank(comm: Any) -> Report:
     return report(lambda: comm.barrier() if comm.rank == 13 else comm.all_reduce(ones()))
 
 
 def test_a_rank_that_differs_is_named(many: RankPool) -> None:
-    answers = many.run(differ, fresh=True)
+    answers = many.run(call_a_barrier_on_one_rank, fresh=True)
     assert {kind for kind, *_ in answers} == {Mismatch}
     assert all(ranks == (13,) for rank, (_, ranks, *_) in enumerate(answers) if rank != 13)
 
@@ -143,7 +143,7 @@ def test_a_rank_that_is_stopped_is_the_only_one_to_blame(many: RankPool) -> None
             assert (kind, ranks) == (Timeout, (4,)), text
 
 
-def die(comm: Any, victim: int) -> Report:
+def die_while_others_wait(comm: Any, victim: int) -> Report:
     comm.all_reduce(ones())
     if comm.rank == victim:
         time.sleep(0.5)  # the others wait
@@ -162,7 +162,7 @@ def check_death(answers: list[Any], victim: int) -> None:
 
 
 def test_a_death_is_heard_by_all(many: RankPool) -> None:
-    check_death(many.run(die, 11, fresh=True, dying=[11]), 11)
+    check_death(many.run(die_while_others_wait, 11, fresh=True, dying=[11]), 11)
 
 
 def leave(comm: Any) -> Report:

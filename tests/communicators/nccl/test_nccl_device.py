@@ -248,7 +248,7 @@ def close_first(comm: Any) -> float:
     return time.monotonic() - started
 
 
-def objects(comm: Any) -> list[Any]:
+def gather_large_objects(comm: Any) -> list[Any]:
     values = all_gather_object(comm, {"rank": comm.rank, "text": "x" * 100_000})
     assert [len(value["text"]) for value in values] == [100_000] * comm.size
     return [value["rank"] for value in values]
@@ -316,7 +316,7 @@ class TestDevices:
         assert pool.run(close_first, size=size, fresh=True)[0] < 1.5
 
     def test_objects_go_over_the_hosts(self, pool: RankPool, size: int) -> None:
-        assert pool.run(objects, size=size) == [list(range(size))] * size
+        assert pool.run(gather_large_objects, size=size) == [list(range(size))] * size
 
     def test_begins_nothing_after_another_has_failed(self, pool: RankPool, size: int) -> None:
         """Its part there may still be on the device, and would let the operation end well."""

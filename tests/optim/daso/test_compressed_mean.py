@@ -15,7 +15,7 @@ from tagi_ddp.optim.daso.compressed_mean import CompressedMean, no_residual
 Parts = tuple[np.ndarray, ...]
 
 
-def means(
+def compress_means(
     comm: Any, size: int, dtype: torch.dtype, limit: int, times: int, fall: float
 ) -> list[Parts]:
     """Return each vector, mean and residual, elementwise: own, and of the mean.
@@ -62,7 +62,7 @@ def test_the_residual_is_sent_the_next_time(
 ) -> None:
     """Its units are those of the vectors, whatever the size of the next one."""
     times = 5
-    found = shm.run(means, size, dtype, limit, times, fall, size=ranks)
+    found = shm.run(compress_means, size, dtype, limit, times, fall, size=ranks)
     sums = {"vectors": np.zeros(size), "means": np.zeros(size)}
     for time in range(times):
         vectors, averages, own, share = (
@@ -79,7 +79,7 @@ def test_the_residual_is_sent_the_next_time(
         assert np.abs(own).max() > 0
 
 
-def exact(comm: Any, limit: int) -> np.ndarray:
+def mean_without_residual(comm: Any, limit: int) -> np.ndarray:
     vector = torch.randn(
         11, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank)
     )
@@ -90,7 +90,9 @@ def exact(comm: Any, limit: int) -> np.ndarray:
 
 
 def test_without_a_cast(shm: RankPool) -> None:
-    results = [row for limit in (1, 4, 100) for row in shm.run(exact, limit, size=3)]
+    results = [
+        row for limit in (1, 4, 100) for row in shm.run(mean_without_residual, limit, size=3)
+    ]
     for row in results:
         np.testing.assert_array_equal(row, results[0])
     own = [

@@ -45,7 +45,7 @@ def batch_loss(module: nn.Module, *seed: int) -> torch.Tensor:
     return nn.functional.mse_loss(module(inputs), targets)
 
 
-def train(
+def train_by_daso(
     comm: Any, losses: list[float], batches: int, arguments: Any, device: str = "cpu"
 ) -> np.ndarray:
     """Return what this rank holds after every batch, of all epochs."""
@@ -97,7 +97,9 @@ def test_traces(
 ) -> None:
     arguments = {**CYCLE, "downcast_type": torch.float, **more}
     pool = six if nodes * size > 4 else shm
-    ranks = pool.run(train, losses, batches, {"node_size": size, **arguments}, size=nodes * size)
+    ranks = pool.run(
+        train_by_daso, losses, batches, {"node_size": size, **arguments}, size=nodes * size
+    )
     found = np.stack(ranks, axis=1)
     cast = arguments.pop("downcast_type")
     arguments.pop("sending_chunk_size", None)

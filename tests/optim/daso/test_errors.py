@@ -254,7 +254,7 @@ def no_luck(*_: Any) -> None:
     raise OSError("no such luck")
 
 
-def fail(comm: Any, inside: bool) -> str:
+def fail_in_a_step(comm: Any, inside: bool) -> str:
     x = nn.Parameter(torch.zeros(1))
     try:
         optimizer = optimizer_of(x)
@@ -275,7 +275,7 @@ def fail(comm: Any, inside: bool) -> str:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_rank_that_fails(shm: RankPool, inside: bool) -> None:
-    texts = shm.run(fail, inside, fresh=True, timeout=20)
+    texts = shm.run(fail_in_a_step, inside, fresh=True, timeout=20)
     assert texts.pop(2) == "own"
     for text in texts:
         assert "no such luck" in text

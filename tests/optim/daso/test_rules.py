@@ -290,7 +290,7 @@ def test_what_is_synchronized(shm: RankPool, dtype: torch.dtype) -> None:
             assert_same(state, other)
 
 
-def exact(comm: Any) -> float:
+def step_by_small_gradients(comm: Any) -> float:
     x = nn.Parameter(torch.ones((), dtype=torch.float64))
     daso = DASO(torch.optim.SGD([x], 1.0), 1, comm, node_size=1)
     daso.last_batch = 1
@@ -301,7 +301,7 @@ def exact(comm: Any) -> float:
 
 
 def test_float64_is_not_rounded(shm: RankPool) -> None:
-    assert shm.run(exact, size=3) == [pytest.approx(1 - 1e-12, abs=1e-15)] * 3
+    assert shm.run(step_by_small_gradients, size=3) == [pytest.approx(1 - 1e-12, abs=1e-15)] * 3
 
 
 def conserved(comm: Any) -> list[np.ndarray]:

@@ -81,7 +81,7 @@ def serial(
     return states
 
 
-def train(
+def train_and_compare(
     comm: Any,
     net: nn.Module,
     torch_optimizer: torch.optim.Optimizer,
@@ -141,7 +141,7 @@ def all_optimizers(comm: Any, blocking: bool, device: str = "cpu") -> list[Tenso
         for late, set_to_none in ((False, True), (True, True), (True, False)):
             net = make(Plain).to(device)
             ends.append(
-                train(
+                train_and_compare(
                     comm,
                     net,
                     optimize(net.parameters()),
@@ -173,7 +173,7 @@ def test_odd_parameters(shm: RankPool, kind: type[nn.Module], blocking: bool) ->
         one, net = make(kind), make(kind)
         expected = serial(one, OPTIMIZERS["Adam"](one.parameters()))
         tolerance = 1e-12 if kind is Odd else 1e-6
-        train(
+        train_and_compare(
             comm, net, OPTIMIZERS["Adam"](net.parameters()), blocking, expected, tolerance=tolerance
         )
         if kind is Odd:
@@ -222,7 +222,7 @@ def test_several_groups_and_a_scheduler(shm: RankPool, blocking: bool) -> None:
             one, net = make(Plain), make(Plain)
             reference, own = optimize(one), optimize(net)
             expected = serial(one, reference, scheduler=schedule(reference))
-            train(comm, net, own, blocking, expected, scheduler=schedule(own))
+            train_and_compare(comm, net, own, blocking, expected, scheduler=schedule(own))
         assert torch.equal(net.last.weight, make(Plain).last.weight)
         assert [len(group["params"]) for group in own.param_groups] == [2, 3, 1]
 
@@ -249,7 +249,7 @@ def test_a_layer_that_thaws(shm: RankPool, blocking: bool) -> None:
         optimizer, scheduler = thawing(one)
         expected = serial(one, optimizer, scheduler=scheduler)
         optimizer, scheduler = thawing(net)
-        train(comm, net, optimizer, blocking, expected, scheduler=scheduler)
+        train_and_compare(comm, net, optimizer, blocking, expected, scheduler=scheduler)
         assert not torch.equal(net.second.weight, make(Plain).second.weight)
 
     shm.run(task, size=2)
@@ -271,7 +271,7 @@ def test_several_backward_calls_before_a_step(shm: RankPool, blocking: bool) -> 
         for late in (False, True):
             net = make(Plain)
             own = OPTIMIZERS["momentum"](net.parameters())
-            train(comm, net, own, blocking, expected, late=late, samples=samples)
+            train_and_compare(comm, net, own, blocking, expected, late=late, samples=samples)
 
     shm.run(task, size=2)
 

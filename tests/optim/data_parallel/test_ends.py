@@ -22,9 +22,9 @@ from optim.torch_cases import (
     batch,
     descend,
     distance,
-    learn,
     loss_of,
     make,
+    take_step,
     values,
 )
 from tagi_ddp.communicators import CommunicatorError, PeerLost
@@ -46,7 +46,7 @@ def test_an_error_reaches_all_ranks(shm: RankPool, where: str, blocking: bool) -
             raise ValueError("out of cheese")
 
         def run(model: DataParallel) -> None:
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
             if comm.rank == 1 and where == "forward":
                 net.second.register_forward_pre_hook(fail)
             if comm.rank == 1 and where == "step":
@@ -54,7 +54,7 @@ def test_an_error_reaches_all_ranks(shm: RankPool, where: str, blocking: bool) -
             if comm.rank == 1 and where == "block":
                 fail()
             for step in range(3):
-                learn(comm, model, optimizer, step)
+                take_step(comm, model, optimizer, step)
 
         def start() -> None:
             model = DataParallel(net, comm, optimizer, blocking)
@@ -83,7 +83,7 @@ def test_the_end(shm: RankPool) -> None:
         net = make(Plain)
         optimizer = descend(net.parameters())
         model = DataParallel(net, comm, optimizer)
-        learn(comm, model, optimizer)
+        take_step(comm, model, optimizer)
         model.close()
         model.close()
         after = values(net)
@@ -96,7 +96,7 @@ def test_the_end(shm: RankPool) -> None:
             assert not part._forward_pre_hooks
             assert not part._forward_hooks
         with DataParallel(net, comm, optimizer, blocking=True) as model:
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
         assert distance(values(net), after) > 0
         comm.barrier()  # which stays open
 
@@ -111,18 +111,18 @@ def test_wrapping_a_module_again_closes_what_has_its_optimizer(
         net = make(Plain)
         optimizer = descend(net.parameters())
         first = DataParallel(net, comm, optimizer, blocking)
-        learn(comm, first, optimizer)
+        take_step(comm, first, optimizer)
         with pytest.raises(ValueError, match="optimizer belongs to another module's DataParallel"):
             DataParallel(nn.Sequential(net), comm, optimizer, blocking)
         with DataParallel(net, comm, optimizer, blocking) as second:
             after = values(net)  # the step that the first one had to make is made
-            learn(comm, second, optimizer)
+            take_step(comm, second, optimizer)
             first.close()
-            learn(comm, second, optimizer)
+            take_step(comm, second, optimizer)
         assert distance(values(net), after) > 0
         alone = make(Plain)
         with DataParallel(alone, comm, descend(alone.parameters()), blocking) as third:
-            [learn(comm, third, third._optimizers[0]) for _ in range(3)]
+            [take_step(comm, third, third._optimizers[0]) for _ in range(3)]
         assert distance(values(net), values(alone)) == 0
         comm.barrier()
 
@@ -143,11 +143,11 @@ def test_wrapping_a_module_again_closes_what_has_another_optimizer(
             models.append(DataParallel(net, comm, optimizer, blocking))
             if comm.rank == 1:
                 gc.collect()
-            [learn(comm, models[-1], optimizer) for _ in range(3)]
+            [take_step(comm, models[-1], optimizer) for _ in range(3)]
         assert [model._closed for model in models] == [True, False]
         models[1].close()
         with DataParallel(alone, comm, descend(alone.parameters()), blocking) as model:
-            [learn(comm, model, model._optimizers[0]) for _ in range(6)]
+            [take_step(comm, model, model._optimizers[0]) for _ in range(6)]
         assert distance(values(net), values(alone)) == 0
 
         def fail() -> None:
@@ -171,7 +171,7 @@ def test_lives_as_long_as_it_is_referred_to(shm: RankPool, blocking: bool) -> No
         gc.disable()
         try:
             model = DataParallel(net, comm, optimizer, blocking)
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
             known = weakref.ref(model)
             del model
             assert known() is None
@@ -183,7 +183,7 @@ def test_lives_as_long_as_it_is_referred_to(shm: RankPool, blocking: bool) -> No
         with pytest.raises(RuntimeError, match="step\\(\\) needs an open DataParallel"):
             optimizer.step()
         with DataParallel(net, comm, optimizer, blocking) as model:
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
         assert_replicas_equal(comm, net)
 
     shm.run(task, size=2)
@@ -210,7 +210,7 @@ def test_copies_have_no_owner(shm: RankPool) -> None:
         optimizer = descend(net.parameters())
         with warnings.catch_warnings(), DataParallel(net, comm, optimizer) as model:
             warnings.simplefilter("error")
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
             with pytest.raises(TypeError, match=r"cannot be copied or pickled: give its \.module"):
                 copy.deepcopy(model)
             file = io.BytesIO()
@@ -297,13 +297,13 @@ def test_names_of_heat(shm: RankPool) -> None:
         for blocking in (True, False):
             with DataParallel(net, comm, optimizer, blocking_parameter_updates=blocking) as model:
                 assert model.blocking_parameter_updates == model.blocking == blocking
-                learn(comm, model, optimizer)
+                take_step(comm, model, optimizer)
         with pytest.warns(UserWarning, match="optimizer holds the same .* twice") as caught:
             model = DataParallel(net, comm, [optimizer, optimizer], False)
         assert caught[0].filename == __file__
         with model:
             assert model.blocking_parameter_updates
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
         daso = DASO(torch.optim.SGD(net.parameters(), lr=0.1), 5, comm)
         with daso, pytest.raises(TypeError, match=r"got DASO, .* DataParallelMultiGPU\(module"):
             DataParallel(net, comm, daso)

@@ -17,10 +17,10 @@ from optim.torch_cases import (
     batch,
     descend,
     distance,
-    learn,
     loss_of,
     make,
     small_buckets,
+    take_step,
     values,
 )
 from tagi_ddp.optim.data_parallel import DataParallel, DataParallelOptimizer
@@ -79,7 +79,7 @@ def test_buffers_are_averaged(shm: RankPool, blocking: bool) -> None:
         with DataParallel(net, comm, optimizer, blocking) as model:
             mean = torch.zeros(3)
             for step in range(3):
-                learn(comm, model, optimizer, step)
+                take_step(comm, model, optimizer, step)
                 x = batch(step).float()
                 rows = torch.stack([x[r :: comm.size].mean(0) for r in range(comm.size)])
                 mean = 0.9 * mean + 0.1 * rows.mean(0)
@@ -89,7 +89,7 @@ def test_buffers_are_averaged(shm: RankPool, blocking: bool) -> None:
                 assert not any(model._updates[0]._buffers.flags()), "averaged once for a change"
             if comm.rank == 1:
                 net.infinite[0] = 5.0
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
         assert net.norm.num_batches_tracked == 4
         assert torch.equal(net.steady, steady)
         assert torch.equal(net.infinite, infinite)  # the mean of infinities and 5
@@ -106,7 +106,7 @@ def test_a_world_of_one_reduces_nothing(shm: RankPool) -> None:
         optimizer, serial = descend(net.parameters()), torch.optim.SGD(one.parameters(), lr=0.1)
         with small_buckets() as sizes, DataParallel(net, comm, optimizer) as model:
             for step in range(3):
-                learn(comm, model, optimizer, step)
+                take_step(comm, model, optimizer, step)
                 serial.zero_grad()
                 loss_of(one, batch(step)).backward()
                 assert distance(values(net), values(one)) == 0
@@ -147,7 +147,7 @@ def test_what_catches_up(shm: RankPool) -> None:
             net = make(Plain)
             optimizer = descend(net.parameters())
             with DataParallel(net, comm, optimizer) as model:
-                learn(comm, model, optimizer)
+                take_step(comm, model, optimizer)
                 model.zero_grad()
                 model.train()
                 assert distance(values(net), values(make(Plain))) == 0, name
@@ -195,7 +195,7 @@ def test_loading_wins_over_the_update_that_waits(shm: RankPool) -> None:
         with DataParallel(net, comm, optimizer) as model:
             state = copy.deepcopy(model.state_dict())
             assert all(name.startswith("module.") for name in state)
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
             model.load_state_dict(state)
         assert distance(values(net), values(make(Plain))) == 0
 
@@ -217,12 +217,12 @@ def test_layer_by_layer(shm: RankPool) -> None:
         for layer in net.children():
             layer.register_forward_pre_hook(look)
         with DataParallel(net, comm, optimizer) as model:
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
             seen.clear()
             with context():
                 model(batch(0))
             assert seen == [[True] * n + [False] * (6 - n) for n in (2, 4, 6)]
-            learn(comm, model, optimizer)
+            take_step(comm, model, optimizer)
             model.catch_up()
 
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -248,7 +248,7 @@ def test_a_layer_that_does_not_run_every_time(shm: RankPool) -> None:
                 model(batch(step))
                 assert not optimizer.update_next
                 assert (net.second.weight in model._layered) == (not net.short)
-                learn(comm, model, optimizer, step)
+                take_step(comm, model, optimizer, step)
                 serial.zero_grad()
                 loss_of(one, batch(step)).backward()
                 assert distance(values(net), values(one)) < 1e-12

@@ -14,8 +14,8 @@ from contract.data import caught
 from tagi_ddp.communicators.shm import ShmCommunicator
 from tagi_ddp.communicators.single import SingleCommunicator
 
-# C++ tells no dtype that it does not know, and the bindings refuse None first.
-OTHER_WORDS = {"none", "complex", "bool", "swapped bytes"}
+# C++ names no dtype that it does not know, and the bindings refuse None first.
+OTHER_TEXTS = {"none", "complex", "bool", "swapped bytes"}
 ALL = CASES | MISALIGNED
 
 
@@ -28,8 +28,8 @@ def both() -> Iterator[tuple[Any, Any]]:
         yield shm, single
 
 
-@pytest.mark.parametrize("case", sorted(set(ALL) - OTHER_WORDS))
-def test_words(both: tuple[Any, Any], case: str) -> None:
+@pytest.mark.parametrize("case", sorted(set(ALL) - OTHER_TEXTS))
+def test_texts_are_equal(both: tuple[Any, Any], case: str) -> None:
     shm, single = (str(caught(lambda comm=comm: ALL[case][1](comm))) for comm in both)
     assert single == shm
 
