@@ -38,18 +38,15 @@ def measure_link(communicator: Communicator | Any, sizes: Sequence[int] = _SIZES
         ValueError: naming the argument.
     """
     with adopted(communicator) as comm:
-        return _measure(comm, sizes)
-
-
-def _measure(communicator: Communicator, sizes: Sequence[int]) -> Link:
-    ranks = communicator.size
-    if ranks < 2:
-        raise ValueError("communicator has one rank: there is nothing to measure")
-    counts = sorted({integer("sizes", size, 4) // 4 for size in sizes})
-    if len(counts) < 2:
-        raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
-    medians = [*(_seconds(communicator, n) for n in counts), _vote_seconds(communicator)]
-    *seconds, vote = np.max(all_gather_object(communicator, medians), axis=0)  # The slowest rank's.
+        ranks = comm.size
+        if ranks < 2:
+            raise ValueError("communicator has one rank: there is nothing to measure")
+        counts = sorted({integer("sizes", size, 4) // 4 for size in sizes})
+        if len(counts) < 2:
+            raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
+        medians = [*(_seconds(comm, n) for n in counts), _vote_seconds(comm)]
+        everyone = all_gather_object(comm, medians)
+    *seconds, vote = np.max(everyone, axis=0)  # The slowest rank's.
     seconds = np.maximum.accumulate(seconds).tolist()
     sums = tuple((4 * count, time) for count, time in zip(counts, seconds, strict=True))
     steps, sent = math.ceil(math.log2(ranks)), 8 * (ranks - 1) / ranks * (counts[-1] - counts[0])

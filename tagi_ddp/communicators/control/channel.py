@@ -1,4 +1,4 @@
-"""The control channel: the connections of a rank that carry messages about calls, not data.
+"""The control channel: the connections of a rank for messages about calls, not for data.
 
 By these messages each rank of an operation knows that the others call the same before data moves.
 A rank that is late, differs, fails or dies is known by its number.

@@ -154,7 +154,7 @@ class Handshake:
         return until(ready, end)
 
     def _known_to(self, rank: int) -> list[int]:
-        """Return the ranks for which a message of ``rank`` speaks."""
+        """Return the ranks that have begun the operation if a message of ``rank`` is here."""
         return overlay.span(rank, self._round.known, self._notes.size)
 
     def check(self) -> None:
@@ -195,7 +195,7 @@ class Handshake:
             self._time_out(call.waits_for())
 
     def _announce(self) -> None:
-        """Report once that this rank waits: those that do not are at fault."""
+        """Report once that this rank waits: ranks that do not report that are at fault."""
         if self._announced:
             return
         self._announced = True

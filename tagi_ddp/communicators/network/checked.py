@@ -50,7 +50,7 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     @abstractmethod
     def _transfer(self, handshake: Handshake, data: E, peer: int) -> None:
-        """Send to ``peer``, which receives now, or the reverse, and wait by ``handshake``."""
+        """Send to ``peer`` or receive from it, as the call says; the peer does the reverse now."""
 
     @abstractmethod
     def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
