@@ -68,7 +68,7 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONSAFEPATH=1 \
 	    PATH="$$PWD/.venv/bin:$$PATH" \
 	    build/sanitize/bin/python -m pytest -p no:cacheprovider -m "not slow" \
-	    tests/update tests/sequential tests/checkpoint tests/communicators/test_shm.py \
+	    tests/update tests/sequential tests/elastic tests/checkpoint tests/communicators/test_shm.py \
 	    $(addprefix tests/compute/test_,native.py linear.py lstm.py embedding.py as_pytagi.py) \
 	    tests/communicators/test_shm_memory.py tests/communicators/nccl \
 

@@ -42,19 +42,20 @@ BACKPORTS = ("exceptiongroup", "tomli", "typing-extensions")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
 INSTALL, DOCTOR, TESTS, ROWS = "install", "doctor", "tests", "rows"
+COMPUTE, NCCL = "tests/compute", "tests/communicators/nccl"
 # Kind, of what, and the seconds that it may take at most.
 STEPS = (
     (INSTALL, "the package", 150),
     (DOCTOR, "what is there", 45),
-    (TESTS, "tests/compute/test_gpu.py", 60),
+    (TESTS, f"{COMPUTE}/test_gpu.py {COMPUTE}/test_device.py {COMPUTE}/test_step_graphs.py", 60),
     (ROWS, "gpu_steps", 75),
-    (TESTS, "tests/sequential/test_nccl_gpu.py", 90),
+    (TESTS, "tests/sequential/test_nccl.py", 90),
     (ROWS, "gpu_calls", 60),
     (ROWS, "gpu_exchange", 60),
-    (TESTS, "tests/parallel/test_nccl_gpu.py", 150),
-    (TESTS, "tests/parallel/test_gpu.py", 60),
+    (TESTS, "tests/parallel/test_nccl.py", 150),
+    (TESTS, "tests/torch_backend/test_gpu.py", 60),
     (TESTS, "tests/project/test_docs.py", 45),
-    (TESTS, "tests/communicators/nccl/test_nccl_gpu.py", 300),
+    (TESTS, f"{NCCL}/test_nccl_device.py {NCCL}/test_nccl.py", 300),
 )
 
 
@@ -258,7 +259,8 @@ def commands(
         options = ["-p", "benchmarks.harness.outcomes", "--outcomes", str(results)]
         options += ["-p", "no:cacheprovider", "-W", "default", "-m", "gpu", "--tb=short"]
         options += ["-p", "xdist.plugin", "-n", str(WORKERS), "--dist", "loadscope"]
-        yield [PYTHON, "-m", "pytest", *options, of], {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        options += of.split()
+        yield [PYTHON, "-m", "pytest", *options], {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def install(wheels: Path) -> Iterator[tuple[list[str], dict[str, str]]]:

@@ -40,15 +40,12 @@ _FIRST_SLURM_PORT, _SLURM_PORTS = 20_000, 12_000
 # The variables of rank, world size, local rank and local world size.
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OWN_NAMES = tuple(f"TAGI_DDP_{name}" for name in _TORCH_NAMES)
-_OPENMPI_NAMES = tuple(
-    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_OPENMPI_NAMES, *_MVAPICH_NAMES = (
+    tuple(f"{launcher}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    for launcher in ("OMPI", "MV2", "MVP")
 )
 _HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _PMI_NAMES = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-_MVAPICH_NAMES = tuple(
-    tuple(f"{version}_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    for version in ("MV2", "MVP")
-)
 
 # Launchers whose ranks also get their numbers from MPI.
 _OF_MPI = ("openmpi", "mvapich", "mpich", "pmi", "mpi")
@@ -158,19 +155,19 @@ _SETTINGS = (
 )
 
 
-def setting(name: str, environ: Mapping[str, str] = os.environ) -> str:
+def setting(name: str) -> str:
     """Return the variable TAGI_DDP_<name>; "" if it is not set."""
     if name not in _SETTINGS:
         raise KeyError(f"there is no TAGI_DDP_{name}")
-    return environ.get(f"TAGI_DDP_{name}", "")
+    return os.environ.get(f"TAGI_DDP_{name}", "")
 
 
-def two_levels(environ: Mapping[str, str] = os.environ) -> str:
+def two_levels() -> str:
     """Return TAGI_DDP_TWO_LEVELS: "0": ranks of a host share no memory; "1": two levels; or "".
 
     Raise ValueError for other values.
     """
-    value = setting("TWO_LEVELS", environ)
+    value = setting("TWO_LEVELS")
     if value not in ("", "0", "1"):
         raise ValueError(f'TAGI_DDP_TWO_LEVELS must be "0" or "1", got {value!r}')
     return value

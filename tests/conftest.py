@@ -1,4 +1,4 @@
-"""The pool of processes that tests of whole models share."""
+"""The pools of ranks that tests share: `shm`, `gloo`, `mpi`, `nccl` and `gpu`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
+from support.devices import Devices
 from support.rank_pool import OPEN_MPI_FILES, RankPool
 from support.stand_in.build import build
 
@@ -64,6 +65,13 @@ def mpi() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> RankPool:
+    """The pool that the test's parameter names: ``parametrize("pool", ["shm"], indirect=True)``."""
+    named: RankPool = request.getfixturevalue(request.param)
+    return named
+
+
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
@@ -80,13 +88,38 @@ def nccl(stand_in: dict[str, str]) -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def gpu(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """One or two ranks on GPUs, over NCCL's own library."""
+@pytest.fixture(scope="module")
+def pool_on_gpus() -> Iterator[Callable[[int], RankPool]]:
+    """A function that returns so many ranks on GPUs, over NCCL's own library, or skips the test."""
     from support.on_device import gpus, why_not  # which loads torch
 
-    if reason := why_not(request.param):
-        pytest.skip(reason)
-    pool = RankPool("nccl", request.param, **gpus(request.param))
-    yield pool
-    pool.close()
+    pools: dict[int, RankPool] = {}
+
+    def pool_of(size: int) -> RankPool:
+        if reason := why_not(size):
+            pytest.skip(reason)
+        if size not in pools:
+            pools[size] = RankPool("nccl", size, **gpus(size))
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+ON_GPUS = [pytest.param(size, marks=pytest.mark.gpu, id=f"gpu-{size}") for size in (1, 2)]
+
+
+@pytest.fixture(scope="module", params=ON_GPUS)
+def gpu(request: pytest.FixtureRequest, pool_on_gpus: Callable[[int], RankPool]) -> RankPool:
+    """One or two ranks on GPUs, over NCCL's own library."""
+    return pool_on_gpus(request.param)
+
+
+@pytest.fixture(scope="module", params=["stand-in", *ON_GPUS])
+def devices(request: pytest.FixtureRequest) -> Devices:
+    """Up to four ranks over the stand-in for NCCL; one or two on GPUs."""
+    if request.param == "stand-in":
+        return Devices(request.getfixturevalue("nccl"), "cpu:0", 1e-5, stand_in=True)
+    pool = request.getfixturevalue("pool_on_gpus")(request.param)
+    return Devices(pool, None, 1e-4, stand_in=False)

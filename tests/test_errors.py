@@ -15,14 +15,13 @@ from tagi_ddp.communicators import (
     PeerLost,
     Timeout,
 )
-from tagi_ddp.communicators.equality import RanksDiffer
+from tagi_ddp.communicators.equality import OtherIndexError, OtherTypeError, RanksDiffer
 from tagi_ddp.communicators.nccl import NcclMissing
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.optim.daso.batches import BatchesDiffer, NotSet
 from tagi_ddp.optim.daso.finite import NotFinite
 from tagi_ddp.replica.parameter_file import ParameterFileError
 from tagi_ddp.sequential.run_state import NotBetweenSteps
-from tagi_ddp.strategy.agreement import GroupsDiffer
 
 OF_COMMUNICATORS = (
     CommunicatorError,
@@ -43,7 +42,8 @@ OF_A_TEXT = (
     NotFinite,
     ParameterFileError,
     NotBetweenSteps,
-    GroupsDiffer,
+    OtherIndexError,
+    OtherTypeError,
 )
 
 

@@ -1,5 +1,5 @@
-# The types in the stub of what takes or returns Python objects; nanobind's documentation has the
-# form ("Pattern files").
+# The types in the stub of functions that take or return Python objects. nanobind's documentation
+# describes the form ("Pattern files").
 
 _backend.ShmCommunicator.all_reduce:
     \from tagi_ddp.communicators.communicator import Buffer, ReduceOp

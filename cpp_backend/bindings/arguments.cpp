@@ -3,8 +3,10 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
-#include <numeric>
+#include <iterator>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 
 namespace nb = nanobind;
 
@@ -12,36 +14,21 @@ namespace tagi_ddp {
 namespace {
 
 std::optional<DType> as_dtype(nb::dlpack::dtype dtype) {
-    if (dtype.lanes != 1) return std::nullopt;
-    const int width = dtype.bits == 8    ? 0
-                      : dtype.bits == 16 ? 1
-                      : dtype.bits == 32 ? 2
-                      : dtype.bits == 64 ? 3
-                                         : -1;
-    if (width < 0) return std::nullopt;
-    const auto offset = [width](DType first) {
-        return static_cast<DType>(static_cast<int>(first) + width);
-    };
-    switch (static_cast<nb::dlpack::dtype_code>(dtype.code)) {
-        case nb::dlpack::dtype_code::Int:
-            return offset(DType::i8);
-        case nb::dlpack::dtype_code::UInt:
-            return offset(DType::u8);
-        case nb::dlpack::dtype_code::Bfloat:
-            return width == 1 ? std::optional(DType::bf16) : std::nullopt;
-        case nb::dlpack::dtype_code::Float:
-            if (width == 0) return std::nullopt;
-            return width == 1 ? DType::f16 : width == 2 ? DType::f32 : DType::f64;
-        default:
-            return std::nullopt;
+    using Code = nb::dlpack::dtype_code;
+    constexpr std::pair<Code, uint8_t> types[] = {
+        {Code::Float, 16}, {Code::Bfloat, 16}, {Code::Float, 32}, {Code::Float, 64},
+        {Code::Int, 8},    {Code::Int, 16},    {Code::Int, 32},   {Code::Int, 64},
+        {Code::UInt, 8},   {Code::UInt, 16},   {Code::UInt, 32},  {Code::UInt, 64}};  // as in DType
+    for (size_t i = 0; i < std::size(types) && dtype.lanes == 1; ++i) {
+        const auto& [code, bits] = types[i];
+        if (dtype.code == static_cast<uint8_t>(code) && dtype.bits == bits) {
+            return static_cast<DType>(i);
+        }
     }
+    return std::nullopt;
 }
 
-std::string class_name(nb::handle object) {
-    return nb::cast<std::string>(object.type().attr("__name__"));
-}
-
-// Calls what checks arguments for the communicators written in Python, too.
+// Calls the function that checks arguments of communicators in Python too.
 template <typename... Arguments>
 nb::object checked(const char* module, const char* function, Arguments&&... arguments) {
     return nb::module_::import_(module).attr(function)(arguments...);
@@ -66,7 +53,8 @@ Array as_array(nb::handle object, const char* argument, bool writable) {
     const std::string name = argument;
     Array array;
     if (!nb::try_cast(object, array.owner, false)) {
-        throw nb::type_error((name + " is a " + class_name(object) +
+        const auto type = nb::cast<std::string>(object.type().attr("__name__"));
+        throw nb::type_error((name + " is a " + type +
                               " that gives no numeric array; pass a numpy array or a torch tensor")
                                  .c_str());
     }

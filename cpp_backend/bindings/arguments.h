@@ -1,10 +1,9 @@
-// Arguments of the caller: arrays, numpy's or torch's, as flat buffers, and numbers.
+// The conversion of arguments: numpy's or torch's arrays to flat buffers, and numbers.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,30 +15,29 @@ namespace tagi_ddp {
 using Floats =
     nanobind::ndarray<float, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
-// A buffer and what keeps its memory alive.
+// A buffer and the owner of its memory.
 struct Array {
     Buffer buffer;
     nanobind::ndarray<nanobind::ro> owner;
 };
 
-// Throws TypeError or ValueError that names `argument`: no array, not on the host, another dtype
-// than a float of 16, 32 or 64 bits or an integer of 8 to 64, not C-contiguous, not aligned,
-// read-only.
+// Throws TypeError or ValueError that names `argument` unless it is an array of floats of 16 to 64
+// bits or integers of 8 to 64, in host memory, C-contiguous, aligned, and, if asked, writable.
 Array as_array(nanobind::handle object, const char* argument, bool writable);
 
-// Throws ValueError naming `argument` unless the array has `count` elements of `dtype`.
+// Throws ValueError that names `argument` unless the array has `count` elements of `dtype`.
 void require(const Array& array, const char* argument, size_t count, DType dtype);
 
-// Throws ValueError when `out` shares memory with `buffer`, unless both are the same.
+// Throws ValueError if `out` and `buffer` overlap, but are not the same memory.
 void require_apart(const Array& buffer, const Array& out);
 
-// The counts of every rank: as given, or `total` split evenly when None. Throws ValueError.
+// Returns the counts of all ranks; for None, `total` divided evenly. Throws ValueError.
 std::vector<size_t> as_counts(nanobind::handle object, const char* argument, int size,
                               size_t total);
 
 ReduceOp as_reduce_op(const std::string& name, DType dtype);
 
-// These are checked in Python, as for the other communicators: TypeError or ValueError.
+// Python checks these, as for the other communicators, and raises TypeError or ValueError.
 int as_rank(nanobind::handle object, const char* argument, int size);
 int as_integer(nanobind::handle object, const char* argument);
 int as_color(nanobind::handle object);       // of a split; -1 for None

@@ -1,5 +1,3 @@
-#include "bindings/compute_binding.h"
-
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -7,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -15,13 +15,11 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/parameters_binding.h"
+#include "bindings/bindings.h"
 #include "bindings/update_binding.h"
 #include "bindings/view.h"
 #include "compute/innovation.h"
 #include "compute/network.h"
-#include "compute/variances.h"
-#include "update/agreement.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -33,10 +31,18 @@ using Inputs = View<const float>;
 using Numbers = View<const int32_t>;
 using Outputs = View<float>;
 
-void require_size(const char* name, size_t size, size_t expected) {
-    if (size == expected) return;
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(size) +
-                                " elements, not " + std::to_string(expected));
+// Returns true if all values are finite and not negative. The variance of a mean that is NaN may
+// have any value; `means` may be null.
+bool are_variances(const float* values, const float* means, size_t count) {
+    constexpr float largest = std::numeric_limits<float>::max();
+    size_t valid = 0;  // a sum, so the loop vectorizes
+    for (size_t i = 0; i < count; ++i) valid += values[i] >= 0.0f && values[i] <= largest;
+    if (valid == count) return true;
+    if (means == nullptr) return false;
+    for (size_t i = 0; i < count; ++i) {
+        if (!(values[i] >= 0.0f && values[i] <= largest) && !std::isnan(means[i])) return false;
+    }
+    return true;
 }
 
 size_t batch_of(const Network& network, const Inputs& mean, const Inputs& variance) {
@@ -59,21 +65,21 @@ Observations observations_of(const Inputs& mean, const Inputs& variance, const N
     return {mean.data(), variance.data(), selected.data(), mean.size()};
 }
 
-// Throws unless rows and variances are as they should be; the caller then looks for what is wrong.
-void require_plain(const Inputs& mean, const Inputs& variance, const Inputs& mu_obs,
+// Throws unless rows and variances are valid. The caller then makes the error for its user.
+void require_valid(const Inputs& mean, const Inputs& variance, const Inputs& mu_obs,
                    const Inputs& var_obs, size_t batch) {
     const bool rows = mu_obs.dimensions() < 2 || mu_obs.extent(0) == batch;
-    const bool same =
+    const bool same_rows =
         !variance || variance.dimensions() <= 1 ||
         (variance.dimensions() == mean.dimensions() && variance.extent(0) == mean.extent(0));
-    if (!rows || !same) throw std::invalid_argument("an array has other rows than mu_x");
+    if (!rows || !same_rows) throw std::invalid_argument("an array has other rows than mu_x");
     if ((variance && !are_variances(variance.data(), nullptr, variance.size())) ||
         (var_obs && !are_variances(var_obs.data(), mu_obs.data(), var_obs.size()))) {
         throw std::invalid_argument("a variance is negative, infinite or NaN");
     }
 }
 
-// Lets other threads run, unless the work takes no longer than changing threads.
+// Releases the interpreter lock, unless the work takes no longer than that.
 class UnlockedIfLong {
  public:
     UnlockedIfLong(const Network& network, size_t samples) {
@@ -81,21 +87,19 @@ class UnlockedIfLong {
     }
 
  private:
-    static constexpr size_t long_work = 1 << 14;  // weights times samples, some 10 microseconds
+    static constexpr size_t long_work = 1 << 14;  // weights times samples, about 10 microseconds
     std::optional<nb::gil_scoped_release> released_;
 };
 
-// Undoes what a step has changed beside outputs and deltas, unless it is released.
-class Keeping {
+// Undoes the changes of a step to lasting state, unless it is released.
+class Rollback {
  public:
-    explicit Keeping(Network& network) : network_(network.keeps() ? &network : nullptr) {
-        if (network_ != nullptr) network_->keep();
-    }
-    ~Keeping() {
+    explicit Rollback(Network& network) : network_(&network) { network.keep(); }
+    ~Rollback() {
         if (network_ != nullptr) network_->restore();
     }
-    Keeping(const Keeping&) = delete;
-    Keeping& operator=(const Keeping&) = delete;
+    Rollback(const Rollback&) = delete;
+    Rollback& operator=(const Rollback&) = delete;
     void release() { network_ = nullptr; }
 
  private:
@@ -103,10 +107,18 @@ class Keeping {
 };
 
 void read_outputs(const Network& network, const Outputs& mean, const Outputs& variance) {
-    const size_t count = network.outputs().batch * network.outputs().width;
+    const size_t count = network.output_count();
     require_size("out_mean", mean.size(), count);
     require_size("out_variance", variance.size(), count);
     network.read_outputs(mean.data(), variance.data());
+}
+
+// Returns a function that calls a method of Network with the engine's object at a verified address.
+template <typename Object, typename Method>
+auto with_object(Method method) {
+    return [method](Network& self, uintptr_t address) {
+        (self.*method)(*reinterpret_cast<Object*>(address));
+    };
 }
 
 }  // namespace
@@ -135,13 +147,12 @@ void bind_compute(nb::module_& module) {
         },
         "states"_a, "mu_obs"_a, "var_obs"_a, "deltas"_a,
         "Write the innovation of verified hidden states to verified delta states, from "
-        "observations "
-        "of all outputs. Returns False, with nothing done, unless all are as many and variances "
-        "are finite and not negative.");
+        "observations of all outputs. Returns False, and writes nothing, unless all sizes are "
+        "equal, and variances are finite and not negative.");
     module.def(
         "are_variances",
         [](const Inputs& values) { return are_variances(values.data(), nullptr, values.size()); },
-        "values"_a, "Return True if all are finite and none is negative.");
+        "values"_a, "Return True if all values are finite and not negative.");
     nb::class_<Network>(module, "Network",
                         "A small network's forward, output update and backward over a replica's "
                         "parameters, in the caller's thread.")
@@ -155,9 +166,8 @@ void bind_compute(nb::module_& module) {
         .def("add_activation", &Network::add_activation, "kind"_a)
         .def_prop_ro("input_size", &Network::input_size)
         .def_prop_ro("output_size", &Network::output_size)
-        .def_prop_ro("samples", [](const Network& self) { return self.outputs().batch; })
         .def("set_samples", &Network::set_samples, "samples"_a,
-             "How many steps a series has, for layers that smooth.")
+             "Set the number of steps of a series for smoothing layers.")
         .def(
             "forward",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Inputs& jacobian,
@@ -169,20 +179,20 @@ void bind_compute(nb::module_& module) {
             },
             "mean"_a, "variance"_a.none(), "jacobian"_a.none(), "training"_a, "out_mean"_a,
             "out_variance"_a,
-            "Compute the outputs of flat inputs; without a variance they are exact. The jacobian "
-            "is of the activation that made them, if one did.")
+            "Compute the outputs of flat inputs, which are exact without a variance. "
+            "``jacobian`` is that of the activation that computed them, or None.")
         .def(
             "update",
             [](Network& self, const Inputs& mean, const Inputs& variance, const Numbers& selected) {
                 self.update(observations_of(mean, variance, selected));
             },
             "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
-            "Compute the outputs' innovation: from observations of all outputs, of those selected, "
-            "or, without var_obs, of unknown noise.")
+            "Compute the outputs' innovation from observations of all outputs, of selected ones, "
+            "or, without ``var_obs``, of observations with unknown noise.")
         .def(
             "set_innovation",
             [](Network& self, const Inputs& mean, const Inputs& variance) {
-                const size_t count = self.outputs().batch * self.outputs().width;
+                const size_t count = self.output_count();
                 require_size("mean", mean.size(), count);
                 require_size("variance", variance.size(), count);
                 self.set_innovation(mean.data(), variance.data());
@@ -202,8 +212,8 @@ void bind_compute(nb::module_& module) {
                const Outputs& out_variance, const SharedStep* together) {
                 const size_t batch = batch_of(self, mean, variance);
                 const Observations observations = observations_of(mu_obs, var_obs, selected);
-                require_plain(mean, variance, mu_obs, var_obs, batch);
-                Keeping keeping(self);
+                require_valid(mean, variance, mu_obs, var_obs, batch);
+                Rollback rollback(self);
                 std::string culprit;
                 std::vector<int> refused_by;
                 {
@@ -223,18 +233,17 @@ void bind_compute(nb::module_& module) {
                     culprit = std::move(step.culprit);
                     refused_by = std::move(step.agreement.not_finite);
                 }
-                if (refused_by.empty()) keeping.release();
+                if (refused_by.empty()) rollback.release();
                 return std::make_pair(refused_by, culprit);
             },
             "mean"_a, "variance"_a.none(), "mu_obs"_a, "var_obs"_a.none(), "selected_idx"_a.none(),
             "out_mean"_a, "out_variance"_a, "together"_a.none(),
-            "A whole step: forward, update, backward, and the deltas capped and applied; together: "
-            "of all ranks of a host, else of one process. Return the ranks with a delta that is "
-            "NaN "
+            "Compute a whole step: forward, update, backward; then cap and apply the deltas, by "
+            "``together`` those of all ranks of a host. Returns the ranks with a delta that is NaN "
             "or infinite, and the name of this rank's first layer with one, or \"\". If there are "
-            "such ranks nothing changes.")
+            "such ranks, parameters and lasting state stay unchanged.")
         .def("read_outputs", &read_outputs, "out_mean"_a, "out_variance"_a,
-             "Copy means and variances of the outputs, flat.")
+             "Copy the means and variances of the outputs, flat.")
         .def(
             "read_input_innovation",
             [](const Network& self, const Outputs& mean, const Outputs& variance) {
@@ -247,24 +256,12 @@ void bind_compute(nb::module_& module) {
                 self.read_input_innovation(mean.data(), variance.data());
             },
             "mean"_a, "variance"_a, "Copy the innovation of the inputs, flat.")
-        .def(
-            "show_outputs",
-            [](const Network& self, uintptr_t address) {
-                self.show_outputs(*reinterpret_cast<EngineHiddenStates*>(address));
-            },
-            "address"_a, "Write the outputs to verified hidden states of as many elements.")
-        .def(
-            "take_innovation",
-            [](Network& self, uintptr_t address) {
-                self.take_innovation(*reinterpret_cast<EngineDeltaStates*>(address));
-            },
-            "address"_a, "Take the outputs' innovation from verified delta states.")
-        .def(
-            "show_innovation",
-            [](const Network& self, uintptr_t address) {
-                self.show_innovation(*reinterpret_cast<EngineDeltaStates*>(address));
-            },
-            "address"_a, "Write the outputs' innovation to verified delta states.")
+        .def("show_outputs", with_object<EngineHiddenStates>(&Network::show_outputs), "address"_a,
+             "Write the outputs to verified hidden states of their size.")
+        .def("take_innovation", with_object<EngineDeltaStates>(&Network::take_innovation),
+             "address"_a, "Read the outputs' innovation from verified delta states.")
+        .def("show_innovation", with_object<EngineDeltaStates>(&Network::show_innovation),
+             "address"_a, "Write the outputs' innovation to verified delta states.")
         .def_prop_ro(
             "embedding_sums",
             [](nb::handle self) {
@@ -276,12 +273,11 @@ void bind_compute(nb::module_& module) {
                 }
                 return views;
             },
-            "The deltas so far of each Embedding, [means | variances], to change.")
-        .def_prop_ro("keeps", &Network::keeps,
-                     "Whether forward and backward change anything beside outputs and deltas.")
+            "Writable views of the accumulated deltas of each Embedding, [means | variances].")
         .def("keep", &Network::keep,
-             "Copy what forward and backward change beside outputs and deltas.")
-        .def("restore", &Network::restore, "Put back what `keep` has copied last.")
+             "Copy the lasting state that forward and backward change: states of LSTM layers, "
+             "series, accumulated deltas.")
+        .def("restore", &Network::restore, "Restore the copy of `keep`.")
         .def("reset_lstm_states", &Network::reset_states)
         .def(
             "get_lstm_states",
@@ -302,12 +298,12 @@ void bind_compute(nb::module_& module) {
                std::optional<size_t> batch) {
                 for (const auto& [index, parts] : states) {
                     LSTM& layer = *self.lstms().at(index);
-                    if (!batch && layer.batch() == 0) continue;  // the first batch forgets them
+                    if (!batch && layer.batch() == 0) continue;  // the first batch resets them
                     layer.set_states(parts, batch.value_or(layer.batch()));
                 }
             },
             "states"_a, "batch"_a = nb::none(),
-            "Set them for a batch of so many samples; None: of as many as the last one.")
+            "Set the states for a batch of ``batch`` samples; None: as many as in the last batch.")
         .def(
             "smooth",
             [](Network& self) -> std::optional<std::pair<std::vector<float>, std::vector<float>>> {
@@ -315,7 +311,7 @@ void bind_compute(nb::module_& module) {
                 if (series == nullptr) return std::nullopt;
                 return std::make_pair(series->mean, series->variance);
             },
-            "Smooth the series so far; means and variances of the outputs.");
+            "Smooth the series so far; return means and variances of the outputs.");
 }
 
 }  // namespace tagi_ddp

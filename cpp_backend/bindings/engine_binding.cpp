@@ -1,5 +1,3 @@
-#include "bindings/engine_binding.h"
-
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
@@ -9,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "engine/layer_layout.h"
 
 namespace nb = nanobind;
@@ -17,7 +16,10 @@ using nb::literals::operator""_a;
 namespace tagi_ddp {
 namespace {
 
-EngineLayer* layer_at(uintptr_t address) { return reinterpret_cast<EngineLayer*>(address); }
+template <typename Object>
+Object* object_at(uintptr_t address) {
+    return reinterpret_cast<Object*>(address);
+}
 
 std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
     using Field = std::vector<float> EngineLayer::*;
@@ -34,10 +36,10 @@ std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
     for (const auto& [known, field] : fields) {
         if (name == known) return layer.*field;
     }
-    throw std::invalid_argument("a layer has no vector " + name);
+    throw std::invalid_argument("name is " + name + ", expected that of a vector of a layer");
 }
 
-// The engine's memory in place; valid until the engine replaces it.
+// A view of the engine's memory, valid until the engine replaces it.
 template <typename T>
 nb::object view(T* data, size_t size) {
     return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, {size}, nb::handle()),
@@ -49,37 +51,35 @@ nb::object view(std::vector<float>& values) { return view(values.data(), values.
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-    nb::class_<EngineLayer>(module, "EngineLayer",
-                            "The memory of one engine layer, looked at through its address.")
-        .def_prop_ro("input_size", [](const EngineLayer& l) { return l.input_size; })
-        .def_prop_ro("output_size", [](const EngineLayer& l) { return l.output_size; })
-        .def_prop_ro("num_weights", [](const EngineLayer& l) { return l.num_weights; })
-        .def_prop_ro("num_biases", [](const EngineLayer& l) { return l.num_biases; })
-        .def_prop_ro("in_width", [](const EngineLayer& l) { return l.in_width; })
-        .def_prop_ro("in_height", [](const EngineLayer& l) { return l.in_height; })
-        .def_prop_ro("in_channels", [](const EngineLayer& l) { return l.in_channels; })
-        .def_prop_ro("out_width", [](const EngineLayer& l) { return l.out_width; })
-        .def_prop_ro("out_height", [](const EngineLayer& l) { return l.out_height; })
-        .def_prop_ro("out_channels", [](const EngineLayer& l) { return l.out_channels; })
-        .def_prop_ro("bias", [](const EngineLayer& l) { return l.bias; })
-        .def_prop_ro("num_threads", [](const EngineLayer& l) { return l.num_threads; })
-        .def_prop_ro("training", [](const EngineLayer& l) { return l.training; })
+    nb::class_<EngineLayer>(module, "EngineLayer", "The memory of one engine layer at its address.")
+        .def_ro("input_size", &EngineLayer::input_size)
+        .def_ro("output_size", &EngineLayer::output_size)
+        .def_ro("num_weights", &EngineLayer::num_weights)
+        .def_ro("num_biases", &EngineLayer::num_biases)
+        .def_ro("in_width", &EngineLayer::in_width)
+        .def_ro("in_height", &EngineLayer::in_height)
+        .def_ro("in_channels", &EngineLayer::in_channels)
+        .def_ro("out_width", &EngineLayer::out_width)
+        .def_ro("out_height", &EngineLayer::out_height)
+        .def_ro("out_channels", &EngineLayer::out_channels)
+        .def_ro("bias", &EngineLayer::bias)
+        .def_ro("num_threads", &EngineLayer::num_threads)
+        .def_ro("training", &EngineLayer::training)
         .def_prop_ro(
             "neg_var_w_counter", [](EngineLayer& l) { return view(&l.neg_var_w_counter, 1); },
-            "A view of the counter of negative variances, int32.")
+            "A view of the counter of corrected variances, int32.")
         .def(
             "vector",
             [](EngineLayer& l, const std::string& name) { return view(vector_of(l, name)); },
-            "name"_a, "A view of mu_w, var_w, mu_b, var_b or their delta_...; float32.");
-    module.def(
-        "engine_layer", [](uintptr_t address) { return layer_at(address); }, "address"_a,
-        nb::rv_policy::reference, "The layer at a verified address.");
+            "name"_a, "A view of mu_w, var_w, mu_b, var_b or their delta_..., float32.");
+    module.def("engine_layer", &object_at<EngineLayer>, "address"_a, nb::rv_policy::reference,
+               "The layer at a verified address.");
 
     module.def(
         "batch_norm_statistics",
         [](uintptr_t address) {
-            auto* norm = reinterpret_cast<EngineBatchNorm*>(address);
-            // The flag says that the next batch replaces the statistics.
+            auto* norm = object_at<EngineBatchNorm>(address);
+            // If the flag is set, the next batch replaces the statistics.
             auto* flag = reinterpret_cast<uint8_t*>(&norm->first_batch);
             return nb::make_tuple(view(norm->mu_ra), view(norm->var_ra), norm->epsilon,
                                   norm->momentum, view(flag, 1));
@@ -90,7 +90,7 @@ void bind_engine(nb::module_& module) {
     module.def(
         "smoothing_lstm",
         [](uintptr_t address) {
-            auto* layer = reinterpret_cast<EngineSLSTM*>(address);
+            auto* layer = object_at<EngineSLSTM>(address);
             auto& series = layer->smooth_states;
             nb::list written;
             for (auto* parts : {series.priors, series.posteriors}) {
@@ -100,31 +100,32 @@ void bind_engine(nb::module_& module) {
             return nb::make_tuple(view(&layer->time_step, 1), series.num_timesteps, written);
         },
         "address"_a,
-        "An LSTM layer that smooths: a view of the number of the series' next step, the series' "
-        "length, and views of all that forward and backward write, a row for each step.");
+        "A smoothing LSTM layer: a view of the number of the series' next step, the series' "
+        "length, "
+        "and views of all arrays that forward and backward write, with a row for each step.");
     module.def(
         "smoothing_linear",
         [](uintptr_t address) {
-            auto* layer = reinterpret_cast<EngineSLinear*>(address);
+            auto* layer = object_at<EngineSLinear>(address);
             return nb::make_tuple(view(&layer->time_step, 1), layer->smooth_states.num_timesteps);
         },
         "address"_a,
-        "A linear layer that smooths: a view of the number of the series' next step, and the "
-        "series' length.");
+        "A smoothing linear layer: a view of the number of the series' next step, and the series' "
+        "length.");
     module.def(
         "hidden_states",
         [](uintptr_t address) {
-            auto* states = reinterpret_cast<EngineHiddenStates*>(address);
+            auto* states = object_at<EngineHiddenStates>(address);
             return nb::make_tuple(view(states->mu_a), view(states->var_a), view(states->jcb));
         },
-        "address"_a, "Hidden states: views of their means, variances and jacobians.");
+        "address"_a, "Views of the means, variances and jacobians of hidden states.");
     module.def(
         "delta_states",
         [](uintptr_t address) {
-            auto* states = reinterpret_cast<EngineDeltaStates*>(address);
+            auto* states = object_at<EngineDeltaStates>(address);
             return nb::make_tuple(view(states->delta_mu), view(states->delta_var));
         },
-        "address"_a, "Delta states: views of their means and variances.");
+        "address"_a, "Views of the means and variances of delta states.");
 }
 
 }  // namespace tagi_ddp

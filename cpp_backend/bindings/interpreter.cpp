@@ -10,34 +10,34 @@ namespace nb = nanobind;
 namespace tagi_ddp {
 namespace {
 
-std::atomic<std::thread::id> ending{};
+std::atomic<std::thread::id> last_thread{};  // no thread before the process ends
 
-void stay_out_at_the_end() {
-    const std::thread::id thread = ending;
+void block_at_process_end() {
+    const std::thread::id thread = last_thread;
     while (thread != std::thread::id() && thread != std::this_thread::get_id()) pause();
 }
 
 }  // namespace
 
-void this_thread_ends_the_process() { ending = std::this_thread::get_id(); }
+void begin_process_end() { last_thread = std::this_thread::get_id(); }
 
-bool process_ends() { return ending.load() != std::thread::id(); }
+bool process_is_ending() { return last_thread.load() != std::thread::id(); }
 
 Unlocked::Unlocked() : state_(PyEval_SaveThread()) {}
 
 Unlocked::~Unlocked() {
-    stay_out_at_the_end();
+    block_at_process_end();
     PyEval_RestoreThread(state_);
 }
 
-Kept::~Kept() {
-    stay_out_at_the_end();
+HeldObjects::~HeldObjects() {
+    block_at_process_end();
     nb::gil_scoped_acquire lock;
     objects.clear();
 }
 
 void check_signals() {
-    stay_out_at_the_end();
+    block_at_process_end();
     nb::gil_scoped_acquire lock;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }

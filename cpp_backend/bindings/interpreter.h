@@ -7,12 +7,12 @@
 
 namespace tagi_ddp {
 
-// From here on only this thread takes the interpreter lock. Python would end another thread that
-// wants it, and so the process, by SIGABRT: such a thread waits for the end instead.
-void this_thread_ends_the_process();
-bool process_ends();
+// From now on only this thread takes the interpreter lock; other threads that want it sleep until
+// the process ends. Python would end such a thread, and with it the process by SIGABRT.
+void begin_process_end();
+bool process_is_ending();
 
-// Gives up the interpreter lock until the end of the block.
+// Releases the interpreter lock until the end of the block.
 class Unlocked {
  public:
     Unlocked();
@@ -24,13 +24,13 @@ class Unlocked {
     PyThreadState* state_;
 };
 
-// Python objects that an operation on a thread of ours needs; they go under the interpreter lock.
-struct Kept {
+// Python objects that another thread's operation uses. They are freed under the interpreter lock.
+struct HeldObjects {
     std::vector<nanobind::object> objects;
-    ~Kept();
+    ~HeldObjects();
 };
 
-// Runs the handlers of signals that have come, and throws what they raise.
+// Runs the handlers of pending signals, and throws their exceptions.
 void check_signals();
 
 }  // namespace tagi_ddp

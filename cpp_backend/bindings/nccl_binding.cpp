@@ -1,5 +1,3 @@
-#include "bindings/nccl_binding.h"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -11,6 +9,7 @@
 #include <tuple>
 
 #include "bindings/arguments.h"
+#include "bindings/bindings.h"
 #include "nccl/nccl_rank.h"
 
 namespace nb = nanobind;
@@ -18,7 +17,7 @@ namespace nb = nanobind;
 namespace tagi_ddp {
 namespace {
 
-// Address, number of elements and dtype of memory on the device.
+// The address, number of elements and dtype of memory on the device.
 using Memory = std::tuple<uintptr_t, size_t, std::string>;
 using Counts = std::vector<size_t>;
 
@@ -28,12 +27,15 @@ Buffer as_buffer(const Memory& memory) {
         const auto dtype = static_cast<DType>(i);
         if (name == name_of(dtype)) return {reinterpret_cast<void*>(address), count, dtype};
     }
-    throw std::invalid_argument("there is no dtype " + name);
+    throw std::invalid_argument("dtype is \"" + name + "\", expected the name of one");
 }
 
 NcclId as_id(const nb::bytes& bytes) {
     NcclId id{};
-    if (bytes.size() != id.bytes.size()) throw std::invalid_argument("id must have 128 bytes");
+    if (bytes.size() != id.bytes.size()) {
+        throw std::invalid_argument("id has " + std::to_string(bytes.size()) +
+                                    " bytes, expected 128");
+    }
     std::memcpy(id.bytes.data(), bytes.c_str(), id.bytes.size());
     return id;
 }
@@ -50,20 +52,15 @@ void bind_nccl(nb::module_& module) {
         .def_prop_ro("device_count", &Cuda::device_count);
 
     nb::class_<Device>(module, "Device", "A CUDA device.")
-        .def(
-            "__init__",
-            [](Device* self, std::shared_ptr<Cuda> cuda, int ordinal) {
-                new (self) Device(std::move(cuda), ordinal);
-            },
-            "cuda"_a, "ordinal"_a)
+        .def(nb::init<std::shared_ptr<Cuda>, int>(), "cuda"_a, "ordinal"_a)
         .def_prop_ro("ordinal", &Device::ordinal)
         .def_prop_ro("name", &Device::name)
         .def_prop_ro("compute_capability", &Device::compute_capability)
         .def_prop_ro("memory", &Device::memory, "Bytes.")
         .def("owner_of", &Device::owner_of, "pointer"_a,
-             "Return the ordinal of the device that has this memory, -1 for the host.");
+             "Return the ordinal of the device that has this memory; -1 for host memory.");
 
-    nb::class_<Nccl>(module, "Nccl", "NCCL's library, opened at run time; 2.18 or newer.")
+    nb::class_<Nccl>(module, "Nccl", "NCCL 2.18 or newer, opened at run time.")
         .def(nb::init<const std::string&>(), "path"_a, Unlocked())
         .def_prop_ro("version", &Nccl::version, "22807 is 2.28.7.")
         .def_prop_ro("path", &Nccl::path)
@@ -72,15 +69,16 @@ void bind_nccl(nb::module_& module) {
             return nb::bytes(id.bytes.data(), id.bytes.size());
         });
 
-    nb::class_<NcclOperation>(module, "NcclOperation", "Operations that were called together.")
+    nb::class_<NcclOperation>(module, "NcclOperation", "Operations that were called as one group.")
         .def("enqueued", &NcclOperation::enqueued, "limit"_a, Unlocked(),
-             "Wait until it is in the stream, before any other may begin.")
+             "Wait up to ``limit`` seconds until NCCL has put it into the stream; only then may "
+             "another begin. Returns False if it has not.")
         .def("started", &NcclOperation::started, Unlocked())
         .def("complete", &NcclOperation::complete, "limit"_a, Unlocked())
         .def("order", &NcclOperation::order, "stream"_a, Unlocked(),
-             "Let what the stream gets from now on come after it.")
+             "Make later work of the stream wait for it.")
         .def("extend", &NcclOperation::extend, "stream"_a, Unlocked(),
-             "Count what the stream holds now as a part of it.");
+             "Include the present work of the stream in it.");
 
     nb::class_<NcclRank>(module, "NcclRank", "One rank of an NCCL communicator.")
         .def_static(
@@ -93,10 +91,11 @@ void bind_nccl(nb::module_& module) {
                                                   unique, minimal);
             },
             "nccl"_a, "device"_a, "rank"_a, "size"_a, "id"_a, "minimal"_a = false,
-            "Begin to connect; ready() tells when all ranks have come. If minimal, with the least "
-            "memory on the device: make_blocking() is to follow.")
+            "Begin to connect to the other ranks; ready() returns True once all are connected. "
+            "If ``minimal``, use the least memory on the device, because make_blocking() follows.")
         .def("make_blocking", &NcclRank::make_blocking, Unlocked(),
-             "Begin, on all ranks, to make NCCL's calls blocking; ready() tells when they are.")
+             "Begin, on all ranks, to make NCCL's calls blocking; ready() returns True once they "
+             "are.")
         .def("ready", &NcclRank::ready, "limit"_a, Unlocked())
         .def(
             "group",
@@ -108,7 +107,8 @@ void bind_nccl(nb::module_& module) {
                 });
             },
             "stream"_a.none(), "calls"_a,
-            "Put the operations that calls() calls into the stream, as one.")
+            "Call ``calls``, and run its operations as one group, after the present work of "
+            "``stream``.")
         .def("all_reduce",
              [](NcclRank& self, const Memory& in, const Memory& out, const std::string& op) {
                  const Buffer source = as_buffer(in);
@@ -136,7 +136,7 @@ void bind_nccl(nb::module_& module) {
                         int dst) { self.send(as_buffer(buffer), dst); })
         .def("recv", [](NcclRank& self, const Memory& buffer,
                         int src) { self.recv(as_buffer(buffer), src); })
-        .def("abort", &NcclRank::abort, Unlocked(), "End all operations, and free everything.");
+        .def("abort", &NcclRank::abort, Unlocked(), "End all operations, and free all resources.");
 }
 
 }  // namespace tagi_ddp

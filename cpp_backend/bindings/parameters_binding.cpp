@@ -1,5 +1,3 @@
-#include "bindings/parameters_binding.h"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,42 +8,55 @@
 #include <string>
 #include <vector>
 
+#include "bindings/bindings.h"
+#include "bindings/update_binding.h"
 #include "update/adaptive_sum.h"
+#include "update/apply.h"
 #include "update/merge.h"
-#include "update/sharded.h"
 #include "update/statistics.h"
-#include "update/update.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 namespace tagi_ddp {
 namespace {
 
-Block as_block(const Floats& mu, const Floats& var, const Floats& delta_mu,
-               const Floats& delta_var) {
-    if (var.size() != mu.size() || delta_mu.size() != mu.size() || delta_var.size() != mu.size()) {
-        throw std::invalid_argument("means, variances and deltas must have equal sizes");
-    }
-    return {mu.data(), var.data(), delta_mu.data(), delta_var.data(), mu.size(), nullptr};
+void require_floats(const char* name, const Floats& array, size_t expected) {
+    if (array.size() == expected) return;
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(array.size()) +
+                                " floats, expected " + std::to_string(expected));
 }
 
-Shard checked_shard(const Parameters& parameters, const Floats& gaussians, size_t begin) {
-    const Shard shard{begin, gaussians.size() / 2};
-    if (gaussians.size() % 2 != 0 || begin > parameters.size() ||
-        shard.count > parameters.size() - begin) {
-        throw std::invalid_argument("no such range of parameters");
+Block as_block(const std::vector<Floats>& arrays) {
+    if (arrays.size() != 4) {
+        throw std::invalid_argument("expected mu, var, delta_mu and delta_var");
     }
-    return shard;
+    for (const Floats& array : arrays) require_floats("an array", array, arrays[0].size());
+    return {arrays[0].data(), arrays[1].data(), arrays[2].data(),
+            arrays[3].data(), arrays[0].size(), nullptr};
+}
+
+Shard checked_range(const Parameters& parameters, size_t begin, size_t end) {
+    if (begin > end || end > parameters.size()) {
+        throw std::invalid_argument("the range is from " + std::to_string(begin) + " to " +
+                                    std::to_string(end) + ", expected one within 0 and " +
+                                    std::to_string(parameters.size()));
+    }
+    return {begin, end - begin};
+}
+
+// The range from `begin` whose [means | variances] `gaussians` has.
+Shard range_of(const Parameters& parameters, const Floats& gaussians, size_t begin) {
+    const size_t count = gaussians.size() / 2;
+    require_floats("the array", gaussians, 2 * count);
+    return checked_range(parameters, begin, begin + count);
 }
 
 }  // namespace
 
 float* checked(const Parameters& parameters, const Floats& bucket) {
-    if (bucket.size() != 2 * parameters.size()) {
-        throw std::invalid_argument("bucket has " + std::to_string(bucket.size()) +
-                                    " floats, expected " + std::to_string(2 * parameters.size()));
-    }
+    require_floats("bucket", bucket, 2 * parameters.size());
     return bucket.data();
 }
 
@@ -59,31 +70,30 @@ void bind_parameters(nb::module_& module) {
             [](Parameters& self, const std::string& name, uintptr_t address) {
                 self.add_engine_layer(name, reinterpret_cast<EngineLayer*>(address));
             },
-            "name"_a, "address"_a, "A layer at a verified address of the engine's memory.")
+            "name"_a, "address"_a, "Add a layer at a verified address of the engine's memory.")
         .def(
             "add_layer",
             [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
                const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter) {
-                if (weights.size() != 4 || biases.size() != 4) {
-                    throw std::invalid_argument("expected mu, var, delta_mu and delta_var");
-                }
-                Block w = as_block(weights[0], weights[1], weights[2], weights[3]);
-                w.neg_var_counter = counter.data();
-                self.add_layer(name, w, as_block(biases[0], biases[1], biases[2], biases[3]));
+                Block block = as_block(weights);
+                block.neg_var_counter = counter.data();
+                self.add_layer(name, block, as_block(biases));
             },
             "name"_a, "weights"_a, "biases"_a, "counter"_a,
-            "A layer in arrays that the caller keeps: (mu, var, delta_mu, delta_var) of the "
-            "weights "
-            "and of the biases, float32, and an int32 array that counts negative variances.")
+            "Add a layer in arrays that the caller keeps: (mu, var, delta_mu, delta_var) of the "
+            "weights and of the biases, float32, and an int32 array that counts the corrected "
+            "variances.")
         .def("refresh", &Parameters::refresh,
-             "Find the layers' memory again; call before each use.")
+             "Read the addresses of the layers' memory again; call before each use.")
         .def_prop_ro("version", &Parameters::version,
-                     "Changes whenever refresh finds the layers' memory elsewhere.")
+                     "A number that changes if refresh finds that the layers' memory has moved.")
         .def(
             "place_deltas",
-            [](Parameters& self, Floats bucket) { self.place_deltas(checked(self, bucket)); },
+            [](Parameters& self, const Floats& bucket) {
+                self.place_deltas(checked(self, bucket));
+            },
             "bucket"_a, nb::keep_alive<1, 2>(),
-            "Let the deltas lie in bucket, [means | variances], from now on; not in the layers.")
+            "Move the deltas from the layers to ``bucket``, [means | variances].")
         .def_prop_ro(
             "blocks",
             [](const Parameters& self) {
@@ -97,169 +107,144 @@ void bind_parameters(nb::module_& module) {
         .def(
             "first_not_finite",
             [](const Parameters& self, size_t begin, std::optional<size_t> end) {
-                const size_t last = end.value_or(self.size());
-                if (begin > last || last > self.size())
-                    throw std::invalid_argument("no such range of parameters");
-                nb::gil_scoped_release unlocked;
-                return self.first_not_finite(begin, last - begin);
+                const Shard range = checked_range(self, begin, end.value_or(self.size()));
+                return self.first_not_finite(range);
             },
-            "begin"_a = 0, "end"_a = nb::none(),
-            "The name of the first layer with a delta in the flat range that is NaN or infinite, "
-            "or \"\".")
+            "begin"_a = 0, "end"_a = nb::none(), Unlocked(),
+            "Return the name of the first layer with a delta in the flat range that is NaN or "
+            "infinite, or \"\".")
         .def_prop_ro("negative_variances", &Parameters::negative_variances,
-                     "How many variances of each layer's weights the last step found not positive.")
+                     "The number of weights of each layer whose variance the last step corrected.")
         .def(
             "add_deltas_to",
-            [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {
-                float* data = checked(self, sums);
-                nb::gil_scoped_release unlocked;
-                self.add_deltas_to(data, layers);
+            [](const Parameters& self, const Floats& sums, const std::vector<bool>& layers) {
+                self.add_deltas_to(checked(self, sums), layers);
             },
-            "sums"_a, "layers"_a)
+            "sums"_a, "layers"_a, Unlocked())
         .def(
             "add_to_deltas",
-            [](const Parameters& self, Floats sums, const std::vector<bool>& layers) {
-                const float* data = checked(self, sums);
-                nb::gil_scoped_release unlocked;
-                self.add_to_deltas(data, layers);
+            [](const Parameters& self, const Floats& sums, const std::vector<bool>& layers) {
+                self.add_to_deltas(checked(self, sums), layers);
             },
-            "sums"_a, "layers"_a)
+            "sums"_a, "layers"_a, Unlocked())
         .def(
             "pack",
-            [](const Parameters& self, Floats bucket) {
-                float* data = checked(self, bucket);
-                nb::gil_scoped_release unlocked;
-                pack(self, 0, self.size(), data, self.size());
+            [](const Parameters& self, const Floats& bucket) {
+                pack(self, {0, self.size()}, checked(self, bucket), self.size());
             },
-            "bucket"_a, "Write the deltas to bucket: [means | variances].")
+            "bucket"_a, Unlocked(), "Write the deltas to ``bucket``, [means | variances].")
         .def(
             "apply",
-            [](const Parameters& self, Floats bucket, float divisor, float cap) {
-                const float* data = checked(self, bucket);
-                nb::gil_scoped_release unlocked;
-                apply(self, data, divisor, cap);
+            [](const Parameters& self, const Floats& bucket, float divisor, float cap) {
+                apply(self, checked(self, bucket), divisor, cap);
             },
-            "bucket"_a, "divisor"_a, "cap"_a, "Cap and apply the bucket's deltas.")
+            "bucket"_a, "divisor"_a, "cap"_a, Unlocked(),
+            "Cap and apply the bucket's deltas, divided by ``divisor``.")
         .def(
             "pack_shard",
-            [](const Parameters& self, Floats bucket, size_t begin) {
-                const Shard shard = checked_shard(self, bucket, begin);
-                nb::gil_scoped_release unlocked;
-                pack(self, shard.begin, shard.count, bucket.data(), shard.count);
+            [](const Parameters& self, const Floats& bucket, size_t begin) {
+                const Shard range = range_of(self, bucket, begin);
+                pack(self, range, bucket.data(), range.count);
             },
-            "bucket"_a, "begin"_a,
-            "Write the deltas of the flat range that begins there to bucket: [means | variances].")
+            "bucket"_a, "begin"_a, Unlocked(),
+            "Write the deltas of the flat range from ``begin`` to ``bucket``, [means | variances].")
         .def(
             "apply_shard",
-            [](const Parameters& self, Floats gaussians, size_t begin, float divisor, float cap) {
-                const Shard shard = checked_shard(self, gaussians, begin);
-                nb::gil_scoped_release unlocked;
-                apply_shard(self, shard, gaussians.data(), divisor, cap);
+            [](const Parameters& self, const Floats& gaussians, size_t begin, float divisor,
+               float cap) {
+                apply_shard(self, range_of(self, gaussians, begin), gaussians.data(), divisor, cap);
             },
-            "gaussians"_a, "begin"_a, "divisor"_a, "cap"_a,
-            "Cap and apply the deltas of the flat range that begins there, and replace them by the "
+            "gaussians"_a, "begin"_a, "divisor"_a, "cap"_a, Unlocked(),
+            "Cap and apply the deltas of the flat range from ``begin``, and replace them by the "
             "posterior, for take_shard.")
         .def(
             "take_shard",
-            [](const Parameters& self, Floats gaussians, size_t begin) {
-                const Shard shard = checked_shard(self, gaussians, begin);
-                nb::gil_scoped_release unlocked;
-                take_shard(self, shard, gaussians.data());
+            [](const Parameters& self, const Floats& gaussians, size_t begin) {
+                const Shard range = range_of(self, gaussians, begin);
+                take_range(self, range, gaussians.data(), range.count);
             },
-            "gaussians"_a, "begin"_a,
-            "Replace the flat range that begins there by another rank's posterior.")
+            "gaussians"_a, "begin"_a, Unlocked(),
+            "Replace the flat range from ``begin`` by another rank's posterior.")
         .def(
-            "apply_own", [](const Parameters& self, float cap) { return apply_own(self, cap); },
-            "cap"_a, nb::call_guard<nb::gil_scoped_release>(),
-            "Cap and apply the deltas where they are. If one is NaN or infinite do nothing, and "
-            "return the name of its layer; else \"\".")
+            "apply_own", &apply_own, "cap"_a, Unlocked(),
+            "Cap and apply the deltas in the layers. If one is NaN or infinite, apply nothing, and "
+            "return the name of its layer; else return \"\".")
         .def(
             "read_posterior",
-            [](const Parameters& self, Floats gaussians) {
-                float* data = checked(self, gaussians);
-                nb::gil_scoped_release unlocked;
-                self.read_posterior(data);
+            [](const Parameters& self, const Floats& gaussians) {
+                self.read_posterior(checked(self, gaussians));
             },
-            "gaussians"_a, "Copy means and variances to gaussians: [means | variances].")
+            "gaussians"_a, Unlocked(), "Copy means and variances to ``gaussians``.")
         .def(
             "write_posterior",
-            [](const Parameters& self, Floats gaussians) {
-                const float* data = checked(self, gaussians);
-                nb::gil_scoped_release unlocked;
-                self.write_posterior(data);
+            [](const Parameters& self, const Floats& gaussians) {
+                self.write_posterior(checked(self, gaussians));
             },
-            "gaussians"_a, "Replace means and variances: [means | variances].")
+            "gaussians"_a, Unlocked(), "Replace means and variances by ``gaussians``.")
         .def(
             "change_since",
-            [](const Parameters& self, Floats now, Floats before, Floats change) {
-                const float* from = checked(self, before);
-                const float* to = checked(self, now);
-                float* out = checked(self, change);
-                nb::gil_scoped_release unlocked;
-                change_since(to, from, out, self.size());
+            [](const Parameters& self, const Floats& now, const Floats& before,
+               const Floats& change) {
+                change_since(checked(self, now), checked(self, before), checked(self, change),
+                             self.size());
             },
-            "now"_a, "before"_a, "change"_a,
-            "Write how Gaussians came from others to change: [precisions | weighted means].")
+            "now"_a, "before"_a, "change"_a, Unlocked(),
+            "Write the change between Gaussians to ``change``: [precisions | weighted means].")
         .def(
             "add_change",
-            [](const Parameters& self, Floats gaussians, Floats reference, Floats change,
-               std::optional<Floats> own) {
-                float* data = checked(self, gaussians);
-                const float* means = checked(self, reference);
-                const float* sum = checked(self, change);
-                const float* less = own ? checked(self, *own) : nullptr;
-                nb::gil_scoped_release unlocked;
-                return add_change(self, data, means, sum, less);
+            [](const Parameters& self, const Floats& gaussians, const Floats& reference,
+               const Floats& change, const std::optional<Floats>& own) {
+                return add_change(self, checked(self, gaussians), checked(self, reference),
+                                  checked(self, change), own ? checked(self, *own) : nullptr);
             },
-            "gaussians"_a, "reference"_a, "change"_a, "own"_a = nb::none(),
-            "Multiply gaussians by change less own, both relative to the means of reference. "
-            "Returns how many parameters of each layer took only a part of it.");
+            "gaussians"_a, "reference"_a, "change"_a, "own"_a = nb::none(), Unlocked(),
+            "Multiply ``gaussians`` by ``change`` minus ``own``, both relative to the means of "
+            "``reference``. Returns the number of parameters of each layer that took only a part.");
 
     nb::class_<AdaptiveSum>(module, "AdaptiveSum",
                             "Sums of changes, damped where ranks agree; see adaptive_sum.h.")
         .def(nb::init<const Parameters&>(), "parameters"_a)
         .def_ro_static("BLOCK", &AdaptiveSum::block_floats)
-        .def_ro_static("LEEWAY", &AdaptiveSum::leeway)
-        .def_ro_static("REGAINED", &AdaptiveSum::regained)
-        .def_ro_static("SURPRISE", &AdaptiveSum::surprise)
-        .def_prop_ro("described", &AdaptiveSum::described, "How many numbers describe a change.")
+        .def_prop_ro("described", &AdaptiveSum::described,
+                     "The number of floats that describe a change.")
         .def(
             "describe",
-            [](const AdaptiveSum& self, Floats change, Floats before, double steps,
-               Floats description) {
+            [](const AdaptiveSum& self, const Floats& change, const Floats& before, double steps,
+               const Floats& description) {
                 self.check(change.size(), before.size(), description.size());
-                nb::gil_scoped_release unlocked;
                 self.describe(change.data(), before.data(), steps, description.data());
             },
-            "change"_a, "before"_a, "steps"_a, "description"_a,
-            "Describe a rank's change in so many steps since before: by block, the square of its "
-            "weighted half; and the steps.")
+            "change"_a, "before"_a, "steps"_a, "description"_a, Unlocked(),
+            "Describe a rank's change in ``steps`` steps since ``before``: the square of its "
+            "weighted half in each block, then the steps.")
         .def(
             "damp",
-            [](AdaptiveSum& self, Floats change, Floats before, Floats description, int ranks) {
+            [](AdaptiveSum& self, const Floats& change, const Floats& before,
+               const Floats& description, int ranks) {
                 if (ranks < 1) throw std::invalid_argument("ranks must be at least 1");
                 self.check(change.size(), before.size(), description.size());
-                nb::gil_scoped_release unlocked;
                 return self.damp(change.data(), before.data(), description.data(), ranks);
             },
-            "change"_a, "before"_a, "description"_a, "ranks"_a,
-            "Damp the sum of the changes of so many ranks, and so is description that of theirs. "
-            "Returns by layer how far the ranks agree: 0 orthogonal, 1 the same.")
-        .def("restart", &AdaptiveSum::restart, "Forget the sums before.")
+            "change"_a, "before"_a, "description"_a, "ranks"_a, Unlocked(),
+            "Damp the sum of ``ranks`` changes; ``description`` is the sum of their descriptions. "
+            "Returns by layer how far the ranks agree: 0 if their changes are orthogonal, 1 if "
+            "they are equal.")
+        .def("restart", &AdaptiveSum::restart, "Forget the previous sums.")
         .def_prop_ro(
             "previous",
             [](AdaptiveSum& self) {
                 return nb::ndarray<nb::numpy, float, nb::ndim<1>>(self.previous().data(),
                                                                   {self.previous().size()});
             },
-            nb::rv_policy::reference_internal, "The weighted half of the sum before, to change.")
+            nb::rv_policy::reference_internal,
+            "A writable view of the weighted half of the previous sum.")
         .def_prop_ro(
             "trust",
             [](AdaptiveSum& self) {
                 return nb::ndarray<nb::numpy, double, nb::ndim<1>>(self.trust().data(),
                                                                    {self.trust().size()});
             },
-            nb::rv_policy::reference_internal, "By block, how far sums are trusted, to change.");
+            nb::rv_policy::reference_internal, "A writable view of the trust in each block.");
 
     nb::class_<RunningStatistics>(module, "RunningStatistics",
                                   "The running statistics of all batch normalization layers.")
@@ -273,17 +258,15 @@ void bind_parameters(nb::module_& module) {
         .def_prop_ro("size", &RunningStatistics::size)
         .def(
             "pack",
-            [](const RunningStatistics& self, Floats out, float weight) {
-                if (out.size() != self.size())
-                    throw std::invalid_argument("out has the wrong size");
+            [](const RunningStatistics& self, const Floats& out, float weight) {
+                require_floats("out", out, self.size());
                 self.pack(out.data(), weight);
             },
             "out"_a, "weight"_a)
         .def(
             "unpack",
-            [](const RunningStatistics& self, Floats values, float total) {
-                if (values.size() != self.size())
-                    throw std::invalid_argument("values has the wrong size");
+            [](const RunningStatistics& self, const Floats& values, float total) {
+                require_floats("values", values, self.size());
                 self.unpack(values.data(), total);
             },
             "values"_a, "total"_a);

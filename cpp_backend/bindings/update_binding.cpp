@@ -4,16 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstdint>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
-#include "bindings/parameters_binding.h"
+#include "bindings/bindings.h"
 #include "update/agreement.h"
 #include "update/apply.h"
 #include "update/compress.h"
-#include "update/sharded.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -24,10 +22,13 @@ namespace {
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void check_compressed(const Floats& values, int bits, const Bytes& bytes) {
-    if (bits != 8 && bits != 16) throw std::invalid_argument("bits must be 8 or 16");
+    if (bits != 8 && bits != 16)
+        throw std::invalid_argument("bits is " + std::to_string(bits) + ", expected 8 or 16");
     if (values.size() % compress_block != 0 ||
         bytes.size() != compressed_bytes(values.size(), bits)) {
-        throw std::invalid_argument("expected whole blocks of floats, and bytes for all of them");
+        throw std::invalid_argument("there are " + std::to_string(bytes.size()) + " bytes for " +
+                                    std::to_string(values.size()) +
+                                    " floats, expected compressed_bytes() of whole blocks");
     }
 }
 
@@ -35,11 +36,10 @@ void check_compressed(const Floats& values, int bits, const Bytes& bytes) {
 
 Step SharedStep::operator()(int64_t batch, bool finished) const {
     Step result;
-    const double timeout = communicator_.timeout();
-    communicator_.run_collective("step", [&] {
-        result =
-            step(communicator_.get(), parameters_, bucket_, batch, finished, average_, timeout);
-    });
+    communicator.collective(
+        "step", false, nb::none(), {}, [&](ShmCommunicator& shm, double timeout) {
+            result = step(shm, parameters, bucket, batch, finished, average, timeout);
+        });
     return result;
 }
 
@@ -50,19 +50,15 @@ void bind_update(nb::module_& module) {
         factors.append(nb::make_tuple(entry.smallest_batch, entry.factor));
     }
     module.attr("CAP_FACTORS") = nb::tuple(factors);
-    module.def("cap_factor", &cap_factor, "batch"_a, "The engine's cap factor for a batch size.");
+    module.def("cap_factor", &cap_factor, "batch"_a,
+               "Return the engine's cap factor for a batch size.");
 
-    nb::class_<Contribution>(module, "Contribution", "What one rank brings to a step.")
-        .def(
-            "__init__",
-            [](Contribution* self, int64_t batch, bool finite, bool finished) {
-                new (self) Contribution{batch, finite, finished};
-            },
-            "batch"_a, "finite"_a = true, "finished"_a = false)
+    nb::class_<Contribution>(module, "Contribution", "The contribution of one rank to a step.")
+        .def(nb::init<int64_t, bool, bool>(), "batch"_a, "finite"_a = true, "finished"_a = false)
         .def_ro("batch", &Contribution::batch)
         .def_ro("finite", &Contribution::finite)
         .def_ro("finished", &Contribution::finished);
-    nb::class_<Agreement>(module, "Agreement", "What all ranks agreed on for a step.")
+    nb::class_<Agreement>(module, "Agreement", "The result of all ranks' contributions to a step.")
         .def(nb::init<const std::vector<Contribution>&>(), "ranks"_a)
         .def_ro("batch", &Agreement::batch)
         .def_ro("active", &Agreement::active)
@@ -73,17 +69,17 @@ void bind_update(nb::module_& module) {
         .def("cap", &Agreement::cap, "average"_a);
     nb::class_<SharedStep>(module, "SharedStep",
                            "The step of the ranks of a host over their shared memory: one "
-                           "collective that votes, checks, reduces, caps and applies.")
+                           "collective that agrees, reduces, caps and applies.")
         .def(
             "__init__",
             [](SharedStep* self, PyShmCommunicator& communicator, const Parameters& parameters,
                const Floats& bucket, bool average) {
                 new (self)
-                    SharedStep(communicator, parameters, checked(parameters, bucket), average);
+                    SharedStep{communicator, parameters, checked(parameters, bucket), average};
             },
             "communicator"_a, "parameters"_a, "bucket"_a, "average"_a, nb::keep_alive<1, 2>(),
             nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-            "The bucket is memory that the communicator has allocated.")
+            "``bucket`` is memory that the communicator has allocated.")
         .def(
             "__call__",
             [](const SharedStep& self, int64_t batch, bool finished) {
@@ -91,11 +87,14 @@ void bind_update(nb::module_& module) {
                 return std::make_pair(step.agreement, step.culprit);
             },
             "batch"_a, "finished"_a,
-            "Step, with the deltas of `batch` samples of this rank, 0: none. Return the agreement, "
-            "and the first layer of this rank with a delta that is NaN or infinite, or \"\".");
+            "Apply the deltas of all ranks. ``batch`` is the number of samples behind this rank's; "
+            "0: "
+            "it has none. Returns the agreement, and this rank's first layer with a delta that is "
+            "NaN or infinite, or \"\".");
     module.attr("COMPRESS_BLOCK") = compress_block;
-    module.def("compressed_bytes", &compressed_bytes, "count"_a, "bits"_a,
-               "The bytes of so many floats, a multiple of COMPRESS_BLOCK, in 8 or 16 bits.");
+    module.def(
+        "compressed_bytes", &compressed_bytes, "count"_a, "bits"_a,
+        "Return the bytes of ``count`` floats, a multiple of COMPRESS_BLOCK, in 8 or 16 bits.");
     module.def(
         "compress",
         [](Floats values, int bits, Bytes out) {
@@ -104,7 +103,7 @@ void bind_update(nb::module_& module) {
             compress(values.data(), values.size(), bits, out.data());
         },
         "values"_a, "bits"_a, "out"_a,
-        "Write floats in 8 or 16 bits each; they are left with what that has dropped.");
+        "Write ``values`` in 8 or 16 bits each; the rounding errors stay in ``values``.");
     module.def(
         "add_decompressed",
         [](Bytes bytes, int bits, Floats values) {
@@ -112,7 +111,8 @@ void bind_update(nb::module_& module) {
             nb::gil_scoped_release unlocked;
             add_decompressed(bytes.data(), values.size(), bits, values.data());
         },
-        "bytes"_a, "bits"_a, "values"_a, "Add what compress has written to values.");
+        "bytes"_a, "bits"_a, "values"_a,
+        "Add the floats that `compress` has written to ``values``.");
     module.def(
         "shards",
         [](size_t size, int ranks) {
@@ -123,7 +123,7 @@ void bind_update(nb::module_& module) {
             }
             return result;
         },
-        "size"_a, "ranks"_a, "The (begin, count) of each rank's part of the parameters.");
+        "size"_a, "ranks"_a, "Return the (begin, count) of each rank's part of the parameters.");
 }
 
 }  // namespace tagi_ddp

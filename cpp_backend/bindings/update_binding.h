@@ -1,37 +1,27 @@
-// Steps, merges and compression for Python.
+// The step of the ranks of a host, for Python.
 #pragma once
-
-#include <nanobind/nanobind.h>
 
 #include <cstdint>
 
+#include "bindings/arguments.h"
 #include "bindings/shm_binding.h"
 #include "update/parameters.h"
 #include "update/update.h"
 
 namespace tagi_ddp {
 
-// The step of a replica whose ranks share memory; all it refers to must outlive it.
-class SharedStep {
- public:
-    SharedStep(PyShmCommunicator& communicator, const Parameters& parameters, float* bucket,
-               bool average)
-        : communicator_(communicator),
-          parameters_(parameters),
-          bucket_(bucket),
-          average_(average) {}
+// Returns the memory of [means | variances] of all parameters. Throws ValueError for another size.
+float* checked(const Parameters& parameters, const Floats& bucket);
 
-    // Needs the interpreter lock, and gives it up meanwhile.
+// The step of the ranks of a host; its members must outlive it.
+struct SharedStep {
+    // Called with the interpreter lock, which it releases for the step.
     Step operator()(int64_t batch, bool finished) const;
 
- private:
-    PyShmCommunicator& communicator_;
-    const Parameters& parameters_;
-    float* bucket_;
-    bool average_;
+    PyShmCommunicator& communicator;
+    const Parameters& parameters;
+    float* bucket;
+    bool average;
 };
-
-// Adds the agreement of ranks, the step, compression and shards to the module.
-void bind_update(nanobind::module_& module);
 
 }  // namespace tagi_ddp

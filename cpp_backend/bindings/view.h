@@ -1,5 +1,5 @@
-// Numpy's arrays as arguments of calls that take microseconds: nanobind's own ndarray goes by
-// DLPack, which takes three times as long.
+// Numpy's arrays as arguments of calls that take microseconds. The ndarray of nanobind uses DLPack,
+// which takes three times as long.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,8 +11,8 @@
 
 namespace tagi_ddp {
 
-// A C-contiguous, aligned array in the host's memory, of any shape, for the time of a call; it may
-// be read-only if T is const. Holds nothing for None, which the argument must allow.
+// A C-contiguous, aligned array in host memory, of any shape, for the duration of a call; it may be
+// read-only if T is const. It is empty for None, which the argument must allow.
 template <typename T>
 class View {
  public:
@@ -21,10 +21,6 @@ class View {
 
     View() = default;
     View(View&& other) noexcept : buffer_(std::exchange(other.buffer_, {})) {}
-    View& operator=(View&& other) noexcept {
-        std::swap(buffer_, other.buffer_);
-        return *this;
-    }
     ~View() { PyBuffer_Release(&buffer_); }
 
     T* data() const { return static_cast<T*>(buffer_.buf); }
@@ -33,7 +29,7 @@ class View {
     size_t extent(size_t dimension) const { return static_cast<size_t>(buffer_.shape[dimension]); }
     explicit operator bool() const { return buffer_.obj != nullptr; }
 
-    // Whether the object is such an array; sets no error.
+    // Returns true if the object is such an array; sets no Python error.
     bool take(PyObject* object) {
         constexpr int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
         if (!PyObject_CheckBuffer(object)) return false;

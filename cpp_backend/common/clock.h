@@ -1,4 +1,4 @@
-// When waiting ends, and how often a waiter looks around.
+// Deadlines, and the interval at which a waiting thread checks for signals and lost ranks.
 #pragma once
 
 #include <algorithm>
@@ -10,22 +10,21 @@ namespace tagi_ddp {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double forever = 3e9;  // seconds: a century, and does not overflow
+constexpr double forever = 3e9;  // seconds: a century, which does not overflow the clock
 
-// How often a waiter looks for signals and for peers that are gone.
-constexpr std::chrono::milliseconds look_around{50};
+// The interval at which a waiting thread checks for signals and for ranks that have died.
+constexpr std::chrono::milliseconds check_interval{50};
 
 inline Clock::time_point after(double seconds) {
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(
                               std::chrono::duration<double>(std::min(seconds, forever)));
 }
 
-// Adds the time for which it lives to `total`, in nanoseconds.
+// Adds its lifetime to `total`, in nanoseconds.
 class Stopwatch {
  public:
     explicit Stopwatch(std::atomic<int64_t>& total) : total_(total) {}
     Stopwatch(const Stopwatch&) = delete;
-    Stopwatch& operator=(const Stopwatch&) = delete;
     ~Stopwatch() { total_ += std::chrono::nanoseconds(Clock::now() - begin_).count(); }
 
  private:

@@ -11,22 +11,8 @@ enum class DType : uint32_t { f16, bf16, f32, f64, i8, i16, i32, i64, u8, u16, u
 enum class ReduceOp : uint32_t { sum, mean, min, max };
 
 constexpr size_t size_of(DType dtype) {
-    switch (dtype) {
-        case DType::i8:
-        case DType::u8:
-            return 1;
-        case DType::f16:
-        case DType::bf16:
-        case DType::i16:
-        case DType::u16:
-            return 2;
-        case DType::f32:
-        case DType::i32:
-        case DType::u32:
-            return 4;
-        default:
-            return 8;
-    }
+    constexpr size_t sizes[] = {2, 2, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8};
+    return sizes[static_cast<uint32_t>(dtype)];
 }
 
 constexpr bool is_float(DType dtype) { return dtype <= DType::f64; }

@@ -1,4 +1,4 @@
-// The typed errors of the backend; in Python they are those of tagi_ddp.communicators.errors.
+// The typed errors of the backend, which Python gets as those of tagi_ddp.communicators.errors.
 #pragma once
 
 #include <stdexcept>
@@ -8,13 +8,7 @@
 
 namespace tagi_ddp {
 
-enum class ErrorKind : int {
-    general = 0,
-    timeout = 1,
-    peer_lost = 2,
-    mismatch = 3,
-    unavailable = 4
-};
+enum class ErrorKind : int { general, timeout, peer_lost, mismatch, unavailable };
 
 class CommunicatorError : public std::runtime_error {
  public:

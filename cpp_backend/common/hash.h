@@ -1,4 +1,4 @@
-// Hashes that are equal on all ranks, whatever standard library each is built with.
+// Hashes that do not depend on the standard library, so they are equal on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace tagi_ddp {
 
-// 64-bit FNV-1a, a value a step.
+// 64-bit FNV-1a over whole values instead of bytes.
 template <typename Values>
 uint64_t hash_of(const Values& values) {
     using Value = std::make_unsigned_t<typename Values::value_type>;

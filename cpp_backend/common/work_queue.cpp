@@ -2,36 +2,10 @@
 
 #include <unistd.h>
 
+#include <exception>
 #include <utility>
 
 namespace tagi_ddp {
-
-bool Work::wait_for(std::chrono::duration<double> limit) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto step = std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit);
-    if (!changed_.wait_for(lock, step, [this] { return done_; })) return false;
-    if (error_) std::rethrow_exception(error_);
-    return true;
-}
-
-void Work::await_end() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return done_; });
-}
-
-bool Work::done() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return done_;
-}
-
-void Work::finish(std::exception_ptr error) {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        done_ = true;
-        error_ = std::move(error);
-    }
-    changed_.notify_all();
-}
 
 WorkQueue::~WorkQueue() {
     {
@@ -47,18 +21,19 @@ WorkQueue::~WorkQueue() {
     }
 }
 
-std::shared_ptr<Work> WorkQueue::submit(std::function<void()> operation) {
-    auto work = std::make_shared<Work>();
+std::shared_future<void> WorkQueue::submit(std::function<void()> operation) {
+    Pending pending{std::move(operation), {}};
+    std::shared_future<void> result = pending.result.get_future();
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        pending_.emplace_back(std::move(operation), work);
+        pending_.push_back(std::move(pending));
         if (!thread_.joinable()) {
             process_ = getpid();
             thread_ = std::thread(&WorkQueue::run, this);
         }
     }
     changed_.notify_all();
-    return work;
+    return result;
 }
 
 bool WorkQueue::busy() const {
@@ -71,20 +46,24 @@ void WorkQueue::run() {
     while (true) {
         changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
         if (pending_.empty()) return;
-        auto [operation, work] = std::move(pending_.front());
+        Pending current = std::move(pending_.front());
         pending_.pop_front();
         running_ = true;
         lock.unlock();
         std::exception_ptr error;
         try {
-            operation();
+            current.operation();
         } catch (...) {
             error = std::current_exception();
         }
-        operation = nullptr;  // what it holds goes before waiters may look
+        current.operation = nullptr;  // frees what it holds before a waiter can see the end
         lock.lock();
         running_ = false;
-        work->finish(std::move(error));
+        if (error) {
+            current.result.set_exception(std::move(error));
+        } else {
+            current.result.set_value();
+        }
     }
 }
 

@@ -1,11 +1,10 @@
 #include "compute/activations.h"
 
-#include <algorithm>
 #include <cmath>
 
 namespace tagi_ddp {
 
-static constexpr float leaky_slope = 0.1f;  // the engine has no other
+static constexpr float leaky_slope = 0.1f;  // always, as in the engine
 
 }  // namespace tagi_ddp
 
@@ -15,7 +14,7 @@ static constexpr float leaky_slope = 0.1f;  // the engine has no other
 namespace tagi_ddp {
 namespace {
 
-// Calls work(at) for each element that is no padding.
+// Calls work(position) for each element that is not padding.
 template <typename Work>
 void each_element(const States& states, Work&& work) {
     for (size_t b = 0; b < states.batch; ++b) {
@@ -23,7 +22,7 @@ void each_element(const States& states, Work&& work) {
     }
 }
 
-// log(1 + exp(z)), linearized; overflows and cancels where the engine's does.
+// log(1 + exp(z)), linearized; overflows and loses digits as the engine's does.
 void softplus(const States& in, const Activated& out) {
     each_element(in, [&](size_t i) {
         const float slope = 1.0f / (1.0f + std::exp(-in.mean[i]));
@@ -39,7 +38,7 @@ float density(float x) {
 
 float distribution(float x) { return 0.5f * std::erfc(-x * static_cast<float>(M_SQRT1_2)); }
 
-// NaNs, which exact zeros lead to, become the least, too.
+// NaNs, which result from a mean and variance of 0, also become the smallest moment.
 float at_least(float value) { return std::fmax(value, least_moment); }
 
 void mixture_relu(const States& in, const Activated& out) {
@@ -65,8 +64,8 @@ Clipped clipped_moments(float mean, float variance) {
     const float cdf_l = distribution(lower), pdf_l = density(lower);
     const float cdf_u = distribution(upper), pdf_u = density(upper);
     const float value = above * cdf_l + below * cdf_u + deviation * (pdf_l - pdf_u) - mean;
-    const float rest = variance - mean * mean;
-    float moment = cdf_l * (rest - 2.0f * mean - 1.0f) + cdf_u * (rest + 2.0f * mean - 1.0f) +
+    const float excess = variance - mean * mean;
+    float moment = cdf_l * (excess - 2.0f * mean - 1.0f) + cdf_u * (excess + 2.0f * mean - 1.0f) +
                    deviation * (pdf_u * below - pdf_l * above);
     moment = moment - value * value + 2.0f * value * mean + mean * mean - variance + 2.0f;
     return {value, moment, cdf_u + cdf_l - 1.0f};
@@ -92,9 +91,8 @@ void mixture_sigmoid(const States& in, const Activated& out) {
     });
 }
 
-// Elements alternate, counted through the batch: one stays as it is, with the jacobian that it came
-// with; the next becomes exp(z), log-normal, whose jacobian is the covariance of z and exp(z), not
-// divided by the variance: as the engine has it.
+// Changes every second element of the batch to exp(z), which is log-normal. As in the engine, its
+// jacobian is the covariance of z and exp(z), not divided by the variance. The others stay.
 void even_exp(const States& in, const Activated& out) {
     bool exponentiate = false;
     each_element(in, [&](size_t i) {
@@ -136,7 +134,7 @@ ActivationFunction activation_function(const std::string& kind) {
         {"MixtureReLU", mixture_relu},
         {"MixtureSigmoid", mixture_sigmoid},
         {"MixtureTanh", mixture_tanh},
-        {"MixtureSoftplus", softplus},  // the engine's name for what it computes so
+        {"MixtureSoftplus", softplus},  // not a mixture in the engine either
         {"EvenExp", even_exp},
         {"Softmax", softmax},
         {"Remax", remax},
@@ -152,12 +150,9 @@ States Activation::forward(const States& inputs, bool) {
     const Activated outputs{mean_.take(inputs.floats()), variance_.take(inputs.floats()),
                             jacobian_.take(inputs.floats())};
     function_(inputs, outputs);
-    States states = inputs;
-    states.mean = outputs.mean;
-    states.variance = outputs.variance;
-    states.jacobian = outputs.jacobian;
-    states.exact = false;
-    return states;
+    return {outputs.mean, outputs.variance, outputs.jacobian,
+            inputs.batch, inputs.width,     inputs.stride,
+            false};
 }
 
 }  // namespace tagi_ddp

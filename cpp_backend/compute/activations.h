@@ -1,10 +1,10 @@
 // Activations: functions of each element's Gaussian, or of all outputs of a sample.
 //
-// An activation's backward does nothing: the layer above it carries innovations through its
-// jacobian. The linearized ones follow Goulet, Nguyen, Amiri, Tractable approximate Gaussian
-// inference for Bayesian neural networks, JMLR 22 (2021); the mixtures are the moments of a
-// piecewise linear function of a Gaussian, in the engine's order, as its rounding errors are what
-// most of a small variance consists of.
+// An activation's backward does nothing, because the layer above it multiplies innovations by its
+// jacobian. The linearized activations follow Goulet, Nguyen, Amiri, Tractable approximate Gaussian
+// inference for Bayesian neural networks, JMLR 22 (2021). The mixtures are the moments of a
+// piecewise linear function of a Gaussian. They are computed in the engine's order, because a small
+// variance consists mostly of rounding errors.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@
 
 namespace tagi_ddp {
 
-// Where an activation writes: [batch, width], laid out as its inputs.
+// The outputs of an activation, in the layout of its inputs.
 struct Activated {
     float* mean;
     float* variance;
@@ -22,7 +22,7 @@ struct Activated {
 
 using ActivationFunction = void (*)(const States& inputs, const Activated& outputs);
 
-// Returns the function that the engine's layer of this name computes; null if there is none here.
+// Returns the function that the engine's layer of this name computes; null for an unknown name.
 ActivationFunction activation_function(const std::string& kind);
 
 class Activation : public Layer {
@@ -39,7 +39,7 @@ class Activation : public Layer {
     Memory mean_, variance_, jacobian_;
 };
 
-// The least mean and variance of mixtures.
+// The smallest mean and variance of mixtures.
 constexpr float least_moment = 1e-6f;
 
 // The moments of max(0, z), at least `least_moment`, and the probability that z is positive.
@@ -50,11 +50,10 @@ struct Rectified {
 };
 Rectified rectified_moments(float mean, float variance);
 
-// --- in softmaxes.cpp
-// -----------------------------------------------------------------------------
+// The following are in softmaxes.cpp.
 
-// exp(z) / sum exp(z), linearized. The sum is what the engine takes: over runs of as many elements
-// as the batch has samples, not over a sample's outputs.
+// exp(z) / sum exp(z), linearized. As in the engine, a sum is over successive elements, as many as
+// the batch has samples, not over a sample's outputs.
 void softmax(const States& inputs, const Activated& outputs);
 // max(0, z) / sum max(0, z), by the moments of the logarithms of normal variables.
 void remax(const States& inputs, const Activated& outputs);

@@ -16,7 +16,8 @@ Embedding::Embedding(Gaussians gaussians, size_t size, size_t inputs, int64_t pa
       padding_(padding),
       sums_(std::move(sums)) {
     if (sums_.size() != 2 * gaussians_.weights->count) {
-        throw std::invalid_argument("expected the deltas so far of all weights");
+        throw std::invalid_argument("sums has " + std::to_string(sums_.size()) +
+                                    " elements, expected one for each mean and variance");
     }
 }
 
@@ -25,7 +26,8 @@ States Embedding::forward(const States& inputs, bool) {
     rows_.resize(inputs.batch * inputs_);
     for (size_t k = 0; k < rows_.size(); ++k) {
         const float value = inputs.mean[k / inputs_ * inputs.stride + k % inputs_];
-        if (!(std::fabs(value) < 1e9f)) throw std::out_of_range("mu_x has no index of a row");
+        if (!(std::fabs(value) < 1e9f))
+            throw std::out_of_range("mu_x has a value that is no index");
         int64_t row = static_cast<int64_t>(value);
         if (row == padding_) {
             row = -1;
@@ -71,7 +73,7 @@ Deltas Embedding::backward(Deltas deltas, bool to_input) {
     std::copy_n(sum_mean, weights.count, weights.delta_mu);
     std::copy_n(sum_variance, weights.count, weights.delta_var);
     if (!to_input) return {};
-    // Indices have no innovation.
+    // The innovation of indices is zero.
     const size_t floats = batch_ * input_stride_;
     const Deltas below{below_mean_.take(floats), below_variance_.take(floats)};
     std::fill_n(below.mean, floats, 0.0f);

@@ -1,7 +1,7 @@
 // Embedding layers: an input is the index of a row of weights, which is the output.
 //
-// As the engine computes it: deltas add up over steps, nothing ever sets them back to zero, and the
-// variance's are multiplied by the variance once, not twice as elsewhere.
+// As in the engine, deltas accumulate over steps and are never reset to zero, and deltas of
+// variances are multiplied by the variance once, not twice as in other layers.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,18 @@ namespace tagi_ddp {
 // Weights are [count, size]; inputs are indices as floats, [batch, inputs].
 class Embedding : public Layer {
  public:
-    // `sums` are the deltas so far, [means | variances]. The padding index stands for zeros, and
-    // may be outside of the table.
+    // `sums` are the deltas so far, [means | variances]. The output of the padding index, which may
+    // be outside of the table, is zero.
     Embedding(Gaussians gaussians, size_t size, size_t inputs, int64_t padding,
               std::vector<float> sums);
 
     size_t width() const override { return inputs_ * size_; }
-    // Throws std::out_of_range for any other index outside.
+    // Throws std::out_of_range for another index that is outside of the table.
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
 
-    void keep() override { kept_ = sums_; }
-    void restore() override { sums_ = kept_; }
+    void keep() override { saved_ = sums_; }
+    void restore() override { sums_ = saved_; }
 
     std::vector<float>& sums() { return sums_; }
 
@@ -34,8 +34,8 @@ class Embedding : public Layer {
     size_t size_;
     size_t inputs_;
     int64_t padding_;
-    std::vector<float> sums_, kept_;
-    std::vector<int64_t> rows_;  // of the last batch; -1 where there is none
+    std::vector<float> sums_, saved_;
+    std::vector<int64_t> rows_;  // the rows of the last batch; -1 for padding
     size_t batch_ = 0;
     size_t input_stride_ = 0;
     Memory mean_, variance_, below_mean_, below_variance_;

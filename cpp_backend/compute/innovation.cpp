@@ -6,16 +6,17 @@
 namespace tagi_ddp {
 namespace {
 
-void observe(const States& outputs, size_t i, float mu_obs, float variance, float jacobian,
-             Deltas deltas, bool observed) {
-    const float gain = jacobian / variance;
+float jacobian_at(const States& outputs, size_t i) {
+    return outputs.jacobian == nullptr ? 1.0f : outputs.jacobian[i];
+}
+
+// Writes the innovation of output `i`, whose observation has this variance in all.
+void observe(const States& outputs, size_t i, float mu_obs, float variance, Deltas deltas,
+             bool observed) {
+    const float jacobian = jacobian_at(outputs, i), gain = jacobian / variance;
     const bool seen = observed && std::isfinite(gain);
     deltas.mean[i] = seen ? gain * (mu_obs - outputs.mean[i]) : 0.0f;
     deltas.variance[i] = seen ? -gain * jacobian : 0.0f;
-}
-
-float jacobian_at(const States& outputs, size_t i) {
-    return outputs.jacobian == nullptr ? 1.0f : outputs.jacobian[i];
 }
 
 }  // namespace
@@ -24,8 +25,8 @@ void innovation(const States& outputs, const float* mu_obs, const float* var_obs
     for (size_t b = 0; b < outputs.batch; ++b) {
         for (size_t o = 0; o < outputs.width; ++o) {
             const size_t i = b * outputs.stride + o, k = b * outputs.width + o;
-            observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k],
-                    jacobian_at(outputs, i), deltas, !std::isnan(mu_obs[k]));
+            observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k], deltas,
+                    !std::isnan(mu_obs[k]));
         }
     }
 }
@@ -37,8 +38,8 @@ void selected_innovation(const States& outputs, const float* mu_obs, const float
     for (size_t b = 0; b < outputs.batch; ++b) {
         for (size_t k = b * count; k < (b + 1) * count; ++k) {
             const size_t i = b * outputs.stride + static_cast<size_t>(selected[k] - 1);
-            observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k],
-                    jacobian_at(outputs, i), deltas, !std::isnan(mu_obs[k]));
+            observe(outputs, i, mu_obs[k], outputs.variance[i] + var_obs[k], deltas,
+                    !std::isnan(mu_obs[k]));
         }
     }
 }
@@ -52,14 +53,14 @@ void heteroscedastic_innovation(const States& outputs, const float* mu_obs, Delt
             const float noise = outputs.mean[i + 1], noise_variance = outputs.variance[i + 1];
             const float total = outputs.variance[i] + noise;
             const bool observed = std::isfinite(y);
-            observe(outputs, i, y, total, jacobian_at(outputs, i), deltas, observed);
+            observe(outputs, i, y, total, deltas, observed);
 
             const float error = y - outputs.mean[i];
-            const float mu_v = noise / total * error;  // V given y
+            const float mu_v = noise / total * error;  // of V given y
             const float var_v = noise - noise / total * noise;
-            const float mu_square = mu_v * mu_v + var_v;  // V^2 given y
+            const float mu_square = mu_v * mu_v + var_v;  // of V^2 given y
             const float var_square = 2.0f * var_v * var_v + 4.0f * var_v * mu_v * mu_v;
-            const float prior = 3.0f * noise_variance + 2.0f * noise * noise;  // of V^2, before
+            const float prior = 3.0f * noise_variance + 2.0f * noise * noise;  // variance of V^2
             const float smoothing = noise_variance / prior;
             float slope = jacobian_at(outputs, i + 1) / noise_variance;
             if (!std::isfinite(slope)) slope = 0.0f;

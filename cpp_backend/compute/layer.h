@@ -1,4 +1,4 @@
-// What layers hand to each other, and what every layer can do.
+// The interface of layers, and the Gaussians that they pass to each other.
 #pragma once
 
 #include <cstddef>
@@ -9,21 +9,20 @@
 namespace tagi_ddp {
 
 // Independent Gaussians, the inputs or outputs of a layer: [batch, width], rows `stride` floats
-// apart. What lies between rows may be anything.
+// apart. The padding between rows may have any values.
 struct States {
     const float* mean = nullptr;
     const float* variance = nullptr;
-    const float* jacobian = nullptr;  // of the activation that made them; null: of none
+    const float* jacobian = nullptr;  // of the activation that computed them; null: none did
     size_t batch = 0;
     size_t width = 0;
     size_t stride = 0;
-    bool exact = false;  // whether all variances are zero
+    bool exact = false;  // true if all variances are zero
 
     size_t floats() const { return batch * stride; }
 };
 
-// The innovation of Gaussians: a prior N(m, v) becomes N(m + v * mean, v + v^2 * variance). Laid
-// out as the Gaussians.
+// The innovation of Gaussians, in their layout: N(m, v) becomes N(m + v mean, v + v^2 variance).
 struct Deltas {
     float* mean = nullptr;
     float* variance = nullptr;
@@ -37,27 +36,26 @@ struct Gaussians {
     bool has_biases() const { return biases->count != 0; }
 };
 
-// Forward and backward of a layer; it keeps its outputs, and what backward needs of the last
-// forward, in memory of its own, which the next forward overwrites.
+// The forward and backward pass of a layer. Its outputs, and intermediate results for backward, are
+// in memory of its own, which the next forward overwrites.
 class Layer {
  public:
     virtual ~Layer() = default;
 
-    // The outputs of a sample.
+    // The number of outputs of a sample.
     virtual size_t width() const = 0;
-    // The inputs stay where they are until after backward. `batch` samples are `inputs.batch` of
-    // the network's.
+    // The memory of the inputs must stay valid until after backward.
     virtual States forward(const States& inputs, bool training) = 0;
-    // Writes the parameters' deltas, and returns the innovation of the inputs, carried through the
-    // activation that made them; without `to_input` nobody reads that. May change `deltas`.
+    // Writes the parameters' deltas. If `to_input`, returns the innovation of the inputs, times the
+    // jacobian of the activation that computed them. May change `deltas`.
     virtual Deltas backward(Deltas deltas, bool to_input) = 0;
 
-    // Copies what forward and backward change for later batches; `restore` puts the copy back.
+    // Copies the state that forward and backward change for later batches; `restore` restores it.
     virtual void keep() {}
     virtual void restore() {}
 };
 
-// Carries an innovation through the activation that made `states`.
-void carry_through(const States& states, Deltas deltas);
+// Multiplies an innovation by the jacobian of the activation that computed `states`.
+void apply_jacobian(const States& states, Deltas deltas);
 
 }  // namespace tagi_ddp

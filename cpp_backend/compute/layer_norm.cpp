@@ -20,12 +20,7 @@ States LayerNorm::forward(const States& inputs, bool) {
                                  inputs.mean + at, inputs.variance + at, mean + at, variance + at,
                                  spread + at, factor + b);
     }
-    States outputs = inputs;
-    outputs.mean = mean;
-    outputs.variance = variance;
-    outputs.jacobian = nullptr;
-    outputs.exact = false;
-    return outputs;
+    return {mean, variance, nullptr, inputs.batch, inputs.width, inputs.stride, false};
 }
 
 void LayerNorm::write_deltas(Deltas deltas) {
@@ -46,7 +41,7 @@ void LayerNorm::write_deltas(Deltas deltas) {
             biases.delta_var[i] += deltas.variance[at + i];
         }
     }
-    // The spread holds sqrt(var w) already, its square var w.
+    // The spread has a factor sqrt(var w), so its square has a factor var w.
     for (size_t i = 0; i < width(); ++i) {
         weights.delta_mu[i] = sum_mean[i] * std::sqrt(weights.var[i]);
         weights.delta_var[i] = sum_variance[i] * weights.var[i];
@@ -70,7 +65,7 @@ Deltas LayerNorm::backward(Deltas deltas, bool to_input) {
             below.variance[at] = deltas.variance[at] * slope * slope;
         }
     }
-    carry_through(inputs_, below);
+    apply_jacobian(inputs_, below);
     return below;
 }
 

@@ -1,7 +1,7 @@
-// Layer normalization: z = w (a - m) / sqrt(v + epsilon) + b, with m and v taken as known.
+// Layer normalization: z = w (a - m) / sqrt(v + epsilon) + b, with m and v regarded as known.
 //
-// They are of all values of an input: v counts the inputs' own variances, too: (sum (a - m)^2 +
-// sum var a) / (n - 1). As the engine computes it.
+// As in the engine, m is the mean of all n values of a sample, and v includes the variances of the
+// inputs: (sum (a - m)^2 + sum var a) / (n - 1).
 #pragma once
 
 #include "compute/layer.h"
@@ -25,7 +25,7 @@ class LayerNorm : public Layer {
     Memory mean_, variance_, below_mean_, below_variance_;
     Memory spread_;                   // (a - m) sqrt(var w / (v + epsilon))
     Memory factor_;                   // 1 / sqrt(v + epsilon) of each sample
-    Memory sum_mean_, sum_variance_;  // over the batch, of what makes the weights' deltas
+    Memory sum_mean_, sum_variance_;  // sums over the batch, for the weights' deltas
 };
 
 }  // namespace tagi_ddp

@@ -7,6 +7,7 @@
 namespace tagi_ddp {
 namespace {
 
+// The functions of weights that products use.
 enum class Of { means, squares, variances, moments };
 
 }  // namespace
@@ -21,7 +22,9 @@ void square(const float* data, size_t count, float* out) {
     TAGI_DDP_PICK(square_all)(data, count, out);
 }
 
-void carry_through(const States& states, Deltas deltas) { TAGI_DDP_PICK(carry)(states, deltas); }
+void apply_jacobian(const States& states, Deltas deltas) {
+    TAGI_DDP_PICK(multiply_by_jacobian)(states, deltas);
+}
 
 void Products::forward(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                        float* mean, float* variance, size_t stride) {
@@ -84,8 +87,8 @@ void Products::write_deltas(const GaussianMatrix& matrix, const States& inputs,
     write(deltas.variance, squares, true, matrix.weights.delta_var);
 }
 
-void Products::carry_below(const GaussianMatrix& matrix, const States& inputs, Deltas deltas,
-                           size_t stride, Deltas below) {
+void Products::propagate(const GaussianMatrix& matrix, const States& inputs, Deltas deltas,
+                         size_t stride, Deltas below) {
     if (inputs.batch < few_samples) {
         for (size_t b = 0; b < inputs.batch; ++b) {
             TAGI_DDP_PICK(below_one)(matrix, deltas.mean + b * stride, deltas.variance + b * stride,
@@ -96,13 +99,13 @@ void Products::carry_below(const GaussianMatrix& matrix, const States& inputs, D
     }
     const size_t row = padded(matrix.inputs);
     float* packed = packed_.take(matrix.outputs * row);
-    const auto carry = [&](Of what, const float* from, float* to) {
+    const auto write = [&](Of what, const float* from, float* to) {
         TAGI_DDP_PICK(pack_for_backward)(matrix, what, packed);
         product(inputs.batch, matrix.outputs, matrix.inputs, {from, stride, 1}, packed, row, to,
                 inputs.stride, AddTo::zero);
     };
-    carry(Of::means, deltas.mean, below.mean);
-    carry(Of::squares, deltas.variance, below.variance);
+    write(Of::means, deltas.mean, below.mean);
+    write(Of::squares, deltas.variance, below.variance);
 }
 
 GaussianMatrix Linear::matrix() const {
@@ -125,8 +128,8 @@ Deltas Linear::backward(Deltas deltas, bool to_input) {
     products_.write_deltas(matrix(), inputs_, squares_.data(), deltas, stride);
     if (!to_input) return {};
     const Deltas below{below_mean_.take(inputs_.floats()), below_variance_.take(inputs_.floats())};
-    products_.carry_below(matrix(), inputs_, deltas, stride, below);
-    carry_through(inputs_, below);
+    products_.propagate(matrix(), inputs_, deltas, stride, below);
+    apply_jacobian(inputs_, below);
     return below;
 }
 

@@ -8,29 +8,29 @@
 
 namespace tagi_ddp {
 
-// A matrix of Gaussians in a layer's memory, [outputs, inputs], and the biases of its outputs. Rows
-// may be longer than the matrix: they are `row` floats apart.
+// A matrix of Gaussians in a layer's memory, [outputs, inputs], with rows `row` floats apart, and
+// the biases of its outputs.
 struct GaussianMatrix {
     Block weights;
-    Block biases;  // none if its count is 0
+    Block biases;  // with a count of 0 if there are none
     size_t outputs;
     size_t inputs;
     size_t row;
 };
 
-// Products of such matrices with a batch; keeps the memory for them.
+// Products of such matrices with a batch, and the memory for them.
 class Products {
  public:
-    // mean W a + b; variance (W^2 + var W) var a + var W a^2 + var b. `squares` is a^2, laid out as
-    // the inputs. Output rows are `stride` floats apart.
+    // mean W a + b; variance (W^2 + var W) var a + var W a^2 + var b. `squares` is a^2, in the
+    // layout of the inputs. Output rows are `stride` floats apart.
     void forward(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                  float* mean, float* variance, size_t stride);
     // Sums over the batch: delta W = var W (dm^T a), delta var W = var W^2 (dv^T a^2); biases too.
     void write_deltas(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                       Deltas deltas, size_t stride);
-    // The innovation of the inputs, W^T dm and (W^2)^T dv, laid out as the inputs.
-    void carry_below(const GaussianMatrix& matrix, const States& inputs, Deltas deltas,
-                     size_t stride, Deltas below);
+    // The innovation of the inputs, W^T dm and (W^2)^T dv, in the layout of the inputs.
+    void propagate(const GaussianMatrix& matrix, const States& inputs, Deltas deltas, size_t stride,
+                   Deltas below);
 
  private:
     void multiply(const GaussianMatrix& matrix, const States& inputs, const float* squares,
@@ -39,8 +39,7 @@ class Products {
     Memory packed_, sums_, bias_;
 };
 
-// With fewer samples, copying the weights to where products read them fast costs more than it
-// saves.
+// With fewer samples, packing the weights for a faster product costs more time than it saves.
 constexpr size_t few_samples = 3;
 
 // out[i] = data[i]^2

@@ -1,12 +1,12 @@
 // The loops of linear.cpp; see twice.h.
 
-// Products of rows of weights with one sample: out = W a, and (W^2 + var W) var a + var W a^2.
+// The products of one sample: out = W a, and (W^2 + var W) var a + var W a^2.
 static void forward_one(const GaussianMatrix& matrix, const float* mean, const float* squares,
                         const float* variance, float* out_mean, float* out_variance) {
     const float* mu = matrix.weights.mu;
     const float* var = matrix.weights.var;
     const size_t inputs = matrix.inputs;
-    // What is left after whole vectors is the end of a last one, whose other lanes are zero.
+    // The inputs after the last whole vector are the end of a vector whose other lanes are zero.
     const size_t left = inputs % lanes, last = inputs - lanes;
     const bool overlaps = left != 0 && inputs > lanes;
     Vector last_mean{}, last_square{}, last_variance{};
@@ -63,7 +63,7 @@ static void below_one(const GaussianMatrix& matrix, const float* by_mean, const 
     }
 }
 
-// What deltas are made of: by the rows of `by`, of the outputs, times `from`, of the inputs.
+// The factors of deltas: `by` has rows of the outputs, `from` rows of the inputs.
 struct Outer {
     const float* by;
     size_t by_row;
@@ -89,7 +89,7 @@ TAGI_DDP_INLINE void add_outer(Vector (&sums)[Rows][Vectors], const Outer& outer
     }
 }
 
-// `Rows` rows of the deltas, var or var^2 times the sums, at `Vectors` places.
+// Computes `Rows` rows of the deltas, var or var^2 times the sums, in vectors at `columns`.
 template <bool squared, int Rows, int Vectors>
 TAGI_DDP_INLINE void delta_tile(const Outer& outer, const States& inputs, const float* var,
                                 float* delta, size_t row, const size_t* columns) {
@@ -103,8 +103,8 @@ TAGI_DDP_INLINE void delta_tile(const Outer& outer, const States& inputs, const 
     }
 }
 
-// `Most` vectors of the rows at a time, then fewer. What is left of a row after whole vectors is
-// the end of a last one, which overlaps the one before.
+// Computes `Most` vectors of the rows at a time, then fewer. If a row does not consist of whole
+// vectors, the last vector ends with the row, and overlaps the one before.
 template <bool squared, int Rows, int Most>
 TAGI_DDP_INLINE void delta_rows(const Outer& outer, const States& inputs, size_t at,
                                 const float* var, float* delta, size_t row) {
@@ -140,7 +140,7 @@ TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, con
     if (left == 1) delta_rows<squared, 1, 4>(outer, inputs, 0, var, delta, row);
 }
 
-// The deltas of weights of eight inputs or more.
+// Computes the deltas of weights of eight inputs or more.
 static void write_wide(const GaussianMatrix& matrix, const States& inputs, const float* squares,
                        Deltas deltas, size_t stride) {
     delta_matrix<false>(matrix, {deltas.mean, stride, inputs.mean, inputs.stride}, inputs,
@@ -149,7 +149,7 @@ static void write_wide(const GaussianMatrix& matrix, const States& inputs, const
                        matrix.weights.delta_var);
 }
 
-// delta = var * sums, or var^2 * sums; sums are [inputs, outputs], `stride` floats apart.
+// delta = var * sums, or var^2 * sums; sums are [inputs, outputs], with rows `stride` floats apart.
 template <bool squared>
 TAGI_DDP_INLINE void scale_columns(const GaussianMatrix& matrix, const float* sums, size_t stride,
                                    float* __restrict delta) {
@@ -169,8 +169,8 @@ static void scale(const GaussianMatrix& matrix, const float* sums, size_t stride
     if (!squared) scale_columns<false>(matrix, sums, stride, delta);
 }
 
-// The deltas of one sample. What is left of a row after whole vectors is the end of a last one,
-// which overlaps the one before.
+// Computes the deltas of one sample. If a row does not consist of whole vectors, the last vector
+// ends with the row, and overlaps the one before.
 static void deltas_one(const GaussianMatrix& matrix, const float* mean, const float* squares,
                        const float* by_mean, const float* by_variance) {
     const float* var = matrix.weights.var;
@@ -195,7 +195,7 @@ static void deltas_one(const GaussianMatrix& matrix, const float* mean, const fl
     }
 }
 
-// The sums of columns, times var, or var^2.
+// Computes the sums of columns, times var, or var^2.
 template <bool squared>
 TAGI_DDP_INLINE void scaled_sums(const float* rows, const States& inputs, size_t columns,
                                  size_t stride, const float* var, float* out) {
@@ -217,7 +217,7 @@ static void write_biases(const Block& biases, const States& inputs, Deltas delta
     scaled_sums<true>(deltas.variance, inputs, biases.count, stride, biases.var, biases.delta_var);
 }
 
-// What a product with a batch needs of a weight.
+// The function `what` of a weight.
 TAGI_DDP_INLINE float element(Of what, float mu, float var) {
     switch (what) {
         case Of::means:
@@ -231,7 +231,7 @@ TAGI_DDP_INLINE float element(Of what, float mu, float var) {
     }
 }
 
-// Writes it to rows of the inputs, padded.
+// Writes this function of the weights to padded rows of the inputs.
 template <Of what>
 TAGI_DDP_INLINE void pack_rows(const GaussianMatrix& matrix, float* __restrict out) {
     const float* mu = matrix.weights.mu;
@@ -244,7 +244,7 @@ TAGI_DDP_INLINE void pack_rows(const GaussianMatrix& matrix, float* __restrict o
     }
 }
 
-// Writes it to rows of the outputs, padded.
+// Writes this function of the weights to padded rows of the outputs.
 template <Of what>
 TAGI_DDP_INLINE void pack_columns(const GaussianMatrix& matrix, float* __restrict out) {
     const size_t row = matrix.row, stride = padded(matrix.outputs);
@@ -281,7 +281,7 @@ static void square_all(const float* data, size_t count, float* out) {
     for (size_t i = 0; i < count; ++i) out[i] = data[i] * data[i];
 }
 
-static void carry(const States& states, Deltas deltas) {
+static void multiply_by_jacobian(const States& states, Deltas deltas) {
     const float* jacobian = states.jacobian;
     if (jacobian == nullptr) return;
     float* __restrict mean = deltas.mean;

@@ -10,26 +10,26 @@ namespace tagi_ddp {
 namespace {
 
 enum Gate : size_t { forget, input, cell, output, gates };
-// Covariances of the sums of two gates, in the order in which they lie.
+// Pairs of gates whose sums have a covariance, in the order of their memory.
 enum Pair : size_t { input_cell, forget_output, input_output, cell_output, pairs };
 constexpr Gate pair_gates[pairs][2] = {
     {input, cell}, {forget, output}, {input, output}, {cell, output}};
 
-// One row, in and out: gates lie `stride` floats apart.
+// The inputs and outputs of one row; its gates are `stride` floats apart.
 struct Row {
     size_t stride;
     const float* sum_mean;
     const float* sum_variance;
-    const float* covariances;    // null: there are none
-    const float* before_mean_c;  // null: nothing was carried, and there is no forget gate
+    const float* covariances;    // of the gates' sums; null if they are zero
+    const float* before_mean_c;  // null without states, and without a forget gate
     const float* before_var_c;
     float* mean_c;
     float* var_c;
     float* mean_h;
     float* var_h;
-    float* slopes;       // of h by the sums of the gates
-    float* cell_slopes;  // of h by the cells
-    float* forget;       // the forget gate's mean
+    float* slopes;       // derivatives of h by the sums of the gates
+    float* cell_slopes;  // derivatives of h by the cells
+    float* forget;       // means of the forget gate
 };
 
 }  // namespace
@@ -47,7 +47,7 @@ const float* LSTM::gate_weights(size_t gate, size_t o) const {
     return gaussians_.weights->mu + (gate * outputs_ + o) * (inputs_ + outputs_);
 }
 
-// The matrix of a gate, without the columns of h' if nothing was carried.
+// The matrix of a gate, without the columns of h' if there are no states.
 GaussianMatrix LSTM::gate(size_t index) const {
     const size_t row = inputs_ + outputs_;
     const auto part = [](const Block& block, size_t begin, size_t count) {
@@ -64,36 +64,36 @@ GaussianMatrix LSTM::gate(size_t index) const {
             outputs_, rows_.width, row};
 }
 
-void LSTM::Carried::copy_from(const Carried& other, size_t floats) {
+void LSTM::RowStates::copy_from(const RowStates& other, size_t floats) {
     for (size_t p = 0; p < parts().size(); ++p) {
         std::copy_n(other.parts()[p]->data(), floats, parts()[p]->take(floats));
     }
 }
 
 void LSTM::clear_states() {
-    for (Carried* carried : {&before_, &after_}) {
-        for (Memory* memory : carried->parts()) {
-            std::fill_n(memory->take(carried_floats()), carried_floats(), 0.0f);
+    for (RowStates* states : {&before_, &after_}) {
+        for (Memory* memory : states->parts()) {
+            std::fill_n(memory->take(state_floats()), state_floats(), 0.0f);
         }
     }
-    carries_ = false;
+    has_states_ = false;
 }
 
 void LSTM::keep() {
-    kept_.batch = batch_;
-    kept_.carries = carries_;
-    if (!carries_) return;  // zeros
-    kept_.before.copy_from(before_, carried_floats());
-    kept_.after.copy_from(after_, carried_floats());
+    saved_.batch = batch_;
+    saved_.has_states = has_states_;
+    if (!has_states_) return;
+    saved_.before.copy_from(before_, state_floats());
+    saved_.after.copy_from(after_, state_floats());
 }
 
 void LSTM::restore() {
-    batch_ = kept_.batch;
+    batch_ = saved_.batch;
     clear_states();
-    if (!kept_.carries) return;
-    before_.copy_from(kept_.before, carried_floats());
-    after_.copy_from(kept_.after, carried_floats());
-    carries_ = true;
+    if (!saved_.has_states) return;
+    before_.copy_from(saved_.before, state_floats());
+    after_.copy_from(saved_.after, state_floats());
+    has_states_ = true;
 }
 
 RecurrentStates LSTM::get_states() const {
@@ -125,11 +125,11 @@ void LSTM::set_states(const RecurrentStates& states, size_t batch) {
     if (empty || std::all_of(states.begin(), states.end(), [&](const auto& part) {
             return std::all_of(part.begin(), part.end(), is_zero);
         })) {
-        clear_states();  // what get_states() tells where nothing was carried
+        clear_states();  // get_states() returns zeros if there are no states
         return;
     }
-    for (Carried* carried : {&before_, &after_}) {
-        const auto parts = carried->parts();
+    for (RowStates* own : {&before_, &after_}) {
+        const auto parts = own->parts();
         for (size_t p = 0; p < states.size(); ++p) {
             float* to = parts[p]->take(rows * gate_stride());
             for (size_t r = 0; r < rows; ++r) {
@@ -137,24 +137,24 @@ void LSTM::set_states(const RecurrentStates& states, size_t batch) {
             }
         }
     }
-    carries_ = true;
+    has_states_ = true;
 }
 
 void LSTM::gather(const States& inputs) {
     const size_t rows = inputs.batch * steps_;
-    const size_t depth = inputs_ + (carries_ ? outputs_ : 0), stride = padded(depth);
+    const size_t depth = inputs_ + (has_states_ ? outputs_ : 0), stride = padded(depth);
     float* mean = row_mean_.take(rows * stride);
     float* variance = row_variance_.take(rows * stride);
     for (size_t r = 0; r < rows; ++r) {
         const size_t from = r / steps_ * inputs.stride + r % steps_ * inputs_;
         std::copy_n(inputs.mean + from, inputs_, mean + r * stride);
         std::copy_n(inputs.variance + from, inputs_, variance + r * stride);
-        if (!carries_) continue;
+        if (!has_states_) continue;
         const size_t h = r * gate_stride();
         std::copy_n(before_.mean_h.data() + h, outputs_, mean + r * stride + inputs_);
         std::copy_n(before_.var_h.data() + h, outputs_, variance + r * stride + inputs_);
     }
-    rows_ = {mean, variance, nullptr, rows, depth, stride, inputs.exact && !carries_};
+    rows_ = {mean, variance, nullptr, rows, depth, stride, inputs.exact && !has_states_};
     square(mean, rows * stride, squares_.take(rows * stride));
 }
 
@@ -187,16 +187,14 @@ States LSTM::forward(const States& inputs, bool) {
     const size_t rows = rows_.batch, stride = gate_stride();
     float* sum_mean = sum_mean_.take(rows * gates * stride);
     float* sum_variance = sum_variance_.take(rows * gates * stride);
-    has_forget_gate_ = carries_;
+    has_forget_gate_ = has_states_;
     for (size_t g = has_forget_gate_ ? forget : input; g < gates; ++g) {
         products_.forward(gate(g), rows_, squares_.data(), sum_mean + g * stride,
                           sum_variance + g * stride, gates * stride);
     }
     if (!rows_.exact) find_covariances();
-    float* mean_h = mean_h_.take(rows * stride);
-    float* var_h = var_h_.take(rows * stride);
-    float* mean_c = mean_c_.take(rows * stride);
-    float* var_c = var_c_.take(rows * stride);
+    for (Memory* memory : outputs_of_rows_.parts()) memory->take(rows * stride);
+    const auto [mean_h, var_h, mean_c, var_c] = outputs_of_rows_.data();
     float* slopes = slopes_.take(rows * gates * stride);
     float* cell_slopes = cell_slopes_.take(rows * stride);
     float* forgets = forget_.take(rows * stride);
@@ -210,11 +208,8 @@ States LSTM::forward(const States& inputs, bool) {
                                       cell_slopes + at, forgets + at});
     }
     if (is_single()) {
-        std::copy_n(mean_h, stride, after_.mean_h.data());
-        std::copy_n(var_h, stride, after_.var_h.data());
-        std::copy_n(mean_c, stride, after_.mean_c.data());
-        std::copy_n(var_c, stride, after_.var_c.data());
-        carries_ = true;
+        after_.copy_from(outputs_of_rows_, stride);
+        has_states_ = true;
     }
     const size_t out_stride = padded(width());
     float* mean = mean_.take(batch_ * out_stride);
@@ -243,7 +238,7 @@ Deltas LSTM::backward(Deltas deltas, bool to_input) {
                                          deltas.mean + delta_at(r), deltas.variance + delta_at(r),
                                          by_mean + at, by_variance + at);
     }
-    if (!has_forget_gate_) {  // no innovation of what would have been there
+    if (!has_forget_gate_) {  // the deltas of its weights, and of h', are zero
         std::fill_n(weights.delta_mu, weights.count, 0.0f);
         std::fill_n(weights.delta_var, weights.count, 0.0f);
         std::fill_n(biases.delta_mu, biases.count, 0.0f);

@@ -1,12 +1,11 @@
-// LSTM layers: c = f * c' + i * g and h = o * tanh(c) at each step, the gates linear in (x, h').
+// LSTM layers: c = f * c' + i * g and h = o * tanh(c) at each step, with gates of (x, h').
 //
 // Source of the formulas: Vuong, Nguyen, Goulet, Coupling LSTM neural networks and state-space
 // models through analytically tractable inference, International Journal of Forecasting 41 (2025).
 //
-// As in the engine, h' and c' are not what the step before made, except across batches of one
-// sample and one step: within a sequence, and else, they are zero or what `set_states` said. So all
-// steps of all samples are computed at once, each a row, and without h' and c' there is no forget
-// gate.
+// As in the engine, h' and c' are those of the step before only across batches of one sample and
+// one step. Otherwise they are zero, or the states that `set_states` has set. So all steps of all
+// samples are computed at once, each as a row, and without h' and c' there is no forget gate.
 #pragma once
 
 #include <array>
@@ -31,46 +30,51 @@ class LSTM : public Layer {
     void keep() override;
     void restore() override;
 
-    // Forgets the batches before.
+    // Resets the states to zero.
     virtual void reset_states() { clear_states(); }
-    // The samples of the batch whose states the layer holds; 0 before the first.
+    // The number of samples of the last batch; 0 before the first.
     size_t batch() const { return batch_; }
-    // What the next batch of one sample and one step begins with; each [batch * steps * outputs].
+    // The states before the next batch of one sample and one step: [batch * steps * outputs] each.
     RecurrentStates get_states() const;
-    // Sets them for the next batch, of `batch` samples; empty ones reset. Throws
-    // std::invalid_argument where sizes do not fit.
+    // Sets the states for the next batch, of `batch` samples; resets them if they are empty. Throws
+    // std::invalid_argument for wrong sizes.
     void set_states(const RecurrentStates& states, size_t batch);
 
  protected:
     // Means and variances of hidden states and of cells, [rows, gate_stride()].
-    struct Carried {
+    struct RowStates {
         Memory mean_h, var_h, mean_c, var_c;
 
         std::array<Memory*, 4> parts() { return {&mean_h, &var_h, &mean_c, &var_c}; }
         std::array<const Memory*, 4> parts() const { return {&mean_h, &var_h, &mean_c, &var_c}; }
-        void copy_from(const Carried& other, size_t floats);
+        void copy_from(const RowStates& other, size_t floats);
+        std::array<float*, 4> data() {
+            return {mean_h.data(), var_h.data(), mean_c.data(), var_c.data()};
+        }
     };
 
     void clear_states();
-    size_t carried_floats() const { return batch_ * steps_ * gate_stride(); }
+    size_t state_floats() const { return batch_ * steps_ * gate_stride(); }
     size_t outputs() const { return outputs_; }
     size_t inputs() const { return inputs_; }
     size_t gate_stride() const { return padded(outputs_); }
     bool is_single() const { return batch_ == 1 && steps_ == 1; }
-    // Of output `o` of the first row: the derivative of h by the sum of a gate; the gate's weights.
+    // The derivative of output `o` of the first row by a gate's sum.
     float slope(size_t gate, size_t o) { return slopes_.data()[gate * gate_stride() + o]; }
+    // The weights of output `o` in a gate.
     const float* gate_weights(size_t gate, size_t o) const;
+    // The mean of the forget gate of output `o` of the first row.
     float forget_gate(size_t o) { return has_forget_gate_ ? forget_.data()[o] : 0.0f; }
 
-    Carried before_;  // what the last batch began with
-    Carried after_;   // what the next one begins with
+    RowStates before_;  // the states with which the last batch began
+    RowStates after_;   // the states with which the next one begins
     bool has_forget_gate_ = false;
 
  private:
-    struct Kept {
-        Carried before, after;
+    struct Saved {
+        RowStates before, after;
         size_t batch = 0;
-        bool carries = false;
+        bool has_states = false;
     };
 
     GaussianMatrix gate(size_t index) const;
@@ -82,13 +86,14 @@ class LSTM : public Layer {
     size_t inputs_;
     size_t steps_;
     size_t batch_ = 0;
-    bool carries_ = false;
-    Kept kept_;
+    bool has_states_ = false;  // false if all are zero
+    Saved saved_;
     size_t input_stride_ = 0;
-    States rows_;  // x and, if it is carried, h'
+    States rows_;  // x, and h' if there are states
     Products products_;
     Memory row_mean_, row_variance_, squares_, sum_mean_, sum_variance_, packed_, covariances_;
-    Memory slopes_, cell_slopes_, forget_, mean_h_, var_h_, mean_c_, var_c_, mean_, variance_;
+    Memory slopes_, cell_slopes_, forget_, mean_, variance_;
+    RowStates outputs_of_rows_;
     Memory by_mean_, by_variance_, below_mean_, below_variance_;
 };
 

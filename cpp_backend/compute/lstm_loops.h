@@ -77,13 +77,13 @@ static void compute_cells(const Row& row) {
     }
 }
 
-// The covariances of the gates' sums in one row. Those with the output gate count x alone.
+// The covariances of the gates' sums in one row. Those with the output gate are of x alone.
 static void covariances_one(const float* weights, size_t outputs, size_t inputs, size_t row,
                             const float* variance, size_t depth, size_t stride, float* out) {
-    const size_t apart = outputs * row;
+    const size_t gate_size = outputs * row;
     for (size_t o = 0; o < outputs; ++o, weights += row) {
-        const float* w[gates] = {weights, weights + apart, weights + 2 * apart,
-                                 weights + 3 * apart};
+        const float* w[gates] = {weights, weights + gate_size, weights + 2 * gate_size,
+                                 weights + 3 * gate_size};
         Vector sums[pairs] = {};
         size_t j = 0;
         for (; j + lanes <= inputs; j += lanes) {
@@ -109,7 +109,7 @@ static void covariances_one(const float* weights, size_t outputs, size_t inputs,
     }
 }
 
-// Products of two gates' weights: [depth, pairs, outputs], outputs padded.
+// The products of two gates' weights: [depth, pairs, outputs], with padded outputs.
 static void pack_pairs(const float* weights, size_t outputs, size_t inputs, size_t row,
                        size_t depth, size_t stride, float* out) {
     for (size_t p = 0; p < pairs; ++p) {
@@ -137,11 +137,11 @@ static void spread_over_gates(const float* slopes, size_t outputs, size_t stride
     }
 }
 
-// The innovation of one row's x: with t the sum over gates of slope * weight, t dm and t^2 dv.
+// The innovation of one row's x: t dm and t^2 dv, with t the sum over gates of slope * weight.
 static void below_one(const float* weights, size_t outputs, size_t inputs, size_t row,
                       const float* slopes, size_t stride, const float* mean, const float* variance,
                       float* __restrict out_mean, float* __restrict out_variance) {
-    const size_t apart = outputs * row;
+    const size_t gate_size = outputs * row;
     std::fill_n(out_mean, inputs, 0.0f);
     std::fill_n(out_variance, inputs, 0.0f);
     for (size_t o = 0; o < outputs; ++o, weights += row) {
@@ -149,8 +149,8 @@ static void below_one(const float* weights, size_t outputs, size_t inputs, size_
         const float g = slopes[cell * stride + o], h = slopes[output * stride + o];
         const float dm = mean[o], dv = variance[o];
         for (size_t j = 0; j < inputs; ++j) {
-            const float t = f * weights[j] + i * weights[apart + j] + g * weights[2 * apart + j] +
-                            h * weights[3 * apart + j];
+            const float t = f * weights[j] + i * weights[gate_size + j] +
+                            g * weights[2 * gate_size + j] + h * weights[3 * gate_size + j];
             out_mean[j] += t * dm;
             out_variance[j] += t * t * dv;
         }

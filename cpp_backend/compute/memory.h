@@ -1,4 +1,4 @@
-// Rows of floats that keep their memory from step to step.
+// Rows of floats whose memory is reused from step to step.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,12 @@
 
 namespace tagi_ddp {
 
-constexpr size_t lanes = 8;  // of a vector register with 32 bytes
+constexpr size_t lanes = 8;  // floats in a vector register of 32 bytes
 
-// The floats from one row to the next: each begins where a vector may.
+// The stride of rows that begin at a multiple of a vector.
 constexpr size_t padded(size_t width) { return (width + lanes - 1) / lanes * lanes; }
 
-// Zeros at first; later whatever is left of an earlier step. Never shrinks.
+// Floats that are zero at first, and later have the values of an earlier step. Never shrinks.
 class Memory {
  public:
     float* take(size_t floats) {

@@ -11,7 +11,7 @@
 namespace tagi_ddp {
 namespace {
 
-// From flat rows to rows with a stride, and back.
+// Copies flat rows to rows with a stride; `flatten` copies back.
 void spread(const float* flat, size_t rows, size_t width, size_t stride, float* out) {
     for (size_t r = 0; r < rows; ++r) std::copy_n(flat + r * width, width, out + r * stride);
 }
@@ -22,13 +22,13 @@ void flatten(const float* rows, const States& like, float* out) {
     }
 }
 
-void require_count(const char* name, size_t count, size_t expected, const char* what) {
-    if (count == expected) return;
-    throw std::invalid_argument(std::string(name) + " has " + std::to_string(count) +
-                                " elements, not " + std::to_string(expected) + ": give " + what);
-}
-
 }  // namespace
+
+void require_size(const char* name, size_t size, size_t expected, const char* remedy) {
+    if (size == expected) return;
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(size) +
+                                " elements, not " + std::to_string(expected) + remedy);
+}
 
 Gaussians Network::gaussians(size_t index, size_t weights) const {
     const auto& blocks = parameters_.blocks();
@@ -118,7 +118,7 @@ void Network::forward(const float* mean, const float* variance, const float* jac
         spread(jacobian, batch, input_size_, stride, slopes);
         inputs_.jacobian = slopes;
     }
-    outputs_ = {};  // none if a layer refuses the inputs, and no innovation of them
+    outputs_ = {};  // empty, as the innovation of the inputs, if a layer refuses the inputs
     input_deltas_ = {};
     States states = inputs_;
     for (const auto& layer : layers_) states = layer->forward(states, training);
@@ -132,10 +132,10 @@ Deltas Network::deltas() {
 
 void Network::update(const Observations& observations) {
     const Deltas out = deltas();
-    const size_t all = outputs_.batch * outputs_.width;
     if (observations.selected != nullptr) {
         const size_t count = observations.count / outputs_.batch;
-        require_count("mu_obs", observations.count, count * outputs_.batch, "as many a sample");
+        require_size("mu_obs", observations.count, count * outputs_.batch,
+                     ": give the same number for each sample");
         for (size_t k = 0; k < observations.count; ++k) {
             const int32_t number = observations.selected[k];
             if (number >= 1 && static_cast<size_t>(number) <= outputs_.width) continue;
@@ -146,14 +146,15 @@ void Network::update(const Observations& observations) {
         selected_innovation(outputs_, observations.mean, observations.variance,
                             observations.selected, count, out);
     } else if (observations.variance != nullptr) {
-        require_count("mu_obs", observations.count, all, "one for each output");
+        require_size("mu_obs", observations.count, output_count(), ": give one for each output");
         innovation(outputs_, observations.mean, observations.variance, out);
     } else {
         if (outputs_.width % 2 != 0) {
             throw std::invalid_argument("outputs must come in pairs, of value and noise, got " +
                                         std::to_string(outputs_.width));
         }
-        require_count("mu_obs", observations.count, all / 2, "one for each two outputs");
+        require_size("mu_obs", observations.count, output_count() / 2,
+                     ": give one for each two outputs");
         heteroscedastic_innovation(outputs_, observations.mean, out);
     }
 }
@@ -199,7 +200,7 @@ void Network::read_input_innovation(float* mean, float* variance) const {
 void Network::show_outputs(EngineHiddenStates& states) const {
     read_outputs(states.mu_a.data(), states.var_a.data());
     if (outputs_.jacobian == nullptr) {
-        std::fill_n(states.jcb.data(), outputs_.batch * outputs_.width, 1.0f);
+        std::fill_n(states.jcb.data(), output_count(), 1.0f);
     } else {
         flatten(outputs_.jacobian, outputs_, states.jcb.data());
     }
@@ -217,7 +218,7 @@ void Network::show_innovation(EngineDeltaStates& states) const {
 }
 
 void Network::require_room(const EngineDeltaStates& states) const {
-    const size_t count = outputs_.batch * outputs_.width;
+    const size_t count = output_count();
     if (states.delta_mu.size() >= count && states.delta_var.size() >= count) return;
     throw std::invalid_argument("input_delta_z_buffer holds " +
                                 std::to_string(states.delta_mu.size()) +

@@ -1,4 +1,4 @@
-// A small network's forward, output update and backward, in the caller's thread.
+// The forward pass, output update and backward pass of a small network, in the caller's thread.
 #pragma once
 
 #include <cstdint>
@@ -16,24 +16,25 @@
 
 namespace tagi_ddp {
 
-// Observations of a batch; see innovation.h for what each way of updating takes.
+// The observations of a batch; see innovation.h.
 struct Observations {
     const float* mean = nullptr;
-    const float* variance = nullptr;    // null: of unknown noise
-    const int32_t* selected = nullptr;  // null: of all outputs
-    size_t count = 0;                   // of means
+    const float* variance = nullptr;    // null if the noise is unknown
+    const int32_t* selected = nullptr;  // null if all outputs are observed
+    size_t count = 0;                   // the number of means
 };
 
-// Layers over a replica's parameters, in order; their blocks must be those of `parameters`, which
-// forward and backward refresh.
+// Throws std::invalid_argument that names an array with another size than `expected`.
+void require_size(const char* name, size_t size, size_t expected, const char* remedy = "");
+
+// A sequence of layers over a replica's parameters, which forward and backward refresh.
 class Network {
  public:
     explicit Network(Parameters& parameters) : parameters_(parameters) {}
     Network(const Network&) = delete;
-    Network& operator=(const Network&) = delete;
 
-    // `index` is the layer's place among those with parameters. All throw std::invalid_argument
-    // where a layer does not fit the one before.
+    // `index` is the layer's position among the layers with parameters. All throw
+    // std::invalid_argument if a layer does not fit the one before.
     void add_linear(size_t index, size_t outputs, size_t inputs, bool smoothing);
     void add_lstm(size_t index, size_t outputs, size_t inputs, size_t steps, bool smoothing);
     void add_layer_norm(size_t index, size_t inputs, float epsilon);
@@ -45,40 +46,40 @@ class Network {
     size_t output_size() const { return layers_.empty() ? 0 : layers_.back()->width(); }
     const Parameters& parameters() const { return parameters_; }
     const States& outputs() const { return outputs_; }
-    // By their place among the layers.
+    size_t output_count() const { return outputs_.batch * outputs_.width; }
+    // The LSTM layers by their position among all layers.
     const std::map<size_t, LSTM*>& lstms() const { return lstms_; }
     const std::vector<Embedding*>& embeddings() const { return embeddings_; }
 
-    // How many steps a series has, for the smoothing layers.
+    // Sets the number of steps of a series, for smoothing layers.
     void set_samples(size_t samples);
-    // Inputs are [batch, input_size()]; no `variance`: they are exact; `jacobian`: of the
-    // activation that made them, null: of none.
+    // Inputs are [batch, input_size()], and exact if `variance` is null. `jacobian` is that of the
+    // activation that computed them, or null.
     void forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
                  bool training);
-    // Writes the outputs' innovation. Throws std::invalid_argument naming an argument of the wrong
-    // size, std::runtime_error before the first forward.
+    // Computes the outputs' innovation. Throws std::invalid_argument that names an argument of the
+    // wrong size, std::runtime_error before the first forward.
     void update(const Observations& observations);
-    // Sets the innovation, flat.
+    // Sets the outputs' innovation, flat.
     void set_innovation(const float* mean, const float* variance);
     void backward(bool to_input);
 
-    // Copies what forward and backward change beside outputs and deltas; `restore` puts it back.
+    // Copies the state that forward and backward change for later batches; `restore` restores it.
     void keep();
     void restore();
-    bool keeps() const { return !lstms_.empty() || !embeddings_.empty(); }
-    // Lets LSTM layers forget the batches before.
+    // Resets the states of LSTM layers to zero.
     void reset_states();
 
-    // Copies of the outputs, and of the innovation of the inputs, flat.
+    // Copy the outputs, or the innovation of the inputs, flat.
     void read_outputs(float* mean, float* variance) const;
     void read_input_innovation(float* mean, float* variance) const;
     bool has_input_innovation() const { return input_deltas_.mean != nullptr; }
-    // The engine's objects, for output updaters that work on them.
+    // Copy between the network and the engine's objects, on which output updaters work.
     void show_outputs(EngineHiddenStates& states) const;
     void take_innovation(const EngineDeltaStates& deltas);
     void show_innovation(EngineDeltaStates& deltas) const;
 
-    // Smooths the series so far; null where there is no SLinear layer.
+    // Smooths the series so far, and returns the outputs; null without an SLinear layer.
     const Series* smooth();
 
  private:

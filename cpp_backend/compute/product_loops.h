@@ -1,6 +1,6 @@
 // The loops of product.cpp; see twice.h.
 
-// `Rows` rows by `Vectors` vectors of the product, all in registers.
+// Computes `Rows` rows by `Vectors` vectors of the product, in registers.
 template <int Rows, int Vectors>
 TAGI_DDP_INLINE void tile(size_t depth, const Factor& left, const float* right, size_t right_row,
                           float* out, size_t out_row, AddTo add_to, const float* row) {
@@ -25,7 +25,7 @@ TAGI_DDP_INLINE void tile(size_t depth, const Factor& left, const float* right, 
     }
 }
 
-// `Rows` rows of the product, `Most` vectors at a time, then fewer.
+// Computes `Rows` rows of the product, `Most` vectors at a time, then fewer.
 template <int Rows, int Most>
 TAGI_DDP_INLINE void stripe(size_t depth, size_t vectors, const Factor& left, const float* right,
                             size_t right_row, float* out, size_t out_row, AddTo add_to,

@@ -8,7 +8,7 @@
 namespace tagi_ddp {
 namespace {
 
-constexpr float least = 1e-5f;  // what a variance that is not positive becomes
+constexpr float least = 1e-5f;  // replaces a variance that is not positive
 
 void clear(Series& series, size_t size) {
     series.mean.assign(size, 0.0f);
@@ -26,8 +26,8 @@ std::vector<float> part(const std::vector<float>& all, size_t begin, size_t coun
             all.begin() + static_cast<ptrdiff_t>(begin + count)};
 }
 
-// What one state gains from what was learned of a later one, with their covariance.
-struct Gain {
+// The correction of a state by the smoothed states of the next step, with their covariances.
+struct Correction {
     float mean = 0.0f;
     float variance = 0.0f;
 
@@ -55,7 +55,7 @@ bool SeriesStep::set_samples(size_t samples) {
 }
 
 void SeriesStep::require_room() const {
-    if (!is_full()) return;
+    if (step_ < samples_) return;
     throw std::invalid_argument(
         "the series has more than num_samples = " + std::to_string(samples_) +
         " steps: set num_samples before, or call smoother() at its end");
@@ -82,7 +82,7 @@ std::vector<std::vector<float>*> SLSTM::written() {
 
 void SLSTM::keep() {
     LSTM::keep();
-    kept_step_ = step_;
+    saved_step_ = step_;
     log_.clear();
     logs_ = true;
 }
@@ -100,8 +100,8 @@ void SLSTM::log_row() {
 
 void SLSTM::restore() {
     LSTM::restore();
-    set_samples(kept_step_.samples());
-    step_ = kept_step_;
+    set_samples(saved_step_.samples());
+    step_ = saved_step_;
     for (auto entry = log_.rbegin(); entry != log_.rend(); ++entry) {
         const float* row = entry->second.data();
         for (std::vector<float>* all : written()) {
@@ -155,10 +155,10 @@ const Series& SLSTM::smooth() {
     const size_t n = outputs(), last = (std::max<size_t>(step_.samples(), 1) - 1) * n;
     smoothed_h_ = posterior_h_;
     smoothed_c_ = posterior_c_;
-    for (size_t begin = last; begin > 0; begin -= n) {  // of the later step
+    for (size_t begin = last; begin > 0; begin -= n) {  // the later of two steps
         for (size_t o = 0; o < n; ++o) {
             const size_t at = begin - n + o;
-            Gain cells, hidden;
+            Correction cells, hidden;
             cells.add(covariance_c_[begin + o], prior_c_, smoothed_c_, begin + o);
             cells.apply(posterior_c_, smoothed_c_, at);
             for (size_t k = 0; k < n; ++k) {
@@ -167,7 +167,6 @@ const Series& SLSTM::smooth() {
             hidden.apply(posterior_h_, smoothed_h_, at);
         }
     }
-    step_.restart();
     reset_states();
     return smoothed_h_;
 }

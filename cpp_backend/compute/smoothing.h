@@ -1,7 +1,7 @@
-// LSTM and linear layers that remember a series, and smooth it backwards in time: Rauch, Tung,
+// LSTM and linear layers that store a series, and smooth it backwards in time: Rauch, Tung,
 // Striebel, Maximum likelihood estimates of linear dynamic systems, AIAA Journal 3 (1965).
 //
-// As the engine computes it. A series is one sample of one step after another.
+// They compute as the engine does. A series is a sequence of batches of one sample and one step.
 #pragma once
 
 #include <cstddef>
@@ -19,13 +19,12 @@ struct Series {
     std::vector<float> variance;
 };
 
-// Which step of a series comes next.
+// The next step of a series.
 class SeriesStep {
  public:
     size_t samples() const { return samples_; }
     size_t step() const { return step_; }
-    bool is_full() const { return step_ >= samples_; }
-    // Tells whether the number of samples is another one than before.
+    // Returns true if the number of samples changes.
     bool set_samples(size_t samples);
     // Throws std::invalid_argument if the series is full.
     void require_room() const;
@@ -41,30 +40,32 @@ class SLSTM : public LSTM {
  public:
     using LSTM::LSTM;
 
-    // How many steps a series has; forgets the last one if that changes.
+    // Sets the number of steps of a series; clears the last series if it changes.
     void set_samples(size_t samples);
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
     void keep() override;
     void restore() override;
 
-    void reset_states() override;  // and begins another series
-    // Smooths the series so far, and begins another. Returns the hidden states.
+    // Resets the states to zero, and begins a new series.
+    void reset_states() override;
+    // Smooths the series so far, and begins a new one. Returns the hidden states.
     const Series& smooth();
-    // The smoothed states of a step. Throws std::invalid_argument for one that is not there.
+    // The smoothed states of a step. Throws std::invalid_argument if the series has no such step.
     RecurrentStates smoothed_states(size_t step) const;
 
  private:
-    std::vector<std::vector<float>*> written();  // by forward and backward: a row for each step
-
+    // The arrays that forward and backward write; each has a row for each step.
+    std::vector<std::vector<float>*> written();
     void log_row();
 
-    SeriesStep step_, kept_step_;
-    std::vector<std::pair<size_t, std::vector<float>>> log_;  // rows overwritten since `keep`
+    SeriesStep step_, saved_step_;
+    std::vector<std::pair<size_t, std::vector<float>>> log_;  // overwritten rows since `keep`
     bool logs_ = false;
     Series prior_h_, prior_c_, posterior_h_, posterior_c_, smoothed_h_, smoothed_c_;
-    std::vector<float> covariance_c_;  // of a step's cells with those before, [steps, outputs]
-    std::vector<float> covariance_h_;  // [steps, outputs, outputs before]
+    // The covariances of a step with the step before: of cells, [steps, outputs], and of hidden
+    // states, [steps, outputs, outputs before].
+    std::vector<float> covariance_c_, covariance_h_;
 };
 
 // A linear layer of one output, at the end of a network.
@@ -75,16 +76,16 @@ class SLinear : public Linear {
     void set_samples(size_t samples);
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
-    void keep() override { kept_step_ = step_; }
-    void restore() override { step_ = kept_step_; }
+    void keep() override { saved_step_ = step_; }
+    void restore() override { step_ = saved_step_; }
 
     void restart() { step_.restart(); }
-    // The outputs of smoothed hidden states; begins another series.
+    // Computes the outputs from smoothed hidden states, and begins a new series.
     void smooth(const Series& hidden);
     const Series& smoothed() const { return smoothed_; }
 
  private:
-    SeriesStep step_, kept_step_;
+    SeriesStep step_, saved_step_;
     Series smoothed_;
 };
 

@@ -1,7 +1,6 @@
-// Activations over all outputs of a sample: probabilities of classes. Their jacobians are diagonal,
-// as the engine computes them: innovations of one output do not reach the others'.
+// Activations over all outputs of a sample: probabilities of classes. As in the engine, their
+// jacobians are diagonal: an innovation of one output does not change the others.
 
-#include <algorithm>
 #include <cmath>
 
 #include "compute/activations.h"
@@ -14,8 +13,7 @@ struct Gaussian {
     float variance;
 };
 
-// The logarithm of a log-normal variable, from its own moments. Not log1p: the engine rounds the
-// sum.
+// The logarithm of a log-normal variable, from its moments. The engine does not use log1p either.
 Gaussian logarithm(float mean, float variance) {
     const float log_variance = std::log(variance / (mean * mean) + 1.0f);
     return {std::log(mean) - 0.5f * log_variance, log_variance};

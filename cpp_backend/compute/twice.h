@@ -1,9 +1,9 @@
-// Compiles the loops in the file TAGI_DDP_LOOPS twice: for any processor, and for one with AVX2 and
-// FMA, which are five times as fast at products of matrices. (With target_clones the compiler would
-// split vectors before it knows of the wider ones.) TAGI_DDP_PICK(function) is the right one of the
-// two. Results differ in the last bits between them, as those of any matrix product do.
+// Compiles the loops in the file TAGI_DDP_LOOPS twice: for any processor, and for AVX2 and FMA,
+// which multiply matrices five times as fast. (With target_clones the compiler would split vectors
+// before it selects the wider registers.) TAGI_DDP_PICK(function) is the one for this processor.
+// Their results differ in the last bits, as those of any two matrix products do.
 //
-// For one file that has included all else that it needs.
+// Include this file once in a source file, after all that the loops need.
 
 #include <cstdint>
 #include <cstring>

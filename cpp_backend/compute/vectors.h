@@ -1,6 +1,6 @@
-// Registers of eight floats, and functions of them that are right to a few units in the last place.
+// Registers of eight floats, and functions of them with errors of a few units in the last place.
 //
-// Part of twice.h, which includes it once for each kind of processor: no guard, no namespace.
+// twice.h includes this file once for each kind of processor, so it has no guard and no namespace.
 
 using Vector = float __attribute__((vector_size(lanes * sizeof(float))));
 using Integers = int32_t __attribute__((vector_size(lanes * sizeof(int32_t))));

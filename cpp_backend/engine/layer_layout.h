@@ -1,7 +1,6 @@
-// Where the fields of the engine's objects lie (pytagi 0.2.1 and its source of January 2026,
-// x86-64).
+// The memory layout of the engine's objects (pytagi 0.2.1 and its source of January 2026, x86-64).
 //
-// An assumption about somebody else's binary: tagi_ddp.engine verifies it before a pointer is used.
+// It is an assumption about another project's binary: tagi_ddp.engine verifies it before any use.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,13 @@
 
 namespace tagi_ddp {
 
-struct EngineLayer {
+// The engine constructs and destroys these objects; here they are only accessed in place.
+struct EngineObject {
+    EngineObject() = delete;
+    ~EngineObject() = delete;
+};
+
+struct EngineLayer : EngineObject {
     void* virtual_table;
     size_t input_size, output_size;
     size_t num_weights, num_biases;
@@ -28,10 +33,6 @@ struct EngineLayer {
     uint32_t num_threads;
     bool training;
     std::string device;
-
-    // These are looked at in place, never made.
-    EngineLayer() = delete;
-    ~EngineLayer() = delete;
 };
 
 static_assert(sizeof(std::vector<float>) == 24 && sizeof(std::string) == 32,
@@ -41,22 +42,19 @@ static_assert(offsetof(EngineLayer, bias) == 88 && offsetof(EngineLayer, cap_fac
               offsetof(EngineLayer, mu_w) == 104 && offsetof(EngineLayer, num_threads) == 304 &&
               offsetof(EngineLayer, device) == 312 && sizeof(EngineLayer) == 344);
 
-// The engine's batch normalization on CPU: its running statistics follow the base's fields.
-struct EngineBatchNorm {
+// The engine's batch normalization on CPU: its running statistics follow the fields of the base.
+struct EngineBatchNorm : EngineObject {
     std::byte base[sizeof(EngineLayer)];
     int32_t num_features;
     std::vector<float> mu_ra, var_ra, mu_norm_batch, var_norm_batch;
     float epsilon, momentum, gain_w, gain_b;
     bool first_batch;
-
-    EngineBatchNorm() = delete;
-    ~EngineBatchNorm() = delete;
 };
 
 static_assert(offsetof(EngineBatchNorm, mu_ra) == 352 && offsetof(EngineBatchNorm, epsilon) == 448);
 
-// The engine's LSTM layer that smooths, on CPU: its LSTM's fields, then the series.
-struct EngineSLSTM {
+// The engine's smoothing LSTM layer on CPU: the fields of the LSTM, then the series.
+struct EngineSLSTM : EngineObject {
     std::byte base[sizeof(EngineLayer)];
     int32_t seq_len, batch_size;
     float act_omega, gain_w, gain_b;
@@ -74,16 +72,13 @@ struct EngineSLSTM {
         std::vector<float> priors[4], posteriors[4], smoothed[4], covariances[2];
     } smooth_states;
     int32_t time_step;
-
-    EngineSLSTM() = delete;
-    ~EngineSLSTM() = delete;
 };
 
 static_assert(offsetof(EngineSLSTM, lstm_states) == 432 &&
               offsetof(EngineSLSTM, smooth_states) == 1160 &&
               offsetof(EngineSLSTM, time_step) == 1520);
 
-struct EngineSLinear {
+struct EngineSLinear : EngineObject {
     std::byte base[sizeof(EngineLayer)];
     float gain_w, gain_b;
     std::string init_method;
@@ -93,28 +88,19 @@ struct EngineSLinear {
         std::vector<float> outputs[6];
     } smooth_states;
     int32_t time_step;
-
-    EngineSLinear() = delete;
-    ~EngineSLinear() = delete;
 };
 
 static_assert(offsetof(EngineSLinear, time_step) == 544);
 
-// What the engine hands from layer to layer; the output updaters read the one, write the other.
-struct EngineHiddenStates {
+// The states that layers pass on. Output updaters read hidden states and write delta states.
+struct EngineHiddenStates : EngineObject {
     void* virtual_table;
     std::vector<float> mu_a, var_a, jcb;
-
-    EngineHiddenStates() = delete;
-    ~EngineHiddenStates() = delete;
 };
 
-struct EngineDeltaStates {
+struct EngineDeltaStates : EngineObject {
     void* virtual_table;
     std::vector<float> delta_mu, delta_var;
-
-    EngineDeltaStates() = delete;
-    ~EngineDeltaStates() = delete;
 };
 
 }  // namespace tagi_ddp

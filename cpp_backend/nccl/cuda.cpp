@@ -5,7 +5,7 @@
 namespace tagi_ddp {
 namespace {
 
-// Values of the driver's interface.
+// Constants of the driver's interface.
 constexpr int success = 0, not_ready = 600;
 constexpr int capability_major = 75, capability_minor = 76;
 constexpr int attribute_memory_type = 2, attribute_ordinal = 9;
@@ -16,28 +16,7 @@ constexpr int high_priority = -1;
 }  // namespace
 
 Cuda::Cuda(const std::string& path) : library_(path) {
-    int (*start)(unsigned flags) = nullptr;
-    library_.get(start, "cuInit");
-    library_.get(get_error_name_, "cuGetErrorName");
-    library_.get(get_error_string_, "cuGetErrorString");
-    library_.get(get_driver_version_, "cuDriverGetVersion");
-    library_.get(get_device_count_, "cuDeviceGetCount");
-    library_.get(get_device, "cuDeviceGet");
-    library_.get(get_device_name, "cuDeviceGetName");
-    library_.get(get_device_attribute, "cuDeviceGetAttribute");
-    library_.get(total_memory, "cuDeviceTotalMem_v2");
-    library_.get(retain_primary_context, "cuDevicePrimaryCtxRetain");
-    library_.get(release_primary_context, "cuDevicePrimaryCtxRelease_v2");
-    library_.get(push_context, "cuCtxPushCurrent_v2");
-    library_.get(pop_context, "cuCtxPopCurrent_v2");
-    library_.get(create_stream, "cuStreamCreateWithPriority");
-    library_.get(destroy_stream, "cuStreamDestroy_v2");
-    library_.get(stream_wait_event, "cuStreamWaitEvent");
-    library_.get(create_event, "cuEventCreate");
-    library_.get(destroy_event, "cuEventDestroy_v2");
-    library_.get(record_event, "cuEventRecord");
-    library_.get(query_event, "cuEventQuery");
-    library_.get(pointer_attribute, "cuPointerGetAttribute");
+    int (*start)(unsigned flags) = library_.require("cuInit");
     check(start(0), "cuInit");
 }
 
@@ -97,7 +76,7 @@ size_t Device::memory() const {
 int Device::owner_of(uintptr_t pointer) const {
     const Guard guard(*this);
     unsigned type = 0;
-    // The driver answers with an error for memory that it does not know.
+    // The driver returns an error for memory that it does not know.
     if (cuda_->pointer_attribute(&type, attribute_memory_type, pointer) != success) return -1;
     if (type != device_memory) return -1;
     int owner = -1;
@@ -124,16 +103,13 @@ Device::Guard::~Guard() {
 }
 
 Event::Event(std::shared_ptr<const Device> device) : device_(std::move(device)) {
-    const Device::Guard guard(*device_);
-    const Cuda& cuda = device_->cuda();
-    cuda.check(cuda.create_event(&handle_, event_without_timing), "cuEventCreate");
+    device_->call(device_->cuda().create_event, "cuEventCreate", &handle_, event_without_timing);
 }
 
 Event::~Event() { device_->release(device_->cuda().destroy_event, handle_); }
 
 void Event::record(void* stream) {
-    const Device::Guard guard(*device_);
-    device_->cuda().check(device_->cuda().record_event(handle_, stream), "cuEventRecord");
+    device_->call(device_->cuda().record_event, "cuEventRecord", handle_, stream);
 }
 
 bool Event::complete() const {
@@ -145,16 +121,12 @@ bool Event::complete() const {
 }
 
 void Event::order(void* stream) const {
-    const Device::Guard guard(*device_);
-    const Cuda& cuda = device_->cuda();
-    cuda.check(cuda.stream_wait_event(stream, handle_, 0), "cuStreamWaitEvent");
+    device_->call(device_->cuda().stream_wait_event, "cuStreamWaitEvent", stream, handle_, 0);
 }
 
 Stream::Stream(std::shared_ptr<const Device> device) : device_(std::move(device)) {
-    const Device::Guard guard(*device_);
-    const Cuda& cuda = device_->cuda();
-    cuda.check(cuda.create_stream(&handle_, non_blocking_stream, high_priority),
-               "cuStreamCreateWithPriority");
+    device_->call(device_->cuda().create_stream, "cuStreamCreateWithPriority", &handle_,
+                  non_blocking_stream, high_priority);
 }
 
 Stream::~Stream() { device_->release(device_->cuda().destroy_stream, handle_); }

@@ -13,11 +13,11 @@ Library::Library(const std::string& path)
 
 void Library::Close::operator()(void* handle) const { dlclose(handle); }
 
-void* Library::find(const char* name) const { return dlsym(handle_.get(), name); }
+Library::Symbol Library::find(const char* name) const { return {dlsym(handle_.get(), name)}; }
 
-void* Library::require(const char* name) const {
-    void* symbol = find(name);
-    if (symbol == nullptr) throw std::runtime_error(path_ + " has no function " + name);
+Library::Symbol Library::require(const char* name) const {
+    const Symbol symbol = find(name);
+    if (symbol.address == nullptr) throw std::runtime_error(path_ + " has no function " + name);
     return symbol;
 }
 

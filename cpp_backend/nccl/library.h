@@ -8,28 +8,29 @@ namespace tagi_ddp {
 
 class Library {
  public:
-    // Throws std::runtime_error with the dynamic loader's own text.
+    // Converts to a pointer to a function of any type.
+    struct Symbol {
+        void* address;
+
+        template <typename Function>
+        operator Function*() const {
+            return reinterpret_cast<Function*>(address);
+        }
+    };
+
+    // Throws std::runtime_error with the text of the dynamic loader.
     explicit Library(const std::string& path);
 
     const std::string& path() const { return path_; }
-
-    // Sets `function` to the symbol; throws std::runtime_error naming it if it is missing.
-    template <typename Function>
-    void get(Function*& function, const char* name) const {
-        function = reinterpret_cast<Function*>(require(name));
-    }
-    // Null if it is missing.
-    template <typename Function>
-    void look_up(Function*& function, const char* name) const {
-        function = reinterpret_cast<Function*>(find(name));
-    }
+    // Throws std::runtime_error that names the function if it is missing.
+    Symbol require(const char* name) const;
+    // Null if the function is missing.
+    Symbol find(const char* name) const;
 
  private:
     struct Close {
         void operator()(void* handle) const;
     };
-    void* find(const char* name) const;
-    void* require(const char* name) const;
 
     std::string path_;
     std::unique_ptr<void, Close> handle_;

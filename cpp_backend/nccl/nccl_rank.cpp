@@ -14,11 +14,11 @@
 namespace tagi_ddp {
 namespace {
 
-constexpr int bytes_number = 1;  // NCCL's unsigned bytes, for what is only copied
+constexpr int bytes_number = 1;  // NCCL's number of unsigned bytes, for data that is only copied
 constexpr std::chrono::microseconds spinning{200}, pause{50};
-constexpr std::chrono::milliseconds patience{200};  // of an abort, for a call that does not return
+constexpr std::chrono::milliseconds abort_wait{200};  // for a call that does not return
 
-// Calls `condition` until it holds or `limit` seconds are over; returns whether it holds.
+// Calls `condition` until it holds or `limit` seconds are over; returns true if it holds.
 template <typename Condition>
 bool poll(double limit, Condition&& condition) {
     const auto start = Clock::now();
@@ -35,21 +35,13 @@ bool poll(double limit, Condition&& condition) {
     return true;
 }
 
-int number_of(DType dtype) {
-    const auto number = Nccl::number_of(dtype);
-    if (!number) {
-        throw std::runtime_error(std::string("NCCL does not reduce ") + name_of(dtype));
-    }
-    return *number;
-}
-
 bool all_equal(const std::vector<size_t>& counts) {
     return std::all_of(counts.begin(), counts.end(), [&](size_t n) { return n == counts[0]; });
 }
 
 }  // namespace
 
-// Holds the lock as a call of NCCL needs it.
+// Holds the lock for a call of NCCL: shared if the call is blocking.
 class NcclRank::CallLock {
  public:
     explicit CallLock(NcclRank& rank)
@@ -77,13 +69,11 @@ bool NcclOperation::enqueued(double limit) {
     return true;
 }
 
-bool NcclOperation::started() const { return started_.complete(); }
-
 bool NcclOperation::complete(double limit) const {
     if (!enqueued_) return false;
     return poll(limit, [this] {
         const bool finished = finished_.complete();
-        rank_->in_progress();  // throws the errors that came meanwhile; aborting ends events, too
+        rank_->in_progress();  // throws asynchronous errors; an abort completes events too
         return finished;
     });
 }
@@ -114,7 +104,7 @@ NcclRank::~NcclRank() {
     try {
         abort();
     } catch (const std::exception&) {
-        // The driver is gone, and all that it held.
+        // The driver has ended, and has freed all resources.
     }
 }
 
@@ -187,50 +177,42 @@ std::shared_ptr<NcclOperation> NcclRank::group(std::optional<uintptr_t> stream,
 }
 
 void NcclRank::all_reduce(const Buffer& in, const Buffer& out, ReduceOp op) {
-    check(nccl_->all_reduce(in.data, out.data, in.count, number_of(in.dtype), Nccl::number_of(op),
-                            communicator_, stream_.handle()),
-          "ncclAllReduce");
+    enqueue(nccl_->all_reduce, "ncclAllReduce", in.data, out.data, in.count,
+            Nccl::number_of(in.dtype), Nccl::number_of(op));
 }
 
 void NcclRank::broadcast(const Buffer& buffer, int root) {
-    check(nccl_->broadcast(buffer.data, buffer.data, buffer.bytes(), bytes_number, root,
-                           communicator_, stream_.handle()),
-          "ncclBroadcast");
+    enqueue(nccl_->broadcast, "ncclBroadcast", buffer.data, buffer.data, buffer.bytes(),
+            bytes_number, root);
 }
 
 void NcclRank::all_gather(const Buffer& in, const Buffer& out, const std::vector<size_t>& counts) {
     if (all_equal(counts)) {
-        check(nccl_->all_gather(in.data, out.data, in.bytes(), bytes_number, communicator_,
-                                stream_.handle()),
-              "ncclAllGather");
+        enqueue(nccl_->all_gather, "ncclAllGather", in.data, out.data, in.bytes(), bytes_number);
         return;
     }
     std::byte* part = out.byte_data();
     for (int root = 0; root < size_; ++root) {
         const size_t bytes = counts[static_cast<size_t>(root)] * size_of(in.dtype);
         const void* source = root == rank_ ? in.data : part;
-        check(nccl_->broadcast(source, part, bytes, bytes_number, root, communicator_,
-                               stream_.handle()),
-              "ncclBroadcast");
+        enqueue(nccl_->broadcast, "ncclBroadcast", source, part, bytes, bytes_number, root);
         part += bytes;
     }
 }
 
 void NcclRank::reduce_scatter(const Buffer& in, const Buffer& out,
                               const std::vector<size_t>& counts, ReduceOp op) {
-    const int dtype = number_of(in.dtype);
+    const int dtype = Nccl::number_of(in.dtype);
     if (all_equal(counts)) {
-        check(nccl_->reduce_scatter(in.data, out.data, out.count, dtype, Nccl::number_of(op),
-                                    communicator_, stream_.handle()),
-              "ncclReduceScatter");
+        enqueue(nccl_->reduce_scatter, "ncclReduceScatter", in.data, out.data, out.count, dtype,
+                Nccl::number_of(op));
         return;
     }
     const std::byte* part = in.byte_data();
     for (int root = 0; root < size_; ++root) {
         const size_t count = counts[static_cast<size_t>(root)];
-        check(nccl_->reduce(part, out.data, count, dtype, Nccl::number_of(op), root, communicator_,
-                            stream_.handle()),
-              "ncclReduce");
+        enqueue(nccl_->reduce, "ncclReduce", part, out.data, count, dtype, Nccl::number_of(op),
+                root);
         part += count * size_of(in.dtype);
     }
 }
@@ -240,9 +222,8 @@ void NcclRank::all_to_all(const Buffer& in, const Buffer& out,
                           const std::vector<size_t>& recv_counts) {
     const size_t width = size_of(in.dtype);
     if (nccl_->all_to_all != nullptr && all_equal(send_counts) && send_counts == recv_counts) {
-        check(nccl_->all_to_all(in.data, out.data, send_counts[0] * width, bytes_number,
-                                communicator_, stream_.handle()),
-              "ncclAlltoAll");
+        enqueue(nccl_->all_to_all, "ncclAlltoAll", in.data, out.data, send_counts[0] * width,
+                bytes_number);
         return;
     }
     Buffer sent{in.data, 0, in.dtype};
@@ -258,21 +239,17 @@ void NcclRank::all_to_all(const Buffer& in, const Buffer& out,
 }
 
 void NcclRank::send(const Buffer& buffer, int dst) {
-    check(nccl_->send(buffer.data, buffer.bytes(), bytes_number, dst, communicator_,
-                      stream_.handle()),
-          "ncclSend");
+    enqueue(nccl_->send, "ncclSend", buffer.data, buffer.bytes(), bytes_number, dst);
 }
 
 void NcclRank::recv(const Buffer& buffer, int src) {
-    check(nccl_->recv(buffer.data, buffer.bytes(), bytes_number, src, communicator_,
-                      stream_.handle()),
-          "ncclRecv");
+    enqueue(nccl_->recv, "ncclRecv", buffer.data, buffer.bytes(), bytes_number, src);
 }
 
 void NcclRank::abort() {
     std::unique_lock<std::shared_timed_mutex> lock(mutex_, std::defer_lock);
     if (is_blocking_) {
-        (void)lock.try_lock_for(patience);  // a call that waits in NCCL ends by the abort
+        (void)lock.try_lock_for(abort_wait);  // the abort ends a call that waits in NCCL
     } else {
         lock.lock();
     }

@@ -1,6 +1,6 @@
-// One rank of an NCCL communicator. Operations are put into a stream, and the caller asks what has
-// become of them. Nothing here waits for the device or for other ranks longer than it is told to,
-// but blocking calls of NCCL, which an abort by another thread ends.
+// One rank of an NCCL communicator. Operations are put into a stream, and the caller polls their
+// state. Nothing here waits for the device or for other ranks longer than its limit, except
+// blocking calls of NCCL, which an abort by another thread ends.
 #pragma once
 
 #include <atomic>
@@ -19,21 +19,21 @@ namespace tagi_ddp {
 
 class NcclRank;
 
-// Operations that were called together.
+// Operations that were called as one group.
 class NcclOperation {
  public:
     explicit NcclOperation(std::shared_ptr<NcclRank> rank);
 
     // Waits up to `limit` seconds until NCCL has put it into the stream; only then may another
-    // begin. These throw std::runtime_error with NCCL's or CUDA's text.
+    // begin. All methods throw std::runtime_error with the text of NCCL or CUDA.
     bool enqueued(double limit);
-    // Tells whether its turn has come: all before it, of the caller's stream too, is complete.
-    bool started() const;
-    // Waits up to `limit` seconds until it is complete; throws if the rank was aborted before.
+    // True if all operations before it, including those of the caller's stream, are complete.
+    bool started() const { return started_.complete(); }
+    // Waits up to `limit` seconds until it is complete; throws if the rank is aborted first.
     bool complete(double limit) const;
-    // What `stream` gets from now on comes after it; the host does not wait.
+    // Makes later work of `stream` wait for it; the host does not wait.
     void order(uintptr_t stream) const;
-    // Counts what `stream` holds now as a part of it.
+    // Includes the present work of `stream` in it.
     void extend(uintptr_t stream);
 
  private:
@@ -45,24 +45,21 @@ class NcclOperation {
 
 class NcclRank : public std::enable_shared_from_this<NcclRank> {
  public:
-    // Begins to connect to the other ranks; `ready` tells when all are. `minimal`: with the least
-    // memory on the device, as `make_blocking` is to follow.
+    // Begins to connect to the other ranks; `ready` returns true once all are connected. If
+    // `minimal`, uses the least memory on the device, because `make_blocking` follows.
     NcclRank(std::shared_ptr<const Nccl> nccl, std::shared_ptr<const Device> device, int rank,
              int size, const NcclId& id, bool minimal);
-    NcclRank(const NcclRank&) = delete;
-    NcclRank& operator=(const NcclRank&) = delete;
     ~NcclRank();
 
     // Waits up to `limit` seconds until nothing is in progress on the host.
     bool ready(double limit);
-    // Begins, on all ranks, to make NCCL's calls blocking; `ready` tells when they are. Such a call
-    // returns with its operations in the stream, in a fraction of the time, as NCCL starts no
-    // thread for it. It waits for other ranks only where they are not connected yet, until an
-    // abort.
+    // Begins, on all ranks, to make NCCL's calls blocking; `ready` returns true once they are. A
+    // blocking call returns when its operations are in the stream, in a fraction of the time,
+    // because NCCL starts no thread for it. It only waits for ranks that are not connected yet.
     void make_blocking();
 
-    // Runs `calls`, which call the operations below, as one group: after what is in `stream` now,
-    // if it is given. Pointers are device memory, left alone until the operation is complete.
+    // Runs `calls`, which call the operations below, as one group, after the present work of
+    // `stream` if there is one. Nothing else may use the device memory until the group is complete.
     std::shared_ptr<NcclOperation> group(std::optional<uintptr_t> stream,
                                          const std::function<void()>& calls);
     void all_reduce(const Buffer& in, const Buffer& out, ReduceOp op);
@@ -75,8 +72,8 @@ class NcclRank : public std::enable_shared_from_this<NcclRank> {
     void send(const Buffer& buffer, int dst);
     void recv(const Buffer& buffer, int src);
 
-    // Ends all operations here, and frees everything; what is not complete on the other ranks never
-    // will be.
+    // Ends all operations on this rank, and frees all resources. Operations that are not complete
+    // on other ranks never will be.
     void abort();
 
  private:
@@ -84,6 +81,11 @@ class NcclRank : public std::enable_shared_from_this<NcclRank> {
     class CallLock;
 
     void check(int code, const char* function);
+    // Puts an operation into the stream by NCCL's `function`, named `name`.
+    template <typename... Parameters, typename... Arguments>
+    void enqueue(int (*function)(Parameters...), const char* name, Arguments... arguments) {
+        check(function(arguments..., communicator_.load(), stream_.handle()), name);
+    }
     bool in_progress();
     bool is_in_progress(void* communicator);
     void* alive() const;
@@ -92,11 +94,11 @@ class NcclRank : public std::enable_shared_from_this<NcclRank> {
     std::shared_ptr<const Device> device_;
     Stream stream_;
     int rank_, size_;
-    // For NCCL's calls, and whether there is a communicator. Blocking ones share it: another thread
-    // is to see what keeps them from returning.
+    // Held by calls of NCCL. Blocking calls share it, so that another thread can query the errors
+    // that keep them from returning.
     std::shared_timed_mutex mutex_;
     std::atomic<void*> communicator_{nullptr};
-    std::atomic<void*> connecting_{nullptr};  // of which the blocking one was made
+    std::atomic<void*> connecting_{nullptr};  // the one from which the blocking one was split
     std::atomic<bool> is_blocking_{false};
     bool becomes_blocking_ = false;
     void* blocking_ = nullptr;

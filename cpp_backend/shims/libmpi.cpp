@@ -1,9 +1,10 @@
-// A stand-in for Open MPI's libmpi.so.40, where no real one is installed: just what the engine is
-// linked to. It has no MPI_Get_version, so nobody who looks for an MPI takes it for one.
+// A stand-in for Open MPI's libmpi.so.40 on hosts without Open MPI: the symbols that the engine is
+// linked to. It has no MPI_Get_version, so a program that looks for an MPI does not take it for
+// one.
 
 extern "C" {
 
-// The layout of these objects is Open MPI's own; the engine only takes their addresses.
+// The engine only uses the addresses of these objects of Open MPI.
 char ompi_mpi_byte[1024];
 char ompi_mpi_comm_null[1024];
 char ompi_mpi_comm_world[1024];

@@ -1,5 +1,5 @@
-// A stand-in for the C++ bindings of Open MPI 4, libmpi_cxx.so.40, which Open MPI 5 dropped: just
-// what the engine is linked to. The engine itself calls none of it.
+// A stand-in for libmpi_cxx.so.40, the C++ bindings of Open MPI 4, which Open MPI 5 dropped: the
+// symbols that the engine is linked to, but does not call.
 
 namespace MPI {
 

@@ -1,5 +1,5 @@
-// A stand-in for NCCL's libnccl.so.2, where no real one is installed: just what the engine is
-// linked to. Every call fails, and ncclGetErrorString tells why.
+// A stand-in for NCCL's libnccl.so.2 on hosts without NCCL: the symbols that the engine is linked
+// to. Every call fails, and ncclGetErrorString returns the reason.
 
 extern "C" {
 

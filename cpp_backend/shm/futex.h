@@ -1,4 +1,4 @@
-// A counter in shared memory that processes can sleep on.
+// A counter in shared memory, on which processes can sleep.
 #pragma once
 
 #include <linux/futex.h>
@@ -13,7 +13,7 @@
 
 namespace tagi_ddp {
 
-// Only grows (modulo 2^32), written by one rank. A line of its own: no false sharing.
+// Only one rank advances it, modulo 2^32. It fills a cache line, which prevents false sharing.
 struct alignas(64) Counter {
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
@@ -22,8 +22,7 @@ struct alignas(64) Counter {
         return static_cast<int32_t>(value.load(std::memory_order_acquire) - target) >= 0;
     }
 
-    // Sequentially consistent, as `sleep` is: either the sleeper sees the new value or this sees
-    // it.
+    // Sequentially consistent, as `sleep` is: the sleeper sees the value, or this sees the sleeper.
     void advance(uint32_t target) {
         value.store(target, std::memory_order_seq_cst);
         if (sleepers.load(std::memory_order_seq_cst) != 0) {
@@ -31,7 +30,7 @@ struct alignas(64) Counter {
         }
     }
 
-    // Sleeps until the counter reaches `target`, at most `limit`; may wake early.
+    // Sleeps until the counter reaches `target`, for at most `limit`; may return early.
     void sleep(uint32_t target, std::chrono::nanoseconds limit) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const uint32_t seen = value.load(std::memory_order_seq_cst);
@@ -46,7 +45,5 @@ struct alignas(64) Counter {
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "counters are shared between processes");
-
-inline void relax() { __builtin_ia32_pause(); }
 
 }  // namespace tagi_ddp

@@ -10,7 +10,7 @@
 namespace tagi_ddp {
 namespace {
 
-// Storage types of the 16-bit floats; they only convert.
+// The 16-bit floats, which are only stored and converted.
 struct Half {
     uint16_t bits;
 };
@@ -48,13 +48,13 @@ void store(float value, Half& half) {
     uint32_t result;
     if (magnitude > 0x7f800000u) {
         result = 0x7e00u;
-    } else if (magnitude >= 0x477ff000u) {  // rounds to beyond the largest half
+    } else if (magnitude >= 0x477ff000u) {  // overflows to infinity
         result = 0x7c00u;
     } else if (magnitude >= 0x38800000u) {
         const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
         result = (rounded - 0x38000000u) >> 13;
     } else {
-        // Adding 0.5 aligns the subnormal's last bit with the last bit of the sum's mantissa.
+        // Adding 0.5 aligns the last bit of the subnormal with the last bit of the sum's mantissa.
         result = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
     }
     half.bits = static_cast<uint16_t>(sign | result);
@@ -65,7 +65,7 @@ float load(BFloat16 value) { return as_float(static_cast<uint32_t>(value.bits) <
 void store(float value, BFloat16& result) {
     const uint32_t bits = as_bits(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
-        result.bits = static_cast<uint16_t>((bits >> 16) | 0x40u);  // keep it a NaN
+        result.bits = static_cast<uint16_t>((bits >> 16) | 0x40u);  // stays a NaN
     } else {
         result.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
     }
@@ -81,17 +81,7 @@ void store(T value, T& result) {
 }
 
 template <typename T>
-struct Accumulator {
-    using type = T;
-};
-template <>
-struct Accumulator<Half> {
-    using type = float;
-};
-template <>
-struct Accumulator<BFloat16> {
-    using type = float;
-};
+using Accumulator = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
 
 struct Sum {
     template <typename A>
@@ -121,7 +111,7 @@ struct Max {
 template <typename T, typename Op>
 void reduce_typed(const std::byte* const* sources, int num_sources, std::byte* dst, size_t count,
                   bool mean) {
-    using A = typename Accumulator<T>::type;
+    using A = Accumulator<T>;
     constexpr size_t block = 1024;
     T* out = reinterpret_cast<T*>(dst);
     if constexpr (std::is_same_v<A, T>) {

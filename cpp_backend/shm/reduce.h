@@ -1,5 +1,4 @@
-// Elementwise reductions over the ranks' blocks, in rank order, so that all ranks get the same
-// bits.
+// Elementwise reductions over the ranks' blocks, in rank order: all ranks get the same bits.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +7,8 @@
 
 namespace tagi_ddp {
 
-// dst[i] = op over r of sources[r][i]. 16-bit floats accumulate in float32, all else in its own
-// type. `dst` may be one of the sources.
+// dst[i] = op over r of sources[r][i]. 16-bit floats accumulate in float32, other types in their
+// own. `dst` may be one of the sources.
 void reduce(DType dtype, ReduceOp op, const std::byte* const* sources, int num_sources,
             std::byte* dst, size_t count);
 

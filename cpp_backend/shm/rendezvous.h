@@ -1,11 +1,14 @@
-// How the ranks of one host find each other: a socket in the abstract namespace, which the kernel
-// removes with its owner, over which rank 0 hands out the descriptor of a nameless memory file.
+// The rendezvous of the ranks of one host. Rank 0 listens at a socket in the abstract namespace,
+// which the kernel removes with its owner, and sends the descriptor of an unnamed memory file.
 #pragma once
 
 #include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/clock.h"
+#include "common/errors.h"
 
 namespace tagi_ddp {
 
@@ -13,36 +16,40 @@ namespace tagi_ddp {
 class FileDescriptor {
  public:
     explicit FileDescriptor(int fd = -1) : fd_(fd) {}
-    FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
-    FileDescriptor& operator=(FileDescriptor&& other) noexcept;
-    FileDescriptor(const FileDescriptor&) = delete;
-    FileDescriptor& operator=(const FileDescriptor&) = delete;
-    ~FileDescriptor() { reset(); }
+    FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+    ~FileDescriptor();
 
     int get() const { return fd_; }
     explicit operator bool() const { return fd_ >= 0; }
-    int release();
-    void reset();
 
  private:
     int fd_;
 };
 
-// What a rank has to know to find the others.
+// One rank of a group that is about to form.
 struct Rendezvous {
-    std::string job;   // what errors call it
-    std::string name;  // equal on all ranks, different for every group; guarded by a key, if any
+    std::string job;      // for errors
+    std::string backend;  // for errors
+    std::string name;  // equal on all ranks, unique to the group; derived from the secret, if any
     int rank;
     int size;
-    Clock::time_point deadline;
-    std::function<void()> on_wait;  // called now and then while waiting; may throw
-    std::string backend;            // what errors call it, too
+    double timeout;
+    std::function<void()> on_wait;  // called regularly while waiting; may throw
+    Clock::time_point deadline = after(timeout);
 };
 
-// Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have come and each
-// has returned from `claim(file)`, by which it shows the others that it is alive from then on.
-// Throws CommunicatorError: Timeout naming the missing ranks, PeerLost naming one that has died
-// since it came, Mismatch when ranks do not fit; and what `claim` throws.
+// Throws an error of `init`.
+[[noreturn]] void fail(const Rendezvous& rendezvous, ErrorKind kind, const std::string& text,
+                       std::vector<int> ranks = {});
+
+// Returns rank 0's memory file of `bytes` bytes on every rank, once all ranks have joined and each
+// has returned from `claim(file)`, which from then on shows the others that the rank is alive.
+// Throws CommunicatorError: Timeout naming the missing ranks, PeerLost naming a rank that has died
+// since it joined, Mismatch if the ranks' arguments differ. Exceptions of `claim` pass through.
 FileDescriptor share_memory(const Rendezvous& rendezvous, size_t bytes,
                             const std::function<void(int)>& claim);
 

@@ -8,9 +8,6 @@
 #include <cstring>
 #include <new>
 
-#include "common/errors.h"
-#include "shm/texts.h"
-
 namespace tagi_ddp {
 namespace {
 
@@ -18,27 +15,23 @@ constexpr size_t page = 4096;
 
 constexpr size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
-// Offsets of the parts, from the start.
+// The offsets of the parts. The failure is at 0.
 struct Layout {
     explicit Layout(int size) {
         const size_t n = static_cast<size_t>(size);
-        failure = 0;
         ranks = round_up(sizeof(Failure), page);
         channels = round_up(ranks + n * sizeof(RankState), page);
         slots = round_up(channels + n * n * sizeof(Channel), page);
         packets = slots + n * num_slots * slot_bytes;
         heap = packets + n * n * num_packets * packet_bytes;
     }
-    size_t failure, ranks, channels, slots, packets, heap;
+    size_t ranks, channels, slots, packets, heap;
 };
 
-// Address space only; as much as the host could ever fill.
-size_t heap_bytes() {
-    const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page;
-    return round_up(memory, page);
-}
+// The size of the host's memory. It only takes address space.
+size_t heap_bytes() { return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page; }
 
-// A lock on a rank's byte.
+// The lock on a rank's byte.
 struct flock lock_of(int rank) {
     struct flock lock{};
     lock.l_type = F_WRLCK;
@@ -48,14 +41,12 @@ struct flock lock_of(int rank) {
     return lock;
 }
 
-// Takes the lock of this rank, which says that its process exists.
+// Takes this rank's lock, which shows that its process exists.
 void claim(const Rendezvous& rendezvous, int file) {
     struct flock lock = lock_of(rendezvous.rank);
     if (fcntl(file, F_SETLK, &lock) != 0) {
-        throw CommunicatorError(
-            ErrorKind::unavailable,
-            where_text("init", rendezvous.rank, rendezvous.size, rendezvous.backend) +
-                "cannot lock: " + std::strerror(errno));
+        fail(rendezvous, ErrorKind::unavailable,
+             std::string("cannot lock: ") + std::strerror(errno));
     }
 }
 
@@ -70,14 +61,12 @@ Segment::Segment(const Rendezvous& rendezvous)
     void* address =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_.get(), 0);
     if (address == MAP_FAILED) {
-        throw CommunicatorError(ErrorKind::unavailable,
-                                where_text("init", rank_, size_, rendezvous.backend) +
-                                    "cannot map " + std::to_string(bytes_ >> 20) +
-                                    " MiB of address space: " + std::strerror(errno) +
-                                    ". Raise `ulimit -v`.");
+        fail(rendezvous, ErrorKind::unavailable,
+             "cannot map " + std::to_string(bytes_ >> 20) +
+                 " MiB of address space: " + std::strerror(errno) + ". Raise `ulimit -v`.");
     }
     base_ = static_cast<std::byte*>(address);
-    // The pages of a new file are zero: the initial state of every structure in it.
+    // A new file is zero, which is the initial state of every structure in it.
 }
 
 Segment::~Segment() { munmap(base_, bytes_); }
@@ -105,7 +94,7 @@ std::byte* Segment::packet(int src, int dst, uint32_t number) const {
 }
 
 bool Segment::alive(int r) const {
-    if (rank(r).status.load(std::memory_order_acquire) == RankStatus::closed) return true;
+    if (rank(r).closed.load(std::memory_order_acquire)) return true;
     struct flock lock = lock_of(r);
     if (fcntl(file_.get(), F_GETLK, &lock) != 0) return true;
     return lock.l_type != F_UNLCK;
@@ -116,7 +105,7 @@ std::byte* Segment::allocate(size_t bytes) {
     const size_t n = static_cast<size_t>(size_);
     if (stride > (bytes_ - heap_next_) / n) throw std::bad_alloc();
     const size_t own = heap_next_ + static_cast<size_t>(rank_) * stride;
-    // Memory is claimed here, so that a full host is an error and not a signal later.
+    // Reserve the pages now: otherwise a full host would end the process by a signal later.
     if (posix_fallocate(file_.get(), static_cast<off_t>(own), static_cast<off_t>(stride)) != 0) {
         throw std::bad_alloc();
     }

@@ -1,8 +1,8 @@
-// The memory that the ranks of one host share, and which of them are alive.
+// The memory that the ranks of one host share, and the detection of ranks that have died.
 //
-// A nameless file (memfd): nothing to remove, whatever happens to the ranks. It is sparse: a page
-// costs memory once it is written. Each rank holds a lock on one byte of it before any rank is let
-// in; the kernel drops it when the process ends in whatever way.
+// The memory is an unnamed file (memfd), so nothing has to be removed, however the ranks end. It is
+// sparse: a page takes memory once it is written. Each rank locks one byte of it during the
+// rendezvous, and the kernel releases the lock when the process ends in any way.
 #pragma once
 
 #include <atomic>
@@ -17,24 +17,22 @@
 
 namespace tagi_ddp {
 
-constexpr size_t slot_bytes = 128 * 1024;   // a chunk: fits the second-level cache several times
-constexpr uint32_t num_slots = 4;           // chunks a rank may be ahead of the slowest
-constexpr size_t packet_bytes = 64 * 1024;  // a chunk of a message between two ranks
+constexpr size_t slot_bytes = 128 * 1024;   // of a chunk; several fit into the second-level cache
+constexpr uint32_t num_slots = 4;           // how far a rank may be ahead of the slowest, in chunks
+constexpr size_t packet_bytes = 64 * 1024;  // of a chunk of a message between two ranks
 constexpr uint32_t num_packets = 4;
 
-enum class RankStatus : uint32_t { open, closed };
-
 struct RankState {
-    std::atomic<RankStatus> status{RankStatus::open};
-    Counter entered;    // operations begun
-    Counter published;  // chunks ready in this rank's slots
-    Counter consumed;   // rounds of chunks that this rank has read
+    std::atomic<bool> closed{false};
+    Counter entered;    // operations that the rank has begun
+    Counter published;  // chunks that it has written to its slots
+    Counter consumed;   // rounds of chunks that it has read
     Signature signatures[2];
 };
 
 // The first failure of the group, written once.
 struct Failure {
-    std::atomic<uint32_t> state{0};  // 0 none, 1 being written, 2 there
+    std::atomic<uint32_t> state{0};  // 0: none, 1: being written, 2: complete
     uint32_t kind = 0;
     int32_t reporter = 0;
     uint32_t num_culprits = 0;
@@ -44,7 +42,7 @@ struct Failure {
 
 struct PacketHeader {
     uint64_t total_bytes;
-    uint32_t dtype;
+    DType dtype;
     int32_t tag;
 };
 
@@ -57,10 +55,8 @@ struct Channel {
 
 class Segment {
  public:
-    // Waits for all ranks. Throws CommunicatorError.
+    // Waits until all ranks have joined. Throws CommunicatorError.
     explicit Segment(const Rendezvous& rendezvous);
-    Segment(const Segment&) = delete;
-    Segment& operator=(const Segment&) = delete;
     ~Segment();
 
     RankState& rank(int r) const;
@@ -69,25 +65,25 @@ class Segment {
     Channel& channel(int src, int dst) const;
     std::byte* packet(int src, int dst, uint32_t number) const;
 
-    // Whether a rank has closed, or its process still exists.
+    // True if a rank has closed its communicator, or its process exists.
     bool alive(int r) const;
 
-    // Symmetric memory: called by all ranks in the same order; `bytes` for each rank.
-    // Throws std::bad_alloc when the host has none left.
+    // Allocates symmetric memory, `bytes` for each rank; called by all ranks in the same order.
+    // Throws std::bad_alloc if the host has too little memory.
     std::byte* allocate(size_t bytes);
-    // Where something lies in symmetric memory: `offset` is equal on all ranks, rank r's
-    // counterpart of an own address lies (r - rank) * stride further.
+    // A position in symmetric memory. The offset is equal on all ranks; the same position in the
+    // memory of rank r is (r - rank) * stride bytes further.
     struct Location {
         uint64_t offset;
         std::ptrdiff_t stride;
     };
-    // Nothing when [data, data + bytes) is not this rank's symmetric memory.
+    // Empty if [data, data + bytes) is not in this rank's symmetric memory.
     std::optional<Location> find(const std::byte* data, size_t bytes) const;
 
  private:
     struct Allocation {
-        size_t begin;   // of rank 0's part, from the start of the segment
-        size_t stride;  // from one rank's part to the next's
+        size_t begin;   // the offset of rank 0's part in the segment
+        size_t stride;  // between the parts of successive ranks
     };
 
     int rank_;

@@ -14,19 +14,17 @@
 namespace tagi_ddp {
 namespace {
 
-using std::chrono::nanoseconds;
-
-// About 1 ms: peers that train in step come by then, and a core that sleeps wakes slowly; a
-// training step of 3 ms took 4.7 ms with a twentieth of this.
+// About 1 ms. Ranks that train in step arrive within that time, and a core wakes slowly from sleep:
+// a training step of 3 ms took 4.7 ms with a twentieth of this.
 constexpr int spins_with_core = 80000;
-constexpr int spins_without_core = 50;  // more ranks than cores: let the others run
+constexpr int spins_without_core = 50;  // with fewer cores than ranks, the others must run
 
-// Nobody can foretell the name of a group that a group makes.
+// Makes the name of a subgroup's rendezvous unpredictable.
 int64_t random_token() {
     int64_t token = 0;
     if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token))
         throw CommunicatorError(ErrorKind::unavailable,
-                                "the system gave no random number. Choose another backend.");
+                                "getrandom() failed. Choose another backend.");
     return token;
 }
 
@@ -40,29 +38,23 @@ ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
       size_(size),
       job_(job),
       backend_(backend),
-      timeout_(timeout),
       on_wait_(std::move(on_wait)),
-      segment_(std::make_shared<Segment>(
-          Rendezvous{job, name, rank, size, after(timeout), on_wait_, backend})),
+      segment_(
+          std::make_shared<Segment>(Rendezvous{job, backend, name, rank, size, timeout, on_wait_})),
       process_(getpid()),
       has_cores_(spin && static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
-    const size_t n = static_cast<size_t>(size);
-    packets_sent_.resize(n);
-    packets_received_.resize(n);
-    messages_sent_.resize(n);
-    messages_received_.resize(n);
+    sent_.resize(static_cast<size_t>(size));
+    received_.resize(static_cast<size_t>(size));
     const Operation operation = begin("init", timeout);
     guarded(operation, [&] { enter(operation, Signature{Kind::barrier}); });
 }
 
 ShmCommunicator::~ShmCommunicator() { close(); }
 
-// --- waiting ------------------------------------------------------------------------------------
-
-ShmCommunicator::Operation ShmCommunicator::begin_collective(const char* name, double timeout) {
-    Operation operation = begin(std::string(name) + " #" + std::to_string(++number_), timeout);
-    operation.of_all = true;
+ShmCommunicator::Operation ShmCommunicator::begin_collective(Kind kind, double timeout) {
+    Operation operation = begin(name_of(kind) + (" #" + std::to_string(++number_)), timeout);
+    operation.is_collective = true;
     return operation;
 }
 
@@ -71,14 +63,13 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
     require_open(operation);
     std::unique_lock<std::mutex> lock(broken_mutex_);
     if (broken_) {
-        throw CommunicatorError(broken_->kind(),
-                                where(operation) +
-                                    "not started, this communicator failed before (" +
-                                    broken_->what() + "). Make a new one.",
-                                broken_->ranks());
+        raise(operation, broken_->kind(),
+              std::string("not started, this communicator failed before (") + broken_->what() +
+                  "). Make a new one.",
+              broken_->ranks());
     }
     lock.unlock();
-    // A late rank learns that the others have given up, even if all they wrote is still there.
+    // If the others have failed, a late rank fails too, although it could still read their data.
     if (segment_->failure().state.load(std::memory_order_acquire) == 2) {
         guarded(operation, [&] { throw_failure(operation); });
     }
@@ -87,8 +78,7 @@ ShmCommunicator::Operation ShmCommunicator::begin(const std::string& name, doubl
 
 void ShmCommunicator::require_open(const Operation& operation) const {
     if (segment_) return;
-    throw CommunicatorError(ErrorKind::general,
-                            where(operation) + "this communicator is closed. Make a new one.");
+    raise(operation, ErrorKind::general, "this communicator is closed. Make a new one.");
 }
 
 bool ShmCommunicator::failed() const {
@@ -111,6 +101,11 @@ std::string ShmCommunicator::where(const Operation& operation) const {
     return where_text(operation.name, rank_, size_, backend_);
 }
 
+void ShmCommunicator::raise(const Operation& operation, ErrorKind kind, const std::string& text,
+                            std::vector<int> ranks) const {
+    throw CommunicatorError(kind, where(operation) + text, std::move(ranks));
+}
+
 void ShmCommunicator::guarded(const Operation& operation, const std::function<void()>& body) {
     try {
         body();
@@ -118,7 +113,7 @@ void ShmCommunicator::guarded(const Operation& operation, const std::function<vo
         fail(error, where(operation));
         throw;
     } catch (...) {
-        // Interrupted from outside: the others must not wait for the rest of this operation.
+        // `on_wait` has interrupted the operation, for which the others must not wait.
         const std::string text = "rank " + std::to_string(rank_) + " gave up: it was interrupted.";
         fail({ErrorKind::peer_lost, where(operation) + text, {rank_}}, where(operation));
         throw;
@@ -129,10 +124,6 @@ void ShmCommunicator::fail(const CommunicatorError& error, const std::string& wh
     std::lock_guard<std::mutex> lock(broken_mutex_);
     if (broken_) return;
     broken_ = error;
-    record_failure(error, where);
-}
-
-void ShmCommunicator::record_failure(const CommunicatorError& error, const std::string& where) {
     Failure& failure = segment_->failure();
     uint32_t none = 0;
     if (!failure.state.compare_exchange_strong(none, 1)) return;
@@ -156,17 +147,17 @@ void ShmCommunicator::throw_failure(const Operation& operation) const {
     const auto blamed = [&](int rank) {
         return std::find(culprits.begin(), culprits.end(), rank) != culprits.end();
     };
-    // Who told of it counts where that one or this rank is to blame, or where it says "this rank".
+    // Name the reporter if it or this rank is to blame, or if the text may contain "this rank".
     const bool passed_on = (kind == ErrorKind::peer_lost || kind == ErrorKind::timeout) &&
                            !blamed(rank_) && !blamed(failure.reporter);
     const std::string own = "rank " + std::to_string(failure.reporter) + " gave up: ";
     std::string text = failure.text;
     if (!passed_on && text.compare(0, own.size(), own) != 0) text = own + text;
     if (failure.reporter != rank_ && blamed(rank_)) {
-        throw CommunicatorError(kind == ErrorKind::mismatch ? kind : ErrorKind::peer_lost,
-                                where(operation) + text, {failure.reporter});
+        raise(operation, kind == ErrorKind::mismatch ? kind : ErrorKind::peer_lost, text,
+              {failure.reporter});
     }
-    throw CommunicatorError(kind, where(operation) + text, culprits);
+    raise(operation, kind, text, culprits);
 }
 
 void ShmCommunicator::check_peers(const Operation& operation, int peer) const {
@@ -176,19 +167,17 @@ void ShmCommunicator::check_peers(const Operation& operation, int peer) const {
     for (int r = 0; r < size_; ++r) {
         if (r != rank_ && !segment_->alive(r)) dead.push_back(r);
     }
-    if (!dead.empty()) {
-        throw CommunicatorError(ErrorKind::peer_lost, where(operation) + died_text(dead), dead);
-    }
-    if (segment_->rank(peer).status.load(std::memory_order_acquire) == RankStatus::closed) {
-        throw CommunicatorError(ErrorKind::peer_lost, where(operation) + closed_text(peer), {peer});
+    if (!dead.empty()) raise(operation, ErrorKind::peer_lost, died_text(dead), dead);
+    if (segment_->rank(peer).closed.load(std::memory_order_acquire)) {
+        raise(operation, ErrorKind::peer_lost, closed_text(peer), {peer});
     }
 }
 
 void ShmCommunicator::time_out(const Operation& operation, int peer) const {
-    // Missing are the ranks that have not begun, or else those that hold up the chunks of all: that
-    // have consumed the fewest.
+    // Blame the ranks that have not entered; if all have, those that have consumed the fewest
+    // chunks, for which the others wait.
     std::vector<int> missing;
-    if (operation.of_all) {
+    if (operation.is_collective) {
         const uint32_t own = segment_->rank(rank_).consumed.value;
         int32_t fewest = 0;
         for (int r = 0; r < size_; ++r) {
@@ -201,8 +190,7 @@ void ShmCommunicator::time_out(const Operation& operation, int peer) const {
         }
     }
     if (missing.empty()) missing.push_back(peer);
-    throw CommunicatorError(ErrorKind::timeout,
-                            where(operation) + timeout_text(missing, operation.timeout), missing);
+    raise(operation, ErrorKind::timeout, timeout_text(missing, operation.timeout), missing);
 }
 
 void ShmCommunicator::wait(const Operation& operation, Counter& counter, uint32_t target,
@@ -211,8 +199,8 @@ void ShmCommunicator::wait(const Operation& operation, Counter& counter, uint32_
     const Stopwatch stopwatch(waited_);
     for (int i = 0; i < spins_; ++i) {
         if (counter.reached(target)) return;
-        if (has_cores_) {
-            relax();  // if they yielded, two ranks could stay on one core though another is free
+        if (has_cores_) {  // a yield could keep two ranks on one core
+            __builtin_ia32_pause();
         } else {
             sched_yield();
         }
@@ -220,7 +208,7 @@ void ShmCommunicator::wait(const Operation& operation, Counter& counter, uint32_
     while (!counter.reached(target)) {
         const auto left = operation.deadline - Clock::now();
         if (left <= Clock::duration::zero()) time_out(operation, peer);
-        counter.sleep(target, std::min<nanoseconds>(left, look_around));
+        counter.sleep(target, std::min<std::chrono::nanoseconds>(left, check_interval));
         if (counter.reached(target)) return;
         check_peers(operation, peer);
     }
@@ -234,36 +222,30 @@ std::vector<Signature> ShmCommunicator::enter(const Operation& operation, const 
     self.entered.advance(entries_);
     std::vector<Signature> all(static_cast<size_t>(size_));
     std::vector<int> different;
-    std::vector<std::pair<int, std::string>> calls;
     for (int r = 0; r < size_; ++r) {
         RankState& other = segment_->rank(r);
         if (r != rank_) wait(operation, other.entered, entries_, r);
         const Signature& theirs = all[static_cast<size_t>(r)] = other.signatures[entries_ % 2];
-        if (!theirs.fits(self.signatures[entries_ % 2])) {
-            different.push_back(r);
-            calls.emplace_back(r, name_call(theirs));
-        }
+        if (!theirs.fits(self.signatures[entries_ % 2])) different.push_back(r);
     }
     if (!different.empty()) {
-        throw CommunicatorError(ErrorKind::mismatch,
-                                where(operation) + mismatch_text(calls, name_call(own)), different);
+        raise(operation, ErrorKind::mismatch, mismatch_text(different, all, own), different);
     }
     return all;
 }
 
-// --- chunks -------------------------------------------------------------------------------------
-
 void ShmCommunicator::exchange(const PipelinedExchange& plan, double timeout) {
-    exchange(begin_collective(plan.name, timeout), plan);
+    exchange(begin_collective(plan.signature.kind, timeout), plan);
 }
 
 void ShmCommunicator::exchange(const InPlaceExchange& plan, double timeout) {
-    const Operation operation = begin_collective(plan.name, timeout);
+    const Operation operation = begin_collective(plan.signature.kind, timeout);
     guarded(operation, [&] {
         const auto location = segment_->find(plan.own.byte_data(), plan.own.bytes());
         if (!location) {
             throw std::invalid_argument(where(operation) +
-                                        "the buffer is not of the communicator's own memory");
+                                        "the buffer is not in the communicator's own memory. "
+                                        "Pass one that its empty() has returned.");
         }
         Signature signature = plan.signature;
         signature.detail += location->offset;
@@ -286,40 +268,82 @@ void ShmCommunicator::exchange(const InPlaceExchange& plan, double timeout) {
 }
 
 void ShmCommunicator::exchange(const Operation& operation, const PipelinedExchange& plan) {
+    RankState& self = segment_->rank(rank_);
+    const uint32_t own_chunks = plan.chunks[static_cast<size_t>(rank_)];
+    uint32_t published = 0;  // this rank's chunks so far
+    // A rank that has consumed this number of rounds no longer needs the slot of the next chunk.
+    const auto rounds_to_free_slot = [&] { return round_ + published + 1 - num_slots; };
+    const auto slot_is_free = [&] {
+        for (int r = 0; r < size_; ++r) {
+            if (!segment_->rank(r).consumed.reached(rounds_to_free_slot())) return false;
+        }
+        return true;
+    };
+    const auto wait_for_slot = [&] {
+        for (int r = 0; r < size_; ++r) {
+            if (r != rank_) wait(operation, segment_->rank(r).consumed, rounds_to_free_slot(), r);
+        }
+    };
+    const auto publish = [&] {
+        plan.fill(published, segment_->slot(rank_, round_ + published));
+        self.published.advance(round_ + ++published);
+    };
+    // Publishes chunks up to number `chunk`, and more while slots are free.
+    const auto publish_ahead = [&](uint32_t chunk) {
+        while (published < own_chunks && published < chunk + num_slots) {
+            if (!slot_is_free()) {
+                if (published > chunk) return;
+                wait_for_slot();
+            }
+            publish();
+        }
+    };
     guarded(operation, [&] {
-        Pipeline pipeline(*segment_, rank_, size_, round_, plan,
-                          [&](Counter& counter, uint32_t target, int peer) {
-                              wait(operation, counter, target, peer);
-                          });
-        pipeline.publish_first();  // it goes with the signature: a small exchange waits once
+        if (own_chunks != 0) {  // before the signature, so a small exchange waits only once
+            wait_for_slot();
+            publish();
+        }
         enter(operation, plan.signature);
-        round_ = pipeline.run();
+        const uint32_t rounds = *std::max_element(plan.chunks.begin(), plan.chunks.end());
+        std::vector<const std::byte*> slots(static_cast<size_t>(size_));
+        for (uint32_t chunk = 0; chunk < rounds; ++chunk) {
+            publish_ahead(chunk);
+            for (int r = 0; r < size_; ++r) {
+                const size_t i = static_cast<size_t>(r);
+                slots[i] = nullptr;
+                if (chunk >= plan.chunks[i]) continue;
+                if (r != rank_) wait(operation, segment_->rank(r).published, round_ + chunk + 1, r);
+                slots[i] = segment_->slot(r, round_ + chunk);
+            }
+            plan.consume(chunk, slots.data());
+            self.consumed.advance(round_ + chunk + 1);
+        }
+        round_ += rounds;
+        self.published.advance(round_);
     });
 }
 
-// --- groups and the end -------------------------------------------------------------------------
-
 std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, double timeout) {
-    const Operation operation = begin_collective("split", timeout);
+    const Operation operation = begin_collective(Kind::split, timeout);
     std::unique_ptr<ShmCommunicator> part;
     guarded(operation, [&] {
         Signature signature{Kind::split};
-        signature.words[0] = color;
-        signature.words[1] = key;
-        signature.words[2] = random_token();
+        signature.values[0] = color;
+        signature.values[1] = key;
+        signature.values[2] = random_token();
         const std::vector<Signature> all = enter(operation, signature);
         const std::string job =
             job_ + "/split" + std::to_string(splits_++) + "." + std::to_string(color);
         if (color < 0) return;
         std::vector<int> members;
         for (int r = 0; r < size_; ++r) {
-            if (all[static_cast<size_t>(r)].words[0] == color) members.push_back(r);
+            if (all[static_cast<size_t>(r)].values[0] == color) members.push_back(r);
         }
         std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
-            return all[static_cast<size_t>(a)].words[1] < all[static_cast<size_t>(b)].words[1];
+            return all[static_cast<size_t>(a)].values[1] < all[static_cast<size_t>(b)].values[1];
         });
         const auto self = std::find(members.begin(), members.end(), rank_);
-        const int64_t token = all[static_cast<size_t>(members.front())].words[2];
+        const int64_t token = all[static_cast<size_t>(members.front())].values[2];
         part = std::make_unique<ShmCommunicator>(
             static_cast<int>(self - members.begin()), static_cast<int>(members.size()), job,
             std::to_string(token), timeout, [&] { check_peers(operation, rank_); }, true, backend_);
@@ -329,8 +353,8 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, doub
 }
 
 std::shared_ptr<std::byte> ShmCommunicator::allocate(size_t bytes, double timeout) {
-    const Operation operation = begin_collective("empty", timeout);
-    Signature signature{Kind::allocate, static_cast<uint32_t>(DType::u8)};
+    const Operation operation = begin_collective(Kind::allocate, timeout);
+    Signature signature{Kind::allocate};
     signature.count = bytes;
     std::byte* memory = nullptr;
     guarded(operation, [&] {
@@ -356,7 +380,7 @@ void ShmCommunicator::check() const {
 void ShmCommunicator::close() {
     if (!segment_) return;
     if (in_own_process()) {
-        segment_->rank(rank_).status.store(RankStatus::closed, std::memory_order_release);
+        segment_->rank(rank_).closed.store(true, std::memory_order_release);
     }
     segment_.reset();
 }

@@ -1,7 +1,9 @@
-// What ranks tell each other when they begin an operation.
+// The description of a call, which the ranks compare when they begin an operation.
 #pragma once
 
 #include <cstdint>
+
+#include "common/dtype.h"
 
 namespace tagi_ddp {
 
@@ -15,20 +17,20 @@ enum class Kind : uint32_t {
     barrier,
     split,
     allocate,
-    step,
+    step
 };
 
-// What a rank is about to do; must be the same on all ranks but for `words`. `purpose` is what its
-// caller does it for.
+// A call of one rank, equal on all ranks except `values`, which each rank sends to the others.
+// `purpose` is a hash of the caller's reason for the call.
 struct Signature {
     Kind kind = Kind::none;
-    uint32_t dtype = 0;
-    uint32_t op = 0;
+    DType dtype = DType::u8;
+    ReduceOp op = ReduceOp::sum;
     uint32_t root = 0;
     uint64_t count = 0;
     uint64_t detail = 0;
     uint64_t purpose = 0;
-    int64_t words[4] = {0, 0, 0, 0};
+    int64_t values[4] = {0, 0, 0, 0};
 
     bool fits(const Signature& other) const {
         return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&

@@ -2,8 +2,6 @@
 
 #include <sstream>
 
-#include "common/dtype.h"
-
 namespace tagi_ddp {
 
 std::string name_ranks(const std::vector<int>& ranks) {
@@ -16,23 +14,26 @@ std::string name_ranks(const std::vector<int>& ranks) {
     return text;
 }
 
+const char* name_of(Kind kind) {
+    constexpr const char* names[] = {"nothing",        "all_reduce", "broadcast", "all_gather",
+                                     "reduce_scatter", "all_to_all", "barrier",   "split",
+                                     "empty",          "step"};
+    const auto index = static_cast<size_t>(kind);
+    return index < std::size(names) ? names[index] : "unknown";
+}
+
 std::string name_call(const Signature& signature) {
-    constexpr const char* names[] = {"nothing",        "all_reduce", "broadcast",   "all_gather",
-                                     "reduce_scatter", "all_to_all", "barrier",     "split",
-                                     "empty",          "step",       "sharded_step"};
-    const auto kind = static_cast<size_t>(signature.kind);
-    const std::string name = kind < sizeof names / sizeof *names ? names[kind] : "unknown";
-    const std::string elements = std::string(name_of(static_cast<DType>(signature.dtype))) + "[" +
-                                 std::to_string(signature.count) + "]";
-    const auto op = static_cast<ReduceOp>(signature.op);
+    const std::string name = name_of(signature.kind);
+    const std::string elements =
+        std::string(name_of(signature.dtype)) + "[" + std::to_string(signature.count) + "]";
     switch (signature.kind) {
         case Kind::all_reduce:
         case Kind::reduce_scatter:
-            return name + "(" + elements + ", op=" + name_of(op) + ")";
+            return name + "(" + elements + ", op=" + name_of(signature.op) + ")";
         case Kind::broadcast:
             return name + "(" + elements + ", root=" + std::to_string(signature.root) + ")";
         case Kind::all_to_all:
-            return name + "(" + name_of(static_cast<DType>(signature.dtype)) + ")";
+            return name + "(" + name_of(signature.dtype) + ")";
         case Kind::all_gather:
         case Kind::allocate:
         case Kind::step:
@@ -71,17 +72,21 @@ std::string closed_text(int rank) {
            " has closed its communicator. Make the same calls on all ranks before close().";
 }
 
-std::string mismatch_text(const std::vector<std::pair<int, std::string>>& others,
-                          const std::string& own) {
+std::string mismatch_text(const std::vector<int>& ranks, const std::vector<Signature>& all,
+                          const Signature& own) {
+    const std::string own_call = name_call(own);
     std::string text;
-    for (const auto& [rank, call] : others) {
+    for (int rank : ranks) {
+        const std::string call = name_call(all[static_cast<size_t>(rank)]);
         text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " called " + call;
-        if (call == own)
+        if (call == own_call) {
             text +=
-                " with other counts, for another purpose, or with a buffer at another place of its "
+                " with other counts, for another purpose, or with a buffer at another offset in "
+                "its "
                 "own memory";
+        }
     }
-    return text + ", this rank " + own +
+    return text + ", this rank " + own_call +
            ". Make the same calls in the same order with fitting arguments on all ranks.";
 }
 

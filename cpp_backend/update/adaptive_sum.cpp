@@ -11,7 +11,7 @@
 namespace tagi_ddp {
 namespace {
 
-constexpr size_t lanes = 8;  // sums side by side, in one order for registers of any width
+constexpr size_t lanes = 8;  // sums side by side: their order is that of registers of any width
 
 double total(double (&sums)[lanes]) {
     for (size_t half = lanes / 2; half > 0; half /= 2) {
@@ -20,7 +20,7 @@ double total(double (&sums)[lanes]) {
     return sums[0];
 }
 
-// Of a * b * scale; values that are not finite count as nothing.
+// The sum of a * b * scale; values that are not finite count as 0.
 TAGI_DDP_WIDE
 double product(const float* a, const float* b, const float* scale, size_t count) {
     double sums[lanes] = {};
@@ -35,7 +35,7 @@ double product(const float* a, const float* b, const float* scale, size_t count)
     return total(sums);
 }
 
-// How much precisions have grown, in units of what they were; as above.
+// The growth of precisions relative to those before; values that are not finite count as 0.
 TAGI_DDP_WIDE
 double growth(const float* precision, const float* var, size_t count) {
     double sums[lanes] = {};
@@ -49,27 +49,27 @@ double growth(const float* precision, const float* var, size_t count) {
     return total(sums);
 }
 
-// How much agreement counts where squares of moves stand to the growth of precisions so.
-double counted(double squares, double growth) {
+// The part of the agreement that counts, by the squares of moves and the growth of precisions.
+double part_of(double squares, double growth) {
     const double ratio = AdaptiveSum::surprise * std::max(growth, 0.0) / squares;
     return 1.0 / (1.0 + ratio * ratio * ratio * ratio);
 }
 
-// Adds a multiple of the sum before, and makes this sum, where it is finite, the last one.
+// Adds a multiple of the previous sum to this sum, and replaces the previous sum by this one.
 TAGI_DDP_WIDE
-void follow(float* values, float* last, double multiple, size_t count) {
+void extrapolate(float* values, float* previous, double multiple, size_t count) {
     const float factor = static_cast<float>(multiple);
     for (size_t i = 0; i < count; ++i) {
         const float value = values[i];
-        values[i] += factor * last[i];
-        last[i] = std::fabs(value) <= std::numeric_limits<float>::max() ? value : 0.0f;
+        values[i] += factor * previous[i];
+        previous[i] = std::fabs(value) <= std::numeric_limits<float>::max() ? value : 0.0f;
     }
 }
 
-// Divides by 1 + priors.
+// Divides the values by 1 + excess.
 TAGI_DDP_WIDE
-void divide(float* values, double priors, size_t count) {
-    const float part = static_cast<float>(1.0 / (1.0 + priors));
+void divide(float* values, double excess, size_t count) {
+    const float part = static_cast<float>(1.0 / (1.0 + excess));
     for (size_t i = 0; i < count; ++i) values[i] *= part;
 }
 
@@ -93,7 +93,7 @@ AdaptiveSum::AdaptiveSum(const Parameters& parameters)
 void AdaptiveSum::check(size_t change, size_t before, size_t description) const {
     if (change != 2 * size_ || before != 2 * size_ || description != described()) {
         throw std::invalid_argument("expected changes of " + std::to_string(2 * size_) +
-                                    " floats, described by " + std::to_string(described()));
+                                    " floats, and a description of " + std::to_string(described()));
     }
 }
 
@@ -116,28 +116,29 @@ std::vector<double> AdaptiveSum::damp(float* change, const float* before, const 
         double& trust = trust_[number];
         float* const precision = change + block.begin;
         float* const weighted = precision + size_;
-        float* const last = previous_.data() + block.begin;
+        float* const previous = previous_.data() + block.begin;
         const float* const var = before + size_ + block.begin;
         const double all = description[number];
         const double sum = product(weighted, weighted, var, block.count);
-        const double before_that = product(last, last, var, block.count);
-        double alike = 1.0, counts = 1.0;  // where a rank's squares are not finite
+        const double previous_sum = product(previous, previous, var, block.count);
+        double alike = 1.0, part = 1.0;  // if a rank's squares are not finite
         if (std::isfinite(all)) {
             const double ratio = all > 0 ? sum / all : 0.0;
             alike = std::clamp((ratio - 1.0) / std::max(1, ranks - 1), 0.0, 1.0);
-            counts = all > 0 ? counted(all, growth(precision, var, block.count)) : 0.0;
+            part = all > 0 ? part_of(all, growth(precision, var, block.count)) : 0.0;
         }
-        double back = 0.0;
-        if (!single && sum > 0 && before_that > 0) {
-            const double along = product(weighted, last, var, block.count);
-            back = std::min(along / before_that, 0.0);
-            const double turn = along / (std::sqrt(sum) * std::sqrt(before_that)) + leeway;
+        double repeated = 0.0;  // r
+        if (!single && sum > 0 && previous_sum > 0) {
+            const double along = product(weighted, previous, var, block.count);
+            repeated = std::min(along / previous_sum, 0.0);
+            const double turn = along / (std::sqrt(sum) * std::sqrt(previous_sum)) + leeway;
             trust = std::clamp(trust + (turn > 0 ? regained * turn : turn), 0.0, 1.0);
         }
         const double trusted = single ? 1.0 : trust;
-        follow(weighted, last, back * back / (1.0 - back), block.count);
-        divide(precision, (ranks - 1) * counts * (1.0 - trusted * (1.0 - alike)), block.count);
-        divide(weighted, (ranks - 1) * (1.0 - trusted * (1.0 - counts * alike)), block.count);
+        // The sum contains r of r / (1 - r) already.
+        extrapolate(weighted, previous, repeated * repeated / (1.0 - repeated), block.count);
+        divide(precision, (ranks - 1) * part * (1.0 - trusted * (1.0 - alike)), block.count);
+        divide(weighted, (ranks - 1) * (1.0 - trusted * (1.0 - part * alike)), block.count);
         agreement[block.layer] += alike * static_cast<double>(block.count);
     }
     for (size_t layer = 0; layer < agreement.size(); ++layer) {

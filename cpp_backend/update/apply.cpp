@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "common/simd.h"
 
 namespace tagi_ddp {
 namespace {
 
-// The sum over ranks, in rank order, of `count` floats at `offset` of each slot, divided.
+// Sums `count` floats at `offset` of each slot, in rank order, and divides the sums.
 TAGI_DDP_WIDE
 void reduce_floats(const float* const* slots, int ranks, size_t offset, size_t count, float divisor,
                    float* __restrict sum) {
@@ -29,7 +30,7 @@ void reduce_floats(const float* const* slots, int ranks, size_t offset, size_t c
     }
 }
 
-// Copies variances whose sign is a mark; returns how many are marked.
+// Copies the absolute values; returns the number of negative ones, which mark corrected variances.
 TAGI_DDP_WIDE
 int32_t take_variances(float* __restrict var, const float* __restrict marked, size_t count) {
     int32_t negative = 0;
@@ -40,17 +41,16 @@ int32_t take_variances(float* __restrict var, const float* __restrict marked, si
     return negative;
 }
 
-constexpr float least_normal = 1.17549435e-38f;
-
-// Whether all steps are certain to be below their bars, sqrt(var) / cap; without a square root or a
-// division, which take most of the time, and without products of deltas, which could be subnormal
-// and take longer still. NaNs are not below.
+// Returns true if all steps are certainly below their bars, sqrt(var) / cap; NaNs are not. Avoids
+// square roots and divisions, which take most of the time, and products of deltas, which could be
+// subnormal and take even longer.
 inline bool far_below_bars(const float* __restrict var, const float* __restrict delta_mu,
                            const float* __restrict delta_var, size_t begin, size_t end, float cap) {
+    constexpr float least_normal = std::numeric_limits<float>::min();
     const float part = 0.9f / cap;
     int32_t near = 0;
     for (size_t i = begin; i < end; ++i) {
-        // Half the exponent: up to 6.1 % more than the root of a normal number.
+        // Halve the exponent: the result exceeds the root of a normal number by up to 6.1 %.
         uint32_t bits;
         std::memcpy(&bits, var + i, sizeof bits);
         bits = (bits >> 1) + 0x1f800000u;
@@ -103,15 +103,14 @@ void reset_counters(const Parameters& parameters) {
     }
 }
 
-void apply_range(const Parameters& parameters, size_t begin, size_t length,
-                 const float* const* slots, int ranks, size_t stride, float divisor, float cap,
-                 float* posterior) {
+void apply_range(const Parameters& parameters, Shard range, const float* const* slots, int ranks,
+                 size_t stride, float divisor, float cap, float* posterior) {
     constexpr size_t block_floats = 1024;  // stays in the first-level cache
     float delta_mu[block_floats];
     float delta_var[block_floats];
-    // The others count the variances that became `floor`, too: those travel as its negative.
+    // `take_range` counts the corrected variances too, so they are sent as the negative of `floor`.
     const float floor = posterior == nullptr ? least_variance : -least_variance;
-    parameters.visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t at) {
+    parameters.visit(range, [&](const Block& block, size_t first, size_t count, size_t at) {
         int32_t negative = 0;
         for (size_t done = 0; done < count; done += block_floats) {
             const size_t n = std::min(block_floats, count - done);
@@ -132,9 +131,8 @@ void apply_range(const Parameters& parameters, size_t begin, size_t length,
     });
 }
 
-void take_range(const Parameters& parameters, size_t begin, size_t length, const float* posterior,
-                size_t stride) {
-    parameters.visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t at) {
+void take_range(const Parameters& parameters, Shard range, const float* posterior, size_t stride) {
+    parameters.visit(range, [&](const Block& block, size_t first, size_t count, size_t at) {
         std::memcpy(block.mu + first, posterior + at, count * sizeof(float));
         const int32_t negative = take_variances(block.var + first, posterior + stride + at, count);
         if (block.neg_var_counter != nullptr) *block.neg_var_counter += negative;

@@ -9,8 +9,8 @@
 namespace tagi_ddp {
 namespace {
 
-constexpr float greatest = 3e38f;  // what rounds to a finite number
-constexpr float least = 1e-37f;    // whose inverse is finite
+constexpr float greatest = 3e38f;  // rounds to a finite number
+constexpr float least = 1e-37f;    // has a finite inverse
 constexpr size_t block_bytes = sizeof(float) + compress_block;
 
 TAGI_DDP_WIDE

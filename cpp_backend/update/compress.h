@@ -1,4 +1,4 @@
-// Floats in 8 or 16 bits, for the wire.
+// The codecs that send floats in 8 or 16 bits.
 #pragma once
 
 #include <cstddef>
@@ -6,18 +6,18 @@
 
 namespace tagi_ddp {
 
-// Floats of which the largest magnitude makes the scale of 8 bits.
+// The number of floats that share a scale in 8 bits.
 constexpr size_t compress_block = 256;
 
-// Bytes of `count` floats, a multiple of compress_block, in `bits`, 8 or 16. In 16 they are the
-// upper halves, rounded to nearest even; in 8 a block is its scale, a float, and a signed number
-// each, in 127ths of the scale.
+// The bytes of `count` floats, a multiple of compress_block, in 8 or 16 bits each. In 16 bits a
+// float is its upper half, rounded to nearest even. In 8 bits a block is its scale, a float, which
+// is 1/127 of the largest magnitude, followed by a signed multiple of the scale for each float.
 size_t compressed_bytes(size_t count, int bits);
 
-// `values` are left with what the bytes have dropped; what is not finite is dropped for good.
+// Leaves the rounding errors in `values`; values that are not finite become 0 in both.
 void compress(float* values, size_t count, int bits, uint8_t* bytes);
 
-// Adds to `values` what the bytes say.
+// Adds the floats in `bytes` to `values`.
 void add_decompressed(const uint8_t* bytes, size_t count, int bits, float* values);
 
 }  // namespace tagi_ddp

@@ -9,10 +9,10 @@
 namespace tagi_ddp {
 namespace {
 
-constexpr int halvings = 257;  // enough for any change of float32 on any variance
+constexpr int halvings = 257;  // enough for any float32 change of any variance
 constexpr size_t block_floats = 1024;
 
-// What is multiplied into a run of parameters.
+// The change of a run of parameters.
 struct Change {
     const float* precision;
     const float* weighted;
@@ -21,7 +21,7 @@ struct Change {
     const float* reference;
 };
 
-// Changes in float64, less this rank's own.
+// Converts the change to float64, and subtracts this rank's own.
 TAGI_DDP_WIDE
 void load(const Change& change, size_t first, size_t count, double* __restrict precision,
           double* __restrict weighted) {
@@ -32,7 +32,7 @@ void load(const Change& change, size_t first, size_t count, double* __restrict p
     for (size_t i = 0; i < count; ++i) weighted[i] -= change.own_weighted[first + i];
 }
 
-// Whether all parameters keep enough of their precision, and have finite changes.
+// Returns true if all parameters keep enough of their precision, and have finite changes.
 TAGI_DDP_WIDE
 bool all_fit(const float* __restrict var, const double* __restrict precision,
              const double* __restrict weighted, size_t count) {
@@ -46,8 +46,8 @@ bool all_fit(const float* __restrict var, const double* __restrict precision,
     return bad == 0;
 }
 
-// var / (1 + dl var), and mu + (d + dl (reference - mu)) var of that; in this form a small change
-// is not lost beside a large mean.
+// var' = var / (1 + dl var), mu' = mu + (d + dl (reference - mu)) var'. In this form, rounding does
+// not lose a small change of a large mean.
 TAGI_DDP_WIDE
 void add_all(float* mu, float* __restrict var, const float* reference,
              const double* __restrict precision, const double* __restrict weighted, size_t count) {
@@ -61,7 +61,7 @@ void add_all(float* mu, float* __restrict var, const float* reference,
     }
 }
 
-// The same for one parameter whose precision would be too low.
+// Applies half of the change, a quarter, and so on, if the whole leaves too little precision.
 void add_part(float& mu, float& var, float reference, double precision, double weighted) {
     if (!std::isfinite(precision) || !std::isfinite(weighted)) return;
     double weight = 1.0;

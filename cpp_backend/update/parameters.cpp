@@ -13,13 +13,14 @@ Block weights_of(EngineLayer& layer) {
             layer.delta_var_w.data(), layer.mu_w.size(),  &layer.neg_var_w_counter};
 }
 
-// The engine leaves the biases of a layer without the flag alone.
+// A layer without the flag may have vectors of biases, which the engine does not use.
 Block biases_of(EngineLayer& layer) {
+    const size_t count = layer.bias ? layer.mu_b.size() : 0;
     return {layer.mu_b.data(),
             layer.var_b.data(),
             layer.delta_mu_b.data(),
             layer.delta_var_b.data(),
-            layer.bias ? layer.mu_b.size() : 0,
+            count,
             nullptr};
 }
 
@@ -32,7 +33,7 @@ bool sizes_agree(const EngineLayer& layer) {
                        layer.delta_var_b.size() == b));
 }
 
-// Adding 1 to the exponent carries into the sign bit exactly for infinities and NaNs.
+// If 1 is added to the exponent, it overflows into the sign bit only for infinities and NaNs.
 TAGI_DDP_WIDE
 bool all_finite(const float* values, size_t count) {
     uint32_t carry = 0;
@@ -44,11 +45,15 @@ bool all_finite(const float* values, size_t count) {
     return (carry & 0x80000000u) == 0;
 }
 
+void add(const float* values, size_t count, float* sums) {
+    for (size_t i = 0; i < count; ++i) sums[i] += values[i];
+}
+
 }  // namespace
 
 void Parameters::add_engine_layer(const std::string& name, EngineLayer* layer) {
     if (!sizes_agree(*layer)) {
-        throw std::runtime_error(name + ": means, variances and deltas differ in number");
+        throw std::runtime_error(name + " has means, variances and deltas of different sizes");
     }
     add_layer(name, weights_of(*layer), biases_of(*layer));
     engine_layers_.back() = layer;
@@ -98,9 +103,9 @@ void Parameters::place_deltas(float* bucket) {
     for (size_t i = 0; i < blocks_.size(); ++i) replace(i, blocks_[i]);
 }
 
-std::string Parameters::first_not_finite(size_t begin, size_t length) const {
+std::string Parameters::first_not_finite(Shard range) const {
     std::string name;
-    visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t) {
+    visit(range, [&](const Block& block, size_t first, size_t count, size_t) {
         if (name.empty() && !(all_finite(block.delta_mu + first, count) &&
                               all_finite(block.delta_var + first, count))) {
             name = names_[static_cast<size_t>(&block - blocks_.data()) / 2];
@@ -135,20 +140,16 @@ void Parameters::write_posterior(const float* gaussians) const {
 void Parameters::add_deltas_to(float* sums, const std::vector<bool>& layers) const {
     for (size_t i = 0; i < blocks_.size(); ++i) {
         if (!layers[i / 2]) continue;
-        float* mu = sums + offsets_[i];
-        float* var = sums + size_ + offsets_[i];
-        for (size_t j = 0; j < blocks_[i].count; ++j) mu[j] += blocks_[i].delta_mu[j];
-        for (size_t j = 0; j < blocks_[i].count; ++j) var[j] += blocks_[i].delta_var[j];
+        add(blocks_[i].delta_mu, blocks_[i].count, sums + offsets_[i]);
+        add(blocks_[i].delta_var, blocks_[i].count, sums + size_ + offsets_[i]);
     }
 }
 
 void Parameters::add_to_deltas(const float* sums, const std::vector<bool>& layers) const {
     for (size_t i = 0; i < blocks_.size(); ++i) {
         if (!layers[i / 2]) continue;
-        const float* mu = sums + offsets_[i];
-        const float* var = sums + size_ + offsets_[i];
-        for (size_t j = 0; j < blocks_[i].count; ++j) blocks_[i].delta_mu[j] += mu[j];
-        for (size_t j = 0; j < blocks_[i].count; ++j) blocks_[i].delta_var[j] += var[j];
+        add(sums + offsets_[i], blocks_[i].count, blocks_[i].delta_mu);
+        add(sums + size_ + offsets_[i], blocks_[i].count, blocks_[i].delta_var);
     }
 }
 

@@ -10,7 +10,7 @@ namespace tagi_ddp {
 
 class RunningStatistics {
  public:
-    // `norm` is in the engine's memory, verified, and must outlive this.
+    // `norm` is verified memory of the engine, and must outlive this.
     void add(EngineBatchNorm* norm) { norms_.push_back(norm); }
 
     size_t size() const {
@@ -30,7 +30,7 @@ class RunningStatistics {
         for (auto* norm : norms_) {
             for (float& value : norm->mu_ra) value = *in++ / total;
             for (float& value : norm->var_ra) value = *in++ / total;
-            norm->first_batch = false;  // on a rank that has had no batch of its own, too
+            norm->first_batch = false;  // also on a rank that has had no batch
         }
     }
 

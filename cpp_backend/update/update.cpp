@@ -1,26 +1,34 @@
 #include "update/update.h"
 
 #include <cstring>
+#include <vector>
 
 #include "update/apply.h"
-#include "update/sharded.h"
 
 namespace tagi_ddp {
 
-void pack(const Parameters& parameters, size_t begin, size_t length, float* bucket, size_t stride) {
-    parameters.visit(begin, length, [&](const Block& block, size_t first, size_t count, size_t at) {
+void pack(const Parameters& parameters, Shard range, float* bucket, size_t stride) {
+    parameters.visit(range, [&](const Block& block, size_t first, size_t count, size_t at) {
         std::memcpy(bucket + at, block.delta_mu + first, count * sizeof(float));
         std::memcpy(bucket + stride + at, block.delta_var + first, count * sizeof(float));
     });
 }
 
 void apply(const Parameters& parameters, const float* bucket, float divisor, float cap) {
+    const size_t size = parameters.size();
     reset_counters(parameters);
-    apply_range(parameters, 0, parameters.size(), &bucket, 1, parameters.size(), divisor, cap);
+    apply_range(parameters, {0, size}, &bucket, 1, size, divisor, cap);
+}
+
+void apply_shard(const Parameters& parameters, Shard range, float* gaussians, float divisor,
+                 float cap) {
+    const float* const slot = gaussians;
+    reset_counters(parameters);
+    apply_range(parameters, range, &slot, 1, range.count, divisor, cap, gaussians);
 }
 
 std::string apply_own(const Parameters& parameters, float cap) {
-    std::string culprit = parameters.first_not_finite(0, parameters.size());
+    std::string culprit = parameters.first_not_finite({0, parameters.size()});
     if (!culprit.empty()) return culprit;
     for (const Block& block : parameters.blocks()) {
         const int32_t negative =
@@ -32,13 +40,52 @@ std::string apply_own(const Parameters& parameters, float cap) {
 
 Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bucket, int64_t batch,
           bool finished, bool average, double timeout) {
+    const size_t size = parameters.size();
+    const int ranks = communicator.size();
+    const int me = communicator.rank();
     Step result;
-    if (batch > 0) result.culprit = parameters.first_not_finite(0, parameters.size());
-    const Contribution own{batch, result.culprit.empty(), finished};
-    if (batch > 0 && bucket != parameters.bucket()) {
-        pack(parameters, 0, parameters.size(), bucket, parameters.size());
+    if (batch > 0) {
+        result.culprit = parameters.first_not_finite({0, size});
+        if (bucket != parameters.bucket()) pack(parameters, {0, size}, bucket, size);
     }
-    result.agreement = step_by_shards(communicator, parameters, bucket, own, average, timeout);
+    Signature signature{Kind::step, DType::f32, average ? ReduceOp::mean : ReduceOp::sum};
+    signature.count = size;
+    signature.values[0] = batch;
+    signature.values[1] = result.culprit.empty();
+    signature.values[2] = finished;
+
+    Agreement& agreement = result.agreement;
+    std::vector<Contribution> contributions;
+    InPlaceExchange plan{signature, {bucket, 2 * size, DType::f32}};
+    plan.agree = [&](const std::vector<Signature>& all) {
+        for (const Signature& rank : all) {
+            contributions.push_back({rank.values[0], rank.values[1] != 0, rank.values[2] != 0});
+        }
+        agreement = Agreement(contributions);
+        return agreement.applies();
+    };
+    const auto gaussians = [&](std::byte* part) { return reinterpret_cast<float*>(part); };
+    plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
+        const Shard own = shard_of(size, sizeof(float), me, ranks);
+        std::vector<const float*> slots;
+        for (size_t r = 0; r < parts.size(); ++r) {
+            const bool has_deltas = contributions[r].batch > 0;
+            slots.push_back(has_deltas ? gaussians(parts[r]) + own.begin : nullptr);
+        }
+        reset_counters(parameters);
+        // Only this rank reads its own shard of its own bucket, so the posterior can replace it.
+        apply_range(parameters, own, slots.data(), ranks, size, agreement.divisor(average),
+                    agreement.cap(average), bucket + own.begin);
+    });
+    plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
+        for (int r = 0; r < ranks; ++r) {
+            if (r == me) continue;
+            const Shard shard = shard_of(size, sizeof(float), r, ranks);
+            const float* posterior = gaussians(parts[static_cast<size_t>(r)]) + shard.begin;
+            take_range(parameters, shard, posterior, size);
+        }
+    });
+    communicator.exchange(plan, timeout);
     return result;
 }
 

@@ -1,4 +1,4 @@
-// From the deltas of the ranks to the new posterior: pack, reduce, cap, apply.
+// The step from the ranks' deltas to the new posterior: pack, reduce, cap, apply.
 #pragma once
 
 #include <cstddef>
@@ -10,27 +10,30 @@
 
 namespace tagi_ddp {
 
-// Writes the deltas of the flat range [begin, begin + length) to bucket: [means | variances],
-// `stride` floats apart.
-void pack(const Parameters& parameters, size_t begin, size_t length, float* bucket, size_t stride);
+// Writes the deltas of a range to `bucket`: [means | variances], `stride` floats apart.
+void pack(const Parameters& parameters, Shard range, float* bucket, size_t stride);
 // Caps and applies the bucket's deltas, divided by `divisor`.
 void apply(const Parameters& parameters, const float* bucket, float divisor, float cap);
-// Caps and applies the deltas where they are: the step of one rank alone. If one is NaN or infinite
-// nothing is applied; returns the name of its layer, else nothing.
+// Caps and applies the sums of deltas in `gaussians`, [means | variances] of a range, divided by
+// `divisor`, and replaces them by the posterior, which `take_range` copies on the other ranks.
+void apply_shard(const Parameters& parameters, Shard range, float* gaussians, float divisor,
+                 float cap);
+// Caps and applies the deltas in the layers: the step of one rank alone. If a delta is NaN or
+// infinite, applies nothing and returns the name of its layer; else returns "".
 std::string apply_own(const Parameters& parameters, float cap);
 
 // The result of a step of all ranks.
 struct Step {
     Agreement agreement{{}};
-    std::string culprit;  // the first layer of this rank with a delta that is NaN or infinite
+    std::string culprit;  // this rank's first layer with a delta that is NaN or infinite, or ""
 };
 
-// One step of the ranks of a host, in one collective: vote, check, reduce, cap and apply. Nothing
-// is applied if a delta of any rank is NaN or infinite. `batch` samples are behind the deltas, 0:
-// this rank has none. Each rank applies its shard of the parameters, and copies the other shards.
+// One step of the ranks of a host, in one collective: agree, reduce, cap and apply. Each rank
+// applies its shard of the parameters, and copies the others' shards. If a delta of any rank is NaN
+// or infinite, nothing is applied. `batch` samples are behind this rank's deltas; 0: it has none.
 //
-// `bucket` is memory that the communicator has allocated, [means | variances]; its contents are
-// lost. Deltas that lie elsewhere are packed into it before.
+// `bucket` is memory that the communicator has allocated, [means | variances], and is overwritten.
+// Deltas that are elsewhere are packed into it first.
 Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bucket, int64_t batch,
           bool finished, bool average, double timeout);
 

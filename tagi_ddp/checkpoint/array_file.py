@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp.checkpoint.seal import UNSEALED, checksum, is_sealed, seal
-
+_FIELD, _EMPTY = "checksum", "0" * 8
+UNSEALED = {_FIELD: _EMPTY}  # the first field of the JSON that `seal` takes
+_MARK = f'"{_FIELD}": "'.encode()
 _METADATA, _TREE = "__metadata__", "tree"
 _KEYS = {*UNSEALED, "checksums", "save", _TREE}
 _PIECE = 1 << 22  # bytes that are read at once to verify them
@@ -102,12 +102,7 @@ class ArrayFile:
         """Return the file itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file."""
         self._opened.close()
 
@@ -176,3 +171,33 @@ def naming(path: Path) -> Iterator[None]:
     except Exception as error:
         kind = type(error).__name__
         raise DamagedFile(f"{path} is no checkpoint, or not all of one: {kind}: {error}") from error
+
+
+# --- a checksum of JSON that the JSON itself holds, as its first field -------------------------
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the CRC-32 of bytes as eight hexadecimal digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def seal(data: bytes) -> bytes:
+    """Return ``data`` with its checksum in the first field, which must be `UNSEALED`."""
+    begin, end = _digits(data)
+    return data[:begin] + checksum(data).encode() + data[end:]
+
+
+def is_sealed(data: bytes) -> bool:
+    """Return whether ``data`` holds a checksum; raise ValueError if it does not match."""
+    if _MARK not in data:
+        return False
+    begin, end = _digits(data)
+    own = checksum(data[:begin] + _EMPTY.encode() + data[end:]).encode()
+    if data[begin:end] != own:
+        raise ValueError("its checksum does not match")
+    return True
+
+
+def _digits(data: bytes) -> tuple[int, int]:
+    begin = data.index(_MARK) + len(_MARK)
+    return begin, begin + len(_EMPTY)

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import os
 import secrets
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tagi_ddp.checkpoint.disk import Call
+from tagi_ddp.checkpoint.disk import Call, on_disk
 from tagi_ddp.checkpoint.entering import enter, join
 from tagi_ddp.checkpoint.errors import CheckpointError, is_damage
-from tagi_ddp.checkpoint.folder import FORMAT, FORMATS, Checkpoint, Folder, label
-from tagi_ddp.checkpoint.generators import state_of, states
-from tagi_ddp.checkpoint.loading import Loading
+from tagi_ddp.checkpoint.folder import FORMAT, Checkpoint, Folder, label
+from tagi_ddp.checkpoint.generators import states
+from tagi_ddp.checkpoint.loading import Loading, load_last
 from tagi_ddp.checkpoint.owner import Owner
-from tagi_ddp.checkpoint.parts import check_part, communicator_of, is_elastic, states_of
+from tagi_ddp.checkpoint.parts import Run, communicator_of, is_elastic, states_of
 from tagi_ddp.checkpoint.tree import Snapshot, check
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
-from tagi_ddp.communicators.equality import Entry, require_equal
-from tagi_ddp.communicators.guard import Closing, abort
-from tagi_ddp.communicators.init import as_communicator, is_made_for
+from tagi_ddp.communicators.equality import Same, all_or_none
+from tagi_ddp.communicators.guard import Closing, abort, or_abort
+from tagi_ddp.communicators.init import adopted
 from tagi_ddp.data import DistributedSampler
 
 T = TypeVar("T")
 
-REMEDY = "resume(fallback=True) goes on from the last whole checkpoint before it"
 _SHARE = 0.7  # the part of the communicator's timeout for which a rank waits for the disk
 
 
@@ -71,44 +70,41 @@ class Checkpoints(Closing):
         generators: Mapping[str, Any] | None = None,
     ) -> None:
         """Compare the ranks' arguments, own the folder, and clear it of incomplete checkpoints."""
-        self._parts = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
-        self._explicit = None if communicator is None else as_communicator(communicator)
-        self._made = self._explicit is not None and is_made_for(self._explicit, communicator)
+        named = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
+        self._run = Run(named, sampler, dict(generators or {}))
+        self._made, self._explicit = ExitStack(), None
+        if communicator is not None:
+            self._explicit = self._made.enter_context(adopted(communicator))
         self._keep = keep
-        self._sampler = sampler
-        self._generators = dict(generators or {})
         self._folder = Folder(folder)
         self._snapshot = Snapshot()
         self._writing: Call[None] | None = None
         self._closed = False
         self.extra: Any = None
-        self._elastic = next((part for part in self._parts.values() if is_elastic(part)), None)
+        self._elastic = next((part for part in named.values() if is_elastic(part)), None)
         self._joined = self._elastic is not None and self._elastic.joined
-        self._number = 0  # the number of the next checkpoint
         self._owner = Owner(self._folder.path)
-        try:
-            number = None if self._joined else self._surviving(self._start)
-            if number is None:  # The other ranks have begun before.
-                self._arguments()
-                join(self._folder, self._owner, self._communicator, self._on_disk)
-            self._number = number or 0
-        except BaseException:
-            self._owner.release()
-            raise
+        number = None if self._joined else self._surviving(self._begin)
+        if number is None:  # The other ranks have begun before, and make no call here.
+            self._check_arguments()
+            number = self._own(join)
+        self._number = number  # that of the next checkpoint
 
-    def _arguments(self) -> list[Entry]:
-        for name, part in self._parts.items():
-            check_part(name, part)
+    def _check_arguments(self) -> None:
+        self._run.check()
         integer("keep", self._keep, 1)
-        for generator in self._generators.values():
-            state_of(generator)
-        return [(name, str(value)) for name, value in self._run(0).items()]
 
-    def _start(self) -> int:
-        """Own and clear the folder; return the number of the next checkpoint."""
-        self._agree(self._arguments)
+    def _begin(self) -> int:
+        """Compare the ranks' arguments, own the folder; return the next checkpoint's number."""
+        with self._agree() as same:
+            self._check_arguments()
+            for name, value in self._entries(0).items():
+                same(name, value)
+        return self._own(enter)
+
+    def _own(self, call: Callable[[Folder, Owner, Communicator, float], int]) -> int:
         try:
-            return enter(self._folder, self._owner, self._communicator, self._on_disk)
+            return call(self._folder, self._owner, self._communicator, self._limit)
         except BaseException:
             self._owner.release()
             raise
@@ -137,15 +133,17 @@ class Checkpoints(Closing):
             self._surviving(partial(self._save, step, extra))
 
     def _save(self, step: int, extra: Any) -> None:
-        self._agree(lambda: [("step", str(integer("step", step, 0)))], wait=True)
+        with self._agree(wait=True) as same:
+            same("step", integer("step", step, 0))
         everyone = all_gather_object(self._communicator, [self._number, secrets.token_hex(8)])
         self._number, save = max(number for number, _ in everyone), everyone[0][1]
         self._collect(self._snapshot.take, extra)
         checkpoint = self._folder.checkpoint(self._number, step)
         self._number += 1
         rank = self._communicator.rank
-        sizes = [] if self._sampler is None else self._sampler.batch_sizes
-        run = {**self._run(step), "save": save, "batch_sizes": sizes}
+        sampler = self._run.sampler
+        sizes = [] if sampler is None else sampler.batch_sizes
+        run = {**self._entries(step), "save": save, "batch_sizes": sizes}
         path = self._folder.saving(checkpoint, run).file_of(rank)
         write = partial(self._write, checkpoint, rank, run)
         self._writing = Call(write, self._limit, f"{path} has not been written")
@@ -159,17 +157,10 @@ class Checkpoints(Closing):
 
     def _collect(self, use: Callable[[Any], None], extra: Any) -> None:
         """Call a function with all that this rank saves."""
-        try:
-            parts = states_of(self._parts)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-        def call() -> list[Entry]:
-            use({"parts": parts, "generators": states(self._generators), "extra": extra})
-            return []
-
-        self._agree(call)
+        with or_abort([self._communicator]):
+            parts = states_of(self._run.parts)
+        with self._agree():
+            use({"parts": parts, "generators": states(self._run.generators), "extra": extra})
 
     def _write(self, checkpoint: Checkpoint, rank: int, run: dict[str, Any]) -> None:
         write = partial(self._snapshot.write, save=label(run, rank))
@@ -186,14 +177,12 @@ class Checkpoints(Closing):
         self._surviving(self._wait)
 
     def _wait(self) -> None:
-        self._agree(list, wait=True)
-        self._agree(self._prune)
-
-    def _prune(self) -> list[Entry]:
-        if self._communicator.rank == 0:
-            failure = f"{self._folder.path} has not been cleared of earlier checkpoints"
-            self._on_disk(self._publish_and_prune, failure)
-        return []
+        with self._agree(wait=True):
+            pass
+        with self._agree():
+            if self._communicator.rank == 0:
+                failure = f"{self._folder.path} has not been cleared of earlier checkpoints"
+                on_disk(self._publish_and_prune, self._limit, failure)
 
     def close(self) -> None:
         """Wait for this rank's file and release the folder; may be called again.
@@ -206,8 +195,7 @@ class Checkpoints(Closing):
         except Exception as error:
             raise self._error_of(error) from error
         finally:
-            if self._explicit is not None and self._made:
-                self._explicit.close()
+            self._made.close()
             if self._writing is None:
                 self._owner.release()
 
@@ -257,128 +245,89 @@ class Checkpoints(Closing):
         return made or 0
 
     def _resume(self, step: int | None, fallback: bool) -> int:
-        tried: set[Path] = set()
-        log: list[str] = []
-        found = self._choose(step, fallback, tried, log)
-        while found is not None:
-            loading = self._loading(found)
-            try:
-                loading.check()
-            except CheckpointError as error:
-                if not any(all_gather_object(self._communicator, is_damage(error))):
-                    raise
-                if not fallback:
-                    raise CheckpointError(f"{error}. {REMEDY}") from error
-                log.append(f"{error}. It is left where it is")
-                tried.add(found.path)
-                self._folder.set_aside.add(found.path)
-            else:
-                self._load(loading)
-                break
-            found = self._choose(step, fallback, tried, log)
-        if self._communicator.rank == 0:
-            for text in log:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return 0 if found is None else found.step
+        def damaged(error: Exception) -> bool:
+            comm = self._communicator
+            return isinstance(error, CheckpointError) and any(
+                all_gather_object(comm, is_damage(error))
+            )
+
+        found = load_last(
+            partial(self._choose, step, fallback),
+            self._checked,
+            None if fallback else "resume(fallback=True)",
+            damaged,
+            warns=self._communicator.rank == 0,
+        )
+        return 0 if found is None else found[0].step
 
     def go_on(self, found: Checkpoint | None) -> None:
         """Load a checkpoint as `resume` does, from any folder; all ranks must have found it."""
-
-        def check() -> list[Entry]:
-            return [("checkpoint", "none" if found is None else found.path.name)]
-
-        self._agree(check, wait=True)
+        with self._agree(wait=True) as same:
+            same("checkpoint", "none" if found is None else found.path.name)
         if found is not None:
-            loading = self._loading(found)
-            loading.check()
-            self._load(loading)
+            self._checked(found)()
 
-    def _loading(self, found: Checkpoint) -> Loading:
-        return Loading(
-            found,
-            partial(self._check_run, found),
-            self._parts,
-            self._sampler,
-            self._generators,
-            self._communicator,
-            self._agree,
-            self._on_disk,
-        )
+    def _checked(self, found: Checkpoint) -> Callable[[], None]:
+        """Check a checkpoint; return a function that loads it."""
+        loading = Loading(found, self._run, self._communicator, self._agree, self._limit)
+        loading.check()
 
-    def _load(self, loading: Loading) -> None:
-        try:
-            self.extra = loading.load()
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        def load() -> None:
+            with or_abort([self._communicator]):
+                self.extra = loading.load()
+
+        return load
 
     def _choose(
         self, step: int | None, fallback: bool, tried: set[Path], log: list[str]
     ) -> Checkpoint | None:
         """Return, on all ranks, the checkpoint that rank 0 finds."""
-        found: list[tuple[int, int]] = []
 
         def last() -> Checkpoint | None:
             self._folder.publish()
             return self._folder.last(step, tried, log)
 
-        def look() -> list[Entry]:
+        self._folder.set_aside |= tried
+        chosen: Checkpoint | None = None
+        with self._agree(wait=True):
+            pass  # All ranks' files exist when rank 0 looks.
+        with self._agree() as same:
+            same("step", step)
+            same("fallback", fallback)
             if self._communicator.rank == 0:
-                chosen = self._on_disk(last, f"{self._folder.path} has not been read")
-                found.extend([] if chosen is None else [(chosen.number, chosen.step)])
-            return [("step", str(step)), ("fallback", str(fallback))]
+                chosen = on_disk(last, self._limit, f"{self._folder.path} has not been read")
+        numbers = None if chosen is None else (chosen.number, chosen.step)
+        found = all_gather_object(self._communicator, numbers)[0]
+        return None if found is None else self._folder.checkpoint(*found)
 
-        self._agree(list, wait=True)  # All ranks' files exist when rank 0 looks.
-        self._agree(look)
-        for number, steps in all_gather_object(self._communicator, found)[0]:
-            return self._folder.checkpoint(number, steps)
-        return None
-
-    def _check_run(self, checkpoint: Checkpoint) -> None:
-        saved, now = checkpoint.run, self._run(checkpoint.step)
-        for name in ("format", "parts", "sampler", "generators"):
-            known = FORMATS if name == "format" else (now[name],)
-            if saved.get(name) not in known:
-                raise ValueError(
-                    f"{name} is {now[name]} now, and was {saved.get(name)} in {checkpoint.path}"
-                )
-
-    def _run(self, step: int) -> dict[str, Any]:
-        """Return the entries of run.json that describe the run, which `resume` compares."""
-        return {
-            "format": FORMAT,
-            "step": step,
-            "ranks": self._communicator.size,
-            "parts": sorted(self._parts),
-            "sampler": None if self._sampler is None else self._sampler.settings,
-            "generators": sorted(self._generators),
-        }
+    def _entries(self, step: int) -> dict[str, Any]:
+        """Return the entries of run.json that describe the run."""
+        ranks = self._communicator.size
+        return {"format": FORMAT, "step": step, "ranks": ranks, **self._run.settings()}
 
     # --- together -----------------------------------------------------------------------------
 
     @property
     def _communicator(self) -> Communicator:
-        return self._explicit or communicator_of(self._parts)
+        return self._explicit or communicator_of(self._run.parts)
 
     def _surviving(self, call: Callable[[], T], changes: bool = False) -> T | None:
         """Make a collective call, in an elastic job by `DDPSequential.survive`."""
         return call() if self._elastic is None else self._elastic.survive(call, changes)
 
-    def _agree(self, describe: Callable[[], list[Entry]], wait: bool = False) -> None:
-        """Call a function on all ranks; all raise if one of them raises or the results differ."""
-
-        def checked() -> list[Entry]:
+    @contextmanager
+    def _agree(self, wait: bool = False) -> Iterator[Same]:
+        """Run a block on all ranks, as `all_or_none` does; ``wait`` for this rank's file before."""
+        remedy = "Do the same on all ranks."
+        with all_or_none(self._communicator, "checkpoints", remedy, CheckpointError) as same:
             try:
                 if self._closed:
                     raise RuntimeError("these checkpoints are closed; make new ones to go on")
                 if wait:
                     self._finish()
-                return describe()
+                yield same
             except Exception as error:
                 raise self._error_of(error) from error
-
-        remedy = "Do the same on all ranks."
-        require_equal(self._communicator, checked, "checkpoints", remedy, CheckpointError)
 
     def _error_of(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"{error}. The folder is {str(self._folder.path)!r}")
@@ -391,9 +340,6 @@ class Checkpoints(Closing):
         """
         timeout = self._communicator.timeout
         return _SHARE * (timeout if self._elastic is None else max(timeout, DEFAULT_TIMEOUT))
-
-    def _on_disk(self, call: Callable[[], T], failure: str) -> T:
-        return Call(call, self._limit, failure).result()
 
     def _give_up(self, error: BaseException) -> None:
         abort([self._communicator], error)

@@ -49,3 +49,8 @@ class Call(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def on_disk(call: Callable[[], T], limit: float, failure: str) -> T:
+    """Return the result of a call that waits for storage; raise its error; see `Call`."""
+    return Call(call, limit, failure).result()

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
 
+from tagi_ddp.checkpoint.disk import on_disk
 from tagi_ddp.checkpoint.errors import CheckpointError
 from tagi_ddp.checkpoint.folder import SEEN, Folder
-from tagi_ddp.checkpoint.loading import OnDisk
 from tagi_ddp.checkpoint.owner import Owner
 from tagi_ddp.communicators import Communicator, all_gather_object
-
-T = TypeVar("T")
+from tagi_ddp.communicators.equality import all_or_none
 
 _SEEN = 10.0  # seconds within which all ranks must see a file of rank 0
 _PATIENCE = 3.0  # seconds within which a job that has ended must release the folder
 
 
-def enter(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> int:
+def enter(folder: Folder, owner: Owner, comm: Communicator, limit: float) -> int:
     """Own a folder for a new job and clear it; return the number of the next checkpoint.
 
     A collective call. All ranks raise CheckpointError if another job owns it or a rank misses it.
+    A rank waits for the disk for ``limit`` seconds.
     """
     token = folder.path / f"{SEEN}{secrets.token_hex(8)}"
     failure = f"{folder.path} has not been read"
+    together = partial(all_or_none, comm, "folders", "Give one folder.", CheckpointError)
+    first, number = comm.rank == 0, 0
 
     def begin() -> int:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -45,42 +46,47 @@ def enter(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> int
         owner.join(_patience(comm))
         return True
 
-    first = comm.rank == 0
-    number, problem = _attempt(partial(disk, begin, failure)) if first else (0, "")
-    name, number, problem = all_gather_object(comm, (token.name, number, problem))[0]
-    seen: bool | None = True
-    if not first and not problem:
-        seen, problem = _attempt(partial(disk, partial(follow, name), failure))
-    everyone = all_gather_object(comm, (seen, problem))
-    if first:
-        with suppress(OSError):  # The next start removes it.
-            disk(partial(token.unlink, True), failure)
-    for _, text in everyone:
-        if text:
-            raise CheckpointError(f"folder {str(folder.path)!r} cannot be used: {text}")
-    if unseen := [rank for rank, (there, _) in enumerate(everyone) if not there]:
-        raise CheckpointError(
-            f"folder must be where all ranks see it, but {str(folder.path)!r} of rank 0 is not "
-            f"seen by ranks {unseen}: give one on a shared file system"
-        )
+    with together(), _naming(folder):
+        if first:
+            number = on_disk(begin, limit, failure)
+    name, number = all_gather_object(comm, (token.name, number))[0]
+    try:
+        with together():
+            with _naming(folder):
+                seen = first or on_disk(partial(follow, name), limit, failure)
+            if not seen:
+                raise CheckpointError(
+                    f"folder must be where all ranks see it, but {str(folder.path)!r} of rank 0 is "
+                    f"not seen by rank {comm.rank}: give one on a shared file system"
+                )
+    finally:
+        if first:
+            with suppress(OSError):  # The next start removes it.
+                on_disk(partial(token.unlink, True), limit, failure)
     return int(number)
 
 
-def join(folder: Folder, owner: Owner, comm: Communicator, disk: OnDisk) -> None:
-    """Become a rank of the job that owns a folder; CheckpointError if another job owns it."""
-    call = partial(owner.join, _patience(comm))
-    _, problem = _attempt(partial(disk, call, f"{folder.path} has not been read"))
-    if problem:
-        raise CheckpointError(f"folder {str(folder.path)!r} cannot be used: {problem}")
+def join(folder: Folder, owner: Owner, comm: Communicator, limit: float) -> int:
+    """Become a rank of the job that owns a folder; CheckpointError if another job owns it.
+
+    Return 0: the other ranks know the number of the next checkpoint.
+    """
+    with _naming(folder):
+        call = partial(owner.join, _patience(comm))
+        on_disk(call, limit, f"{folder.path} has not been read")
+    return 0
 
 
 def _patience(comm: Communicator) -> float:
     return min(_PATIENCE, 0.2 * comm.timeout)
 
 
-def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Return a result, or the text of an error."""
+@contextmanager
+def _naming(folder: Folder) -> Iterator[None]:
+    """Turn errors of the block into CheckpointError with the folder's name."""
     try:
-        return call(), ""
+        yield
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"folder {str(folder.path)!r} cannot be used: {type(error).__name__}: {error}"
+        ) from error

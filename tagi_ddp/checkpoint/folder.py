@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tagi_ddp.checkpoint.array_file import ArrayFile, DamagedFile
-from tagi_ddp.checkpoint.seal import UNSEALED, is_sealed, seal
+from tagi_ddp.checkpoint.array_file import UNSEALED, ArrayFile, DamagedFile, is_sealed, seal
+from tagi_ddp.checkpoint.errors import CheckpointError
 from tagi_ddp.checkpoint.tree import read_tree
 from tagi_ddp.engine.whole_file import whole_file
 
@@ -73,7 +73,9 @@ class Checkpoint:
         try:
             if self.lacks() is not None:
                 return False
-            self.check()
+            for rank in range(self.ranks):
+                with self._open(rank):
+                    pass
         except (DamagedFile, FileNotFoundError):
             return False
         return True
@@ -87,12 +89,6 @@ class Checkpoint:
         files = map(self.file_of, range(ranks))
         return next((path for path in files if not path.is_file()), None)
 
-    def check(self) -> None:
-        """Raise DamagedFile unless all ranks' files are of one save; their arrays are not read."""
-        for rank in range(self.ranks):
-            with self._open(rank):
-                pass
-
     def verify(self, rank: int) -> None:
         """Read all of a rank's file; raise DamagedFile if it is damaged."""
         with self._open(rank) as file:
@@ -105,7 +101,7 @@ class Checkpoint:
         run, path = self.run, self.file_of(rank)
         file = ArrayFile(path)
         if file.save != label(run, rank):
-            file.__exit__(None, None, None)
+            file.__exit__()
             raise DamagedFile(f"{path} is of another save, or of another rank, than {_RUN} says")
         return file
 
@@ -141,17 +137,24 @@ class Folder:
         """Return the checkpoints that are whole, by `Checkpoint.whole`, the oldest first."""
         return [checkpoint for checkpoint in self.all() if checkpoint.whole]
 
-    def last(self, step: int | None, tried: Collection[Path], log: list[str]) -> Checkpoint | None:
+    def last(
+        self,
+        step: int | None,
+        tried: Collection[Path],
+        log: list[str],
+        until: int | None = None,
+    ) -> Checkpoint | None:
         """Return the last checkpoint that lacks no file; None if there is none.
 
         Args:
             step: the checkpoint's number of steps; None: any.
             tried: paths of damaged checkpoints, which are skipped.
             log: a list, to which a text is added for each checkpoint that lacks a file.
+            until: the number of the last checkpoint that counts; None: all count.
 
-        Raises ValueError if there is none of this step, or all are damaged.
+        Raises CheckpointError if there is none of this step, or all are damaged.
         """
-        found = self.all()
+        found = [each for each in self.all() if until is None or each.number <= until]
         for checkpoint in reversed(found):
             if step not in (None, checkpoint.step) or checkpoint.path in tried:
                 continue
@@ -164,9 +167,10 @@ class Folder:
             if text not in log:
                 log.append(text)
         if step is not None and not tried:
-            raise ValueError(f"step is {step}, but there are those of {[c.step for c in found]}")
+            steps = [each.step for each in found]
+            raise CheckpointError(f"step is {step}, but there are those of {steps}")
         if tried:
-            raise ValueError(
+            raise CheckpointError(
                 f"no whole checkpoint is left in {self.path}: {'; '.join(log)}. All stay where "
                 "they are: give another folder to begin anew"
             )
@@ -271,7 +275,7 @@ class Folder:
             self._point_to(last)
         if len(found) > keep:
             for checkpoint in [each for each in found if each.whole][:-keep]:
-                # Renamed first: nobody finds it half removed.
+                # Rename it first: no reader then finds it half removed.
                 removed = self.path / f"{_REMOVED}{secrets.token_hex(8)}"
                 with suppress(FileNotFoundError):
                     os.rename(checkpoint.path, removed)

@@ -23,7 +23,7 @@ from typing import Any
 
 LOCK = ".lock"
 _BUSY = (errno.EACCES, errno.EAGAIN)
-_TURN = 0.05  # seconds between two attempts
+_PAUSE = 0.05  # seconds between two attempts
 
 
 class FolderInUse(ValueError):
@@ -120,7 +120,7 @@ class Owner:
                 error = FolderInUse(_in_use(held))
                 self.release()
                 raise error
-            time.sleep(_TURN)
+            time.sleep(_PAUSE)
         return True
 
     def _acquire(self, held: _Held, kind: int) -> bool:

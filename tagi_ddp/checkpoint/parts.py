@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from tagi_ddp.checkpoint import generators as of_generators
 from tagi_ddp.checkpoint.folder import Checkpoint
 from tagi_ddp.checkpoint.module_states import state_of
 from tagi_ddp.checkpoint.tree import check, equal, read_tree
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.data import DistributedSampler
 from tagi_ddp.environment import rank_and_size
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run and its generators, by name, and its sampler."""
+
+    parts: Mapping[str, Any]
+    sampler: DistributedSampler | None
+    generators: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raise TypeError unless all can be saved."""
+        for name, part in self.parts.items():
+            check_part(name, part)
+        for generator in self.generators.values():
+            of_generators.state_of(generator)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the run that resumes must have in common with the one that saved."""
+        return {
+            "parts": sorted(self.parts),
+            "sampler": None if self.sampler is None else self.sampler.settings,
+            "generators": sorted(self.generators),
+        }
 
 
 def check_part(name: str, part: Any) -> None:
@@ -72,7 +99,7 @@ def check_state(name: str, part: Any, state: Any) -> None:
     if torch is None or not isinstance(part, torch.nn.Module):
         return
     plain, hooks = torch.nn.Module, ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    if type(part).load_state_dict is plain.load_state_dict and not any(
+    if type(part).load_state_dict is not plain.load_state_dict or any(
         (
             not type(module).__module__.startswith("torch.")
             and type(module)._load_from_state_dict is not plain._load_from_state_dict
@@ -80,23 +107,19 @@ def check_state(name: str, part: Any, state: Any) -> None:
         or any(getattr(module, hook) for hook in hooks)
         for module in part.modules()
     ):
-        check_tensors(name, part.state_dict(), state)
-
-
-def check_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
-    """Raise ValueError unless the tensors of a saved state have the names and shapes of ``own``."""
-    torch = sys.modules["torch"]
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"{name} is a {type(saved).__name__} in what was saved, no state of it")
-    if missing := own.keys() ^ saved.keys():
+        return
+    own = part.state_dict()
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{name} is a {type(state).__name__} in what was saved, no state of it")
+    if missing := own.keys() ^ state.keys():
         first = min(missing, key=str)
         where = "in this module" if first in own else "in what was saved"
         raise ValueError(f"{name} has {first} only {where}: give the module that was saved")
     for key, tensor in own.items():
         if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
             continue
-        if not isinstance(saved[key], torch.Tensor) or saved[key].shape != tensor.shape:
-            shape = tuple(getattr(saved[key], "shape", ()))
+        if not isinstance(state[key], torch.Tensor) or state[key].shape != tensor.shape:
+            shape = tuple(getattr(state[key], "shape", ()))
             raise ValueError(
                 f"{name} has {key} of the shape {tuple(tensor.shape)}, but {shape} was saved: give "
                 "the module that was saved"

@@ -36,19 +36,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    found = examine(options.timeout)
+    from tagi_ddp.commands.checks import CHECKS, compute_on_gpus  # Other commands do not need them.
+
+    found = run_all(CHECKS, options.timeout)
+    found["compute on GPUs"] = compute_on_gpus(found)
     print(as_json(found) if options.json else as_text(found))
     ready = readiness(found)
     needed = ["one process", "one host"] + ["gpus"] * options.gpu
     return 0 if all(ready[kind] for kind in needed) else 1
-
-
-def examine(limit: float) -> dict[str, Finding]:
-    """Run all checks, for ``limit`` seconds at most, and return what they found, by their names."""
-    from tagi_ddp.commands.checks import CHECKS, compute_on_gpus  # Other commands do not need them.
-
-    found = run_all(CHECKS, limit)
-    return {**found, "compute on GPUs": compute_on_gpus(found)}
 
 
 def readiness(found: Findings) -> dict[str, bool]:

@@ -16,11 +16,10 @@ from tagi_ddp.checks import count, positive
 from tagi_ddp.commands.parser import CommandParser
 from tagi_ddp.commands.signals import Ended, for_ranks
 from tagi_ddp.communicators.cores import usable_cores
-from tagi_ddp.elastic.policy import ElasticPolicy
 from tagi_ddp.environment import detect
-from tagi_ddp.launcher.descriptors import standard_descriptors
 from tagi_ddp.launcher.failure import LaunchError, Restarts
 from tagi_ddp.launcher.nodes import Nodes
+from tagi_ddp.launcher.rank_output import standard_descriptors
 from tagi_ddp.launcher.supervisor import supervise
 
 
@@ -161,13 +160,7 @@ def _attempt(
     timeout = None if end is None else max(0.0, end - time.monotonic())
     try:
         supervise(
-            command,
-            options.nprocs,
-            timeout,
-            policy=ElasticPolicy,
-            nodes=nodes,
-            restarts=restarts,
-            signals=for_ranks,
+            command, options.nprocs, timeout, nodes=nodes, restarts=restarts, signals=for_ranks
         )
     except LaunchError as error:
         # The rank has printed its traceback itself.

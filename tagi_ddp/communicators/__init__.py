@@ -1,6 +1,12 @@
 """Communicators: the collectives of the package, one interface for every backend."""
 
-from tagi_ddp.communicators.communicator import Buffer, Communicator, ReduceOp, Work
+from tagi_ddp.communicators.communicator import (
+    Buffer,
+    Communicator,
+    ReduceOp,
+    Work,
+    all_gather_object,
+)
 from tagi_ddp.communicators.errors import (
     BackendUnavailable,
     CommunicatorError,
@@ -10,7 +16,6 @@ from tagi_ddp.communicators.errors import (
 )
 from tagi_ddp.communicators.init import BACKENDS, as_communicator, init
 from tagi_ddp.communicators.levels import Levels
-from tagi_ddp.communicators.objects import all_gather_object
 
 __all__ = [
     "BACKENDS",

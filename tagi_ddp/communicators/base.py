@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from tagi_ddp import checks
 from tagi_ddp.communicators import buffers, errors, guard
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, Communicator, ReduceOp, Work
-from tagi_ddp.communicators.operation_queue import Inside, OperationQueue, Ticket
+from tagi_ddp.communicators.operations import Call, Inside, OperationQueue, Ticket
 
 E = TypeVar("E", bound=buffers.Elements)
 R = TypeVar("R")
@@ -183,8 +182,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         data = self._elements(buffer, "buffer")
         arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
         buffers.check_other("dst", dst, self.rank, self.size, "send to")
-        call = self._call("send", arguments, timeout, f"to rank {dst}")
-        return self._run(call, lambda: self._send(call, data, dst), async_op, self._messages_out)
+        call = self._call("send", arguments, timeout, dst)
+        return self._run(call, lambda: self._message(call, data, dst), async_op)
 
     def recv(
         self,
@@ -199,8 +198,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         data = self._elements(buffer, "buffer", writable=True)
         arguments = f"{data}, tag={buffers.check_integer('tag', tag)}"
         buffers.check_other("src", src, self.rank, self.size, "receive from")
-        call = self._call("recv", arguments, timeout, f"from rank {src}")
-        return self._run(call, lambda: self._recv(call, data, src), async_op)
+        call = self._call("recv", arguments, timeout, src)
+        return self._run(call, lambda: self._message(call, data, src), async_op)
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Return once every rank has called it."""
@@ -270,10 +269,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     ) -> R: ...
 
     @abstractmethod
-    def _send(self, call: Call, data: E, dst: int) -> None: ...
-
-    @abstractmethod
-    def _recv(self, call: Call, data: E, src: int) -> None: ...
+    def _message(self, call: Call, data: E, peer: int) -> None:
+        """Send to ``peer``, or receive from it, as ``call`` says."""
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...
@@ -291,7 +288,9 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
 
     # Order, numbers and errors.
 
-    def _call(self, name: str, arguments: str, timeout: float | None, peer: str = "") -> Call:
+    def _call(
+        self, name: str, arguments: str, timeout: float | None, peer: int | None = None
+    ) -> Call:
         self._check_open(name)  # A fork would wait for a lock that nothing frees.
         limit = self.timeout if timeout is None else checks.seconds("timeout", timeout)
         purpose = f", for {self.purpose}" if self.purpose else ""
@@ -300,28 +299,16 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _collective(self, call: Call, operation: Callable[[], R], async_op: bool) -> Work | None:
         return self._run(call, operation, async_op)
 
-    def _run(
-        self,
-        call: Call,
-        operation: Callable[[], object],
-        async_op: bool,
-        queue: OperationQueue | None = None,
-    ) -> Work | None:
-        ticket = self._submit(call, operation, async_op, queue)
+    def _run(self, call: Call, operation: Callable[[], object], async_op: bool) -> Work | None:
+        ticket = self._submit(call, operation, async_op)
         if async_op:
             return ticket
         ticket.wait()
         return None
 
-    def _submit(
-        self,
-        call: Call,
-        operation: Callable[[], T],
-        async_op: bool,
-        queue: OperationQueue | None = None,
-    ) -> Ticket[T]:
-        """Number ``call`` and run it after the previous ones, here or on ``queue``'s thread."""
-        queue = queue or self._operations
+    def _submit(self, call: Call, operation: Callable[[], T], async_op: bool) -> Ticket[T]:
+        """Number ``call`` and run it after the previous ones, here or on their queue's thread."""
+        queue = self._messages_out if call.name == "send" else self._operations
         elsewhere = async_op and self.concurrent
         if not elsewhere:
             self._check_outside(call.name)
@@ -339,7 +326,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _number(self, call: Call) -> None:
         """Number ``call``: collectives count together, messages by pair and direction."""
         self._check_open(call.name)
-        counter = f"{call.name} {call.peer}" if call.peer else "collectives"
+        counter = "collectives" if call.peer is None else f"{call.name} {call.peer}"
         self._numbers[counter] += 1
         call.number = self._numbers[counter]
 
@@ -356,7 +343,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _break(self, call: Call, error: BaseException) -> None:
         """Break the communicator on all ranks after the error of an operation."""
         if isinstance(error, errors.CommunicatorError):
-            self._fail(error, errors.what_happened(error))
+            self._fail(error)
         else:
             reason = f"{call.title} ended in {type(error).__name__}: {error}"
             failure = errors.CommunicatorError(f"{self._where(call.title)}: {reason}")
@@ -392,9 +379,10 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         if self._failure is not None:
             raise errors.not_started(self._where(call.title), self._failure)
 
-    def _fail(self, error: errors.CommunicatorError, reason: str) -> None:
+    def _fail(self, error: errors.CommunicatorError, reason: str = "") -> None:
+        """Break the communicator; the others get ``reason``, by default the text of ``error``."""
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = error
-        self._announce(error, reason)
+        self._announce(error, reason or errors.what_happened(error))

@@ -32,7 +32,8 @@ class Elements:
     @property
     def end(self) -> int:
         """The address after the last element."""
-        return self.address + self.count * item_size(self.dtype)
+        size = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return self.address + self.count * size
 
     def __str__(self) -> str:
         """Return for example "float32[8]"."""
@@ -58,11 +59,6 @@ class HostElements(Elements):
         return self.address + self.array.nbytes
 
 
-def item_size(dtype: str) -> int:
-    """Return the bytes of one element."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
 def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElements:
     """Return the elements of the argument called ``name``, sharing its memory.
 
@@ -85,33 +81,35 @@ def elements(buffer: Buffer, name: str, *, writable: bool = False) -> HostElemen
         if kind.name != "bfloat16" or not kind.isnative:  # Packages add it to numpy.
             raise TypeError(unsupported(name, str(kind)))
         dtype = kind.name
-    if not buffer.flags.c_contiguous:
-        raise ValueError(not_contiguous(name))
-    if not buffer.flags.aligned:
-        raise ValueError(not_aligned(name))
-    if writable and not buffer.flags.writeable:
-        raise ValueError(not_writable(name))
+    flags = buffer.flags
+    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not writable)):
+        raise ValueError(unfit(name, flags.c_contiguous, flags.aligned))
     flat = buffer.reshape(-1)
     return HostElements.of(dtype, flat.view(np.uint16) if dtype == "bfloat16" else flat)
 
 
 def _tensor_elements(tensor: Any, name: str, torch: Any) -> HostElements:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in FLOATS + INTEGERS:
-        raise TypeError(unsupported(name, dtype))
     if tensor.device.type != "cpu":
         raise ValueError(
             f'{name} is not in host memory, but the communicator\'s device is "cpu"; copy it to '
             "the host first"
         )
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(not_contiguous(name))
-    if tensor.data_ptr() % tensor.element_size():
-        raise ValueError(not_aligned(name))
+    dtype = dtype_of_tensor(tensor, name, torch)
     flat = tensor.detach().reshape(-1)
     if dtype == "bfloat16":
         return HostElements.of(dtype, flat.view(torch.int16).numpy().view(np.uint16))
     return HostElements.of(dtype, flat.numpy())
+
+
+def dtype_of_tensor(tensor: Any, name: str, torch: Any) -> str:
+    """Return the dtype of a tensor; raise TypeError or ValueError unless it can be sent."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in FLOATS + INTEGERS:
+        raise TypeError(unsupported(name, dtype))
+    contiguous = tensor.layout == torch.strided and tensor.is_contiguous()
+    if not contiguous or tensor.data_ptr() % tensor.element_size():
+        raise ValueError(unfit(name, contiguous, aligned=False))
+    return dtype
 
 
 # Error texts, the same as those of shm's bindings.
@@ -125,19 +123,17 @@ def unsupported(name: str, dtype: str) -> str:
     )
 
 
-def not_contiguous(name: str) -> str:
-    """Return the error text of a strided buffer."""
-    return f"{name} is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes"
+def unfit(name: str, contiguous: bool, aligned: bool) -> str:
+    """Return the error text of a buffer that is strided, misaligned, or else read-only."""
+    if not contiguous:
+        return (
+            f"{name} is not C-contiguous; pass a contiguous copy, as numpy.ascontiguousarray makes"
+        )
+    what = "read-only, but is written to" if aligned else "not aligned to its dtype"
+    return f"{name} is {what}; pass a copy"
 
 
-def not_aligned(name: str) -> str:
-    """Return the error text of a buffer that begins between two elements."""
-    return f"{name} is not aligned to its dtype; pass a copy"
-
-
-def not_writable(name: str) -> str:
-    """Return the error text of a read-only result."""
-    return f"{name} is read-only, but is written to; pass a copy"
+# Checks of arguments.
 
 
 def check_result(source: Elements, out: Elements, expected: int, *, in_place: bool = False) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import numpy.typing as npt
 
 Buffer = Any
@@ -236,3 +238,25 @@ class Communicator(Protocol):
     ) -> None:
         """Close; if the block ended in an error, `abort` before."""
         ...
+
+
+# Small Python values, as JSON: nothing that is received is ever run.
+
+
+def all_gather_object(comm: Communicator, obj: Any) -> list[Any]:
+    """Return every rank's ``obj``, in rank order: None, bools, numbers, texts, lists and dicts.
+
+    Two collectives: the sizes, then the bytes. Values are sent as JSON, so tuples become lists, and
+    keys texts. Other types raise TypeError on the rank that passes them.
+    """
+    of_device = getattr(comm, "all_gather_object", None)  # Its buffers cannot hold the host's.
+    if of_device is not None:
+        values: list[Any] = of_device(obj)
+        return values
+    data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
+    sizes = np.empty(comm.size, np.int64)
+    comm.all_gather(np.array([data.size], np.int64), sizes)
+    counts = sizes.tolist()
+    gathered = np.empty(sum(counts), np.uint8)
+    comm.all_gather(data, gathered, counts)
+    return [json.loads(part.tobytes()) for part in np.split(gathered, np.cumsum(counts)[:-1])]

@@ -1,19 +1,81 @@
-"""Checks that values are equal on all ranks, before an operation that needs it."""
+"""Parts of a program that all ranks complete, or none: checks, and values that must be equal."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.guard import AllRanksRaise
-from tagi_ddp.communicators.objects import all_gather_object
 
 Entry = tuple[str, str]
+Gather = Callable[[Any], list[Any]]
+Same = Callable[[str, object], None]
 
 
 class RanksDiffer(AllRanksRaise, ValueError):
-    """Values that must be equal on all ranks differ; the text names the first of them."""
+    """Values that must be equal on all ranks differ, or another rank has raised an error."""
+
+
+class OtherTypeError(RanksDiffer, TypeError):
+    """Another rank has raised a TypeError."""
+
+
+class OtherIndexError(RanksDiffer, IndexError):
+    """Another rank has raised an IndexError."""
+
+
+_OTHERS: dict[str, type[RanksDiffer]] = {
+    "TypeError": OtherTypeError,
+    "IndexError": OtherIndexError,
+    "ValueError": RanksDiffer,
+}
+
+
+@contextmanager
+def all_or_none(
+    group: Communicator | Gather, what: str, remedy: str, error: type[Exception] | None = None
+) -> Iterator[Same]:
+    """Run the block on all ranks; raise on all if one raises, or if values differ.
+
+    A collective call. The block gets a function, and calls it with the name of each value that must
+    be equal and with this rank's value. If the block raises on a rank, that rank raises its own
+    error, and the others raise one with its text. If all is well, this costs a gather of a few
+    bytes.
+
+    Args:
+        group: a communicator, or a function that returns every rank's value, in rank order.
+        what: the things that differ, in the plural; the beginning of the text of a difference.
+        remedy: the end of that text.
+        error: the type of the errors; None: RanksDiffer, also as a TypeError or an IndexError if
+            the other rank has raised one.
+    """
+    own: list[Entry] = []
+    problem: Exception | None = None
+    try:
+        yield lambda name, value: own.append((name, str(value)))
+    except Exception as raised:
+        problem = raised
+    refusal = None if problem is None else _refusal(problem, error)
+    if callable(group):
+        answers = _answers(group, refusal, own)
+    else:
+        alone = group.size == 1
+        answers = [] if alone else _answers(partial(all_gather_object, group), refusal, own)
+    if problem is not None:
+        raise problem
+    for rank, (other, _) in enumerate(answers):
+        if other is not None:
+            kind, text = other
+            raise (error or _OTHERS[kind])(f"rank {rank}: {text}")
+    if answers:
+        first, entries = answers[0][1], [entries for _, entries in answers]
+        rank = next(rank for rank, other in enumerate(entries) if other != first)
+        difference = first_difference(first, entries[rank], ("rank 0", f"rank {rank}"))
+        raise (error or RanksDiffer)(f"{what} differ first at {difference}. {remedy}")
 
 
 def require_equal(
@@ -21,47 +83,29 @@ def require_equal(
     describe: Callable[[], Iterable[Entry]],
     what: str,
     remedy: str,
-    error: type[Exception] = RanksDiffer,
+    error: type[Exception] | None = None,
 ) -> None:
-    """Raise on all ranks, naming the first difference, unless all are equal; a collective call.
-
-    If they are, this costs a gather of a few bytes.
-
-    Args:
-        communicator: of the ranks.
-        describe: returns names, each with this rank's value. It may raise an error: then this rank
-            raises that, and the others ``error``, which quotes it.
-        what: the beginning of the text: the things that differ, in the plural.
-        remedy: the end of the text: what to do.
-        error: the type of the error.
-    """
-    own: list[Entry] = []
-    problem: Exception | None = None
-    try:
-        own = list(describe())
-    except Exception as refusal:
-        problem = refusal
-    refused = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    difference = _difference(communicator, refused, own) if communicator.size > 1 else ""
-    if problem is not None:
-        raise problem
-    if difference:
-        raise error(f"{what} {difference}. {remedy}")
+    """Raise on all ranks unless ``describe`` returns the same on all; see `all_or_none`."""
+    with all_or_none(communicator, what, remedy, error) as same:
+        for entry in describe():
+            same(*entry)
 
 
-def _difference(communicator: Communicator, problem: str, own: list[Entry]) -> str:
-    """Return the first problem of a rank, else the first difference from rank 0, else ""."""
-    digest = hashlib.sha256(repr((problem, own)).encode()).hexdigest()
-    if len(set(all_gather_object(communicator, digest))) == 1:
-        return ""
-    everyone: list[tuple[str, list[Entry]]] = all_gather_object(communicator, [problem, own])
-    for rank, (refusal, _) in enumerate(everyone):
-        if refusal:
-            return f"are refused by rank {rank}: {refusal}"
-    first = everyone[0][1]
-    rank = next(rank for rank, (_, entries) in enumerate(everyone) if entries != first)
-    names = ("rank 0", f"rank {rank}")
-    return f"differ first at {first_difference(first, everyone[rank][1], names)}"
+def _refusal(problem: Exception, error: type[Exception] | None) -> tuple[str, str]:
+    """Return the kind of an error, a key of `_OTHERS`, and its text for the other ranks."""
+    kind = "ValueError"
+    if isinstance(problem, (TypeError, IndexError)):
+        kind = "TypeError" if isinstance(problem, TypeError) else "IndexError"
+    plain = isinstance(problem, (TypeError, IndexError, ValueError, error or ValueError))
+    return kind, str(problem) if plain else f"{type(problem).__name__}: {problem}"
+
+
+def _answers(
+    gather: Gather, refusal: tuple[str, str] | None, own: list[Entry]
+) -> list[tuple[tuple[str, str] | None, list[Entry]]]:
+    """Return all ranks' refusals and entries, in rank order; [] if they are the same."""
+    digest = hashlib.sha256(repr((refusal, own)).encode()).hexdigest()
+    return [] if len(set(gather(digest))) == 1 else gather((refusal, own))
 
 
 def first_difference(

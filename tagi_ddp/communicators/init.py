@@ -12,9 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 from tagi_ddp import checks
-from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, all_gather_object
 from tagi_ddp.communicators.errors import BackendUnavailable
-from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import (
     LaunchEnvironment,

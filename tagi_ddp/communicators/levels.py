@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.errors import (
     CommunicatorError,
     Mismatch,
@@ -14,7 +14,6 @@ from tagi_ddp.communicators.errors import (
     name_ranks,
     was_missed,
 )
-from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.communicators.two_level import TwoLevelCommunicator
 

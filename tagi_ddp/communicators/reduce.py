@@ -8,6 +8,7 @@ import numpy as np
 
 from tagi_ddp.communicators.communicator import ReduceOp
 
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 Restore = Callable[[np.ndarray], np.ndarray]
 
 
@@ -24,17 +25,13 @@ def reduce_rows(
         so_far = widen(first, dtype)
         total = out if so_far.dtype == out.dtype else np.empty_like(so_far)
         for row in others:
-            _ufunc(op)(so_far, widen(row, dtype), out=total)
+            _UFUNCS[op](so_far, widen(row, dtype), out=total)
             so_far = total
         if so_far is not total:  # There is a single row.
             total[...] = so_far
         result = finish(total, dtype, op, ranks)
         if result is not out:
             out[...] = result
-
-
-def _ufunc(op: ReduceOp) -> np.ufunc:
-    return {"min": np.minimum, "max": np.maximum}.get(op, np.add)
 
 
 def partial_op(op: ReduceOp) -> ReduceOp:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tagi_ddp.communicators.base import BaseCommunicator
 from tagi_ddp.communicators.buffers import HostElements, elements
-from tagi_ddp.communicators.call import Call
-from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, ReduceOp
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.errors import CommunicatorError
+from tagi_ddp.communicators.operations import Call
 
 
 class SingleCommunicator(BaseCommunicator[HostElements, None]):
@@ -21,44 +21,18 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
 
     _elements = staticmethod(elements)
 
-    def _all_reduce(
-        self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
+    def _copy(
+        self, call: Call, source: HostElements, target: HostElements, *_: object, **__: object
     ) -> None:
         target.array[...] = source.array
+
+    _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _copy
 
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
         pass
 
-    def _all_gather(
-        self, call: Call, source: HostElements, target: HostElements, counts: list[int]
-    ) -> None:
-        target.array[...] = source.array
-
-    def _reduce_scatter(
-        self,
-        call: Call,
-        source: HostElements,
-        target: HostElements,
-        counts: list[int],
-        op: ReduceOp,
-    ) -> None:
-        target.array[...] = source.array
-
-    def _all_to_all(
-        self,
-        call: Call,
-        source: HostElements,
-        target: HostElements,
-        sent: list[int],
-        received: list[int],
-    ) -> None:
-        target.array[...] = source.array
-
-    def _send(self, call: Call, data: HostElements, dst: int) -> None:
-        raise AssertionError("there is no other rank to send to")
-
-    def _recv(self, call: Call, data: HostElements, src: int) -> None:
-        raise AssertionError("there is no other rank to receive from")
+    def _message(self, call: Call, data: HostElements, peer: int) -> None:
+        raise AssertionError("there is no other rank")
 
     def _barrier(self, call: Call) -> None:
         pass
@@ -69,7 +43,7 @@ class SingleCommunicator(BaseCommunicator[HostElements, None]):
     def _is_forked(self) -> bool:
         return False  # A fork is a world of one, too.
 
-    def _fail(self, error: CommunicatorError, reason: str) -> None:
+    def _fail(self, error: CommunicatorError, reason: str = "") -> None:
         pass  # Operations continue: no other rank can be out of step.
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:

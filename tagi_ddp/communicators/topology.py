@@ -11,10 +11,9 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.control.mesh import host_id
 from tagi_ddp.communicators.cores import quota
-from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.environment import detect
 
 
@@ -77,8 +76,10 @@ class Topology:
             TypeError, ValueError: nodes would differ in size.
         """
         size, first = len(self.locations), self.locations[0].local_size
-        if node_size is None and first and self._launcher_counts_in_blocks(first):
-            node_size = first
+        if node_size is None and first and size % first == 0:
+            counted = [(one.local_rank, one.local_size) for one in self.locations]
+            if counted == [(rank % first, first) for rank in range(size)]:
+                node_size = first
         if node_size is not None:
             if size % integer("node_size", node_size, 1):
                 raise ValueError(
@@ -96,12 +97,6 @@ class Topology:
                 "give node_size"
             )
         return ranks_by_host(self.locations)
-
-    def _launcher_counts_in_blocks(self, local_size: int) -> bool:
-        return len(self.locations) % local_size == 0 and all(
-            (location.local_rank, location.local_size) == (rank % local_size, local_size)
-            for rank, location in enumerate(self.locations)
-        )
 
     def share_of_cores(self, rank: int) -> int:
         """Return the number of threads of a rank: its share of the cores it may use, at least 1.

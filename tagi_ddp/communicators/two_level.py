@@ -12,18 +12,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.communicators import shm
 from tagi_ddp.communicators.buffers import HostElements, cut, equal_counts
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, ReduceOp
-from tagi_ddp.communicators.control.handshake import Handshake, Ready
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, name_ranks, what_happened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary
+from tagi_ddp.communicators.operations import Call, Ready
 from tagi_ddp.communicators.reduce import finish, partial_op, widen
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.communicators.topology import ranks_by_host
@@ -35,13 +35,7 @@ CHUNK = 1 << 23
 _MORE = 60.0  # seconds that a level waits longer than the whole, which names the late ranks
 
 
-class _Level(Communicator, Protocol):
-    """A communicator whose ranks compare the purpose of their calls, too."""
-
-    purpose: str
-
-
-Stage = Callable[[int], Ready | None]
+Stage = Callable[[int], Ready]
 """Begins one stage of the work on a chunk."""
 
 
@@ -56,31 +50,31 @@ class TwoLevelCommunicator(NetworkCommunicator):
     """The ranks of this rank's host, in rank order, over its memory."""
     inter_node: Communicator | None = None
     """This rank and those with the same number on other hosts; None if a host has none."""
+    _operation: Handshake
+    """The handshake of the operation under way, one at a time, that uses the levels."""
 
     def open(self, open_library: OpenLibrary, call: Call) -> None:
         """Connect all ranks, then those of each level."""
         super().open(open_library, call)
-        self._levels: list[_Level] = []
+        self._levels: list[shm.ShmCommunicator | NetworkCommunicator] = []
         self._hosts = ranks_by_host(self.sites.topology.locations)
         self._host = next(i for i, ranks in enumerate(self._hosts) if self.rank in ranks)
         here = self._hosts[self._host]
         self._senders = min(map(len, self._hosts))  # ranks of each host that send to others
         self._idle = [0] * (len(here) - self._senders)
         number = here.index(self.rank)
-        token = secrets.token_hex(16)
-        others = self._handshake(replace(call, number=call.number + 1)).gather(token)
+        handshake = self._handshake(replace(call, number=call.number + 1))
+        tokens = handshake.gather(secrets.token_hex(16))
         self.node = SingleCommunicator(self.timeout)
         if len(here) > 1:
-            token = others.get(here[0], token)
-            node = shm.create(
-                number, len(here), token, call.left(), spin=False, backend=self.backend
-            )
+            token, size = tokens[here[0]], len(here)
+            node = shm.create(number, size, token, call.left(), spin=False, backend=self.backend)
             self.node = node
             self._levels.append(node)
         color = number if number < self._senders else None
         self.inter_node = self._split(call, color, self.rank)
         if self.inter_node is not None:
-            self._levels.append(cast(_Level, self.inter_node))
+            self._levels.append(cast(NetworkCommunicator, self.inter_node))
 
     @property
     def hosts(self) -> list[list[int]]:
@@ -91,7 +85,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         try:
             return self.node.empty(like.shape, like.dtype)
         except CommunicatorError as error:
-            self._explain(handshake, self.node, error)
+            handshake.explain(self._in_world(self.node, error))
 
     def _all_reduce(
         self, call: Call, source: HostElements, target: HostElements, op: ReduceOp
@@ -100,23 +94,20 @@ class TwoLevelCommunicator(NetworkCommunicator):
         chunks = _chunks(source)
         mine: list[Any] = [None] * len(chunks)  # this rank's slice of each chunk
 
-        def scatter(chunk: int) -> Ready | None:
+        def scatter(chunk: int) -> Ready:
             array = widen(source.array[chunks[chunk]], source.dtype)
             counts = self._slices(array.size, size)
             mine[chunk] = np.empty(counts[self.node.rank], array.dtype)
-            arguments = array, mine[chunk], counts, within
-            return self._begin(handshake, self.node, "reduce_scatter", *arguments)
+            return self._begin(self.node, "reduce_scatter", array, mine[chunk], counts, within)
 
-        def between(chunk: int) -> Ready | None:
-            if self.inter_node is None or not self._sends(mine[chunk].size):
-                return None
-            return self._begin(handshake, self.inter_node, "all_reduce", mine[chunk], within)
+        def between(chunk: int) -> Ready:
+            return self._between(mine[chunk], "all_reduce", mine[chunk], within)
 
-        def gather(chunk: int) -> Ready | None:
+        def gather(chunk: int) -> Ready:
             out = target.array[chunks[chunk]]
             result = finish(mine[chunk], target.dtype, op, self.size)
             counts = self._slices(out.size, size)
-            return self._begin(handshake, self.node, "all_gather", result, out, counts)
+            return self._begin(self.node, "all_gather", result, out, counts)
 
         with self._by_levels(call) as handshake:
             _pipeline(handshake, len(chunks), [scatter, between, gather])
@@ -128,32 +119,29 @@ class TwoLevelCommunicator(NetworkCommunicator):
         home = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         first = self._hosts[home].index(root)  # the root's number in its node
 
-        def scatter(chunk: int) -> Ready | None:
+        def scatter(chunk: int) -> Ready:
             part = data.array[chunks[chunk]]
             counts, none = self._slices(part.size, size), [0] * self.node.size
             own = counts[self.node.rank]
             mine[chunk] = np.empty(own, part.dtype)
             if home != self._host:  # The ranks of this node only compare the call, once.
                 if chunk:
-                    return None
-                nothing = part[:0], mine[chunk][:0], none, none
-                return self._begin(handshake, self.node, "all_to_all", *nothing)
+                    return _at_once
+                return self._begin(self.node, "all_to_all", part[:0], mine[chunk][:0], none, none)
             sent = counts if self.rank == root else none
             received = [*none[:first], own, *none[first + 1 :]]
-            arguments = part[: sum(sent)], mine[chunk], sent, received
-            return self._begin(handshake, self.node, "all_to_all", *arguments)
+            root_part = part[: sum(sent)]
+            return self._begin(self.node, "all_to_all", root_part, mine[chunk], sent, received)
 
-        def between(chunk: int) -> Ready | None:
-            if self.inter_node is None or not self._sends(mine[chunk].size):
-                return None
-            return self._begin(handshake, self.inter_node, "broadcast", mine[chunk], home)
+        def between(chunk: int) -> Ready:
+            return self._between(mine[chunk], "broadcast", mine[chunk], home)
 
-        def gather(chunk: int) -> Ready | None:
+        def gather(chunk: int) -> Ready:
             part = data.array[chunks[chunk]]
             if home == self._host:
-                return self._begin(handshake, self.node, "broadcast", part, first)
+                return self._begin(self.node, "broadcast", part, first)
             counts = self._slices(part.size, size)
-            return self._begin(handshake, self.node, "all_gather", mine[chunk], part, counts)
+            return self._begin(self.node, "all_gather", mine[chunk], part, counts)
 
         with self._by_levels(call) as handshake:
             _pipeline(handshake, len(chunks), [scatter, between, gather])
@@ -161,22 +149,21 @@ class TwoLevelCommunicator(NetworkCommunicator):
     def _all_gather(
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
     ) -> None:
-        sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [self._shares(sum(size), target.array.nbytes) for size in sizes]  # [host][sender]
-        by_sender = [[lengths[i] for lengths in slices] for i in range(self._senders)]
+        sizes, slices = self._sizes(counts, target.array.nbytes)
+        by_sender = [list(lengths) for lengths in zip(*slices, strict=True)]
         totals = [*map(sum, by_sender), *self._idle]
         number, kind = self.node.rank, source.array.dtype
         block = np.empty(sum(sizes[self._host]), kind)  # the data of this host's ranks
         mine = np.empty(totals[number], kind)
         everything = np.empty(sum(totals), kind)
         with self._by_levels(call) as handshake:
-            gather = partial(self._do, handshake, self.node, "all_gather")
-            gather(source.array, block, sizes[self._host])
-            if self.inter_node is not None and self._sends(mine.size):
+            gather = partial(self._begin, self.node, "all_gather")
+            handshake.wait_for(gather(source.array, block, sizes[self._host]))
+            if self.inter_node is not None:
                 own = cut(block, slices[self._host])[number]
-                lengths = by_sender[number]
-                self._do(handshake, self.inter_node, "all_gather", own, mine, lengths)
-            gather(mine, everything, totals)
+                ready = self._between(mine, "all_gather", own, mine, by_sender[number])
+                handshake.wait_for(ready)
+            handshake.wait_for(gather(mine, everything, totals))
             parts = [
                 cut(part, lengths)
                 for part, lengths in zip(cut(everything, totals), by_sender, strict=False)
@@ -195,8 +182,7 @@ class TwoLevelCommunicator(NetworkCommunicator):
         counts: list[int],
         op: ReduceOp,
     ) -> None:
-        sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
-        slices = [self._shares(sum(size), source.array.nbytes) for size in sizes]  # [host][sender]
+        sizes, slices = self._sizes(counts, source.array.nbytes)
         by_rank = cut(source.array, counts)
         by_host = [
             cut(np.concatenate([by_rank[rank] for rank in ranks]), lengths)
@@ -204,19 +190,20 @@ class TwoLevelCommunicator(NetworkCommunicator):
         ]
         ordered = np.concatenate([part[i] for i in range(self._senders) for part in by_host])
         array = widen(ordered, source.dtype)
-        by_sender = [[lengths[i] for lengths in slices] for i in range(self._senders)]
+        by_sender = [list(lengths) for lengths in zip(*slices, strict=True)]
         totals = [*map(sum, by_sender), *self._idle]
         number, within, own = self.node.rank, partial_op(op), slices[self._host]
         mine = np.empty(totals[number], array.dtype)
         reduced = np.empty([*own, *self._idle][number], array.dtype)
         block = np.empty(sum(own), array.dtype)
         with self._by_levels(call) as handshake:
-            reduce, node = "reduce_scatter", self.node
-            self._do(handshake, node, reduce, array, mine, totals, within)
-            if self.inter_node is not None and self._sends(mine.size):
-                lengths = by_sender[number]
-                self._do(handshake, self.inter_node, reduce, mine, reduced, lengths, within)
-            self._do(handshake, node, "all_gather", reduced, block, [*own, *self._idle])
+            reduce = "reduce_scatter"
+            handshake.wait_for(self._begin(self.node, reduce, array, mine, totals, within))
+            if self.inter_node is not None:
+                ready = self._between(mine, reduce, mine, reduced, by_sender[number], within)
+                handshake.wait_for(ready)
+            gather = self._begin(self.node, "all_gather", reduced, block, [*own, *self._idle])
+            handshake.wait_for(gather)
             result = cut(block, sizes[self._host])[number]
             target.array[...] = finish(result, target.dtype, op, self.size)
 
@@ -225,29 +212,26 @@ class TwoLevelCommunicator(NetworkCommunicator):
     @contextmanager
     def _by_levels(self, call: Call) -> Iterator[Handshake]:
         """Yield the handshake of an operation that the levels perform in the block."""
-        handshake = self._handshake(call)
+        handshake = self._operation = self._handshake(call)
         handshake.begin()
         for level in self._levels:
-            level.purpose = f"{call.name}({call.arguments})"
+            level.purpose = str(call)
         try:
             yield handshake
         finally:
+            del self._operation  # It refers to this communicator, which may be forgotten.
             for level in self._levels:
                 level.purpose = ""
         handshake.conclude()
-        self._done(handshake, call)
+        handshake.leave()
 
-    def _begin(
-        self, handshake: Handshake, level: Communicator, operation: str, *arguments: Any
-    ) -> Ready:
+    def _begin(self, level: Communicator, operation: str, *arguments: Any) -> Ready:
         """Begin an operation of a level."""
+        limit = self._operation.call.left() + _MORE
         try:
-            work = getattr(level, operation)(
-                *arguments, async_op=True, timeout=handshake.left() + _MORE
-            )
+            work = getattr(level, operation)(*arguments, async_op=True, timeout=limit)
         except CommunicatorError as error:
-            self._explain(handshake, level, error)
-        assert work is not None
+            self._operation.explain(self._in_world(level, error))
 
         def ready(seconds: float) -> bool:
             try:
@@ -263,15 +247,14 @@ class TwoLevelCommunicator(NetworkCommunicator):
 
         return ready
 
-    def _do(
-        self, handshake: Handshake, level: Communicator, operation: str, *arguments: Any
-    ) -> None:
-        handshake.wait_for(self._begin(handshake, level, operation, *arguments))
+    def _between(self, mine: np.ndarray, operation: str, *arguments: Any) -> Ready:
+        """Begin an operation between nodes, unless this rank's slice ``mine`` is empty.
 
-    def _explain(
-        self, handshake: Handshake, level: Communicator, error: CommunicatorError
-    ) -> NoReturn:
-        handshake.explain(self._in_world(level, error))
+        The first rank of each node takes part even then.
+        """
+        if self.inter_node is None or (mine.size == 0 and self.node.rank > 0):
+            return _at_once
+        return self._begin(self.inter_node, operation, *arguments)
 
     def _in_world(self, level: Communicator, error: CommunicatorError) -> CommunicatorError:
         """Return an error of a level with ranks numbered as in the whole group."""
@@ -284,9 +267,10 @@ class TwoLevelCommunicator(NetworkCommunicator):
             text += f" Of all ranks: {name_ranks(blamed)}."
         return type(error)(text, blamed)
 
-    def _sends(self, count: int) -> bool:
-        """Return whether this rank takes part between nodes; the first one always does."""
-        return count > 0 or self.node.rank == 0
+    def _sizes(self, counts: list[int], size: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return by host the counts of its ranks, and the shares of its senders of their sum."""
+        sizes = [[counts[rank] for rank in ranks] for ranks in self._hosts]
+        return sizes, [self._shares(sum(each), size) for each in sizes]
 
     def _shares(self, count: int, size: int) -> list[int]:
         """Return each sender's share of ``count`` elements of an operation on ``size`` bytes."""
@@ -317,14 +301,18 @@ def _chunks(elements: HostElements) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
+def _at_once(seconds: float) -> bool:
+    """Return True: there is nothing to wait for."""
+    return True
+
+
 def _pipeline(handshake: Handshake, chunks: int, stages: Sequence[Stage]) -> None:
     """Run all stages on all chunks, one chunk in each stage, in the same order on all ranks."""
-    begun: dict[int, Ready | None] = {}  # by chunk
+    begun: dict[int, Ready] = {}  # by chunk
     for tick in range(chunks + len(stages)):
         for number in range(len(stages) + 1):
             chunk = tick - number
             if 0 <= chunk < chunks:
-                if (ready := begun.pop(chunk, None)) is not None:
-                    handshake.wait_for(ready)
+                handshake.wait_for(begun.pop(chunk, _at_once))
                 if number < len(stages):
                     begun[chunk] = stages[number](chunk)

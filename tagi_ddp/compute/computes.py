@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from tagi_ddp.compute import native
-from tagi_ddp.compute.interface import Choice, Compute, Precision
+from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
+
+if TYPE_CHECKING:
+    from tagi_ddp.compute.on_engine import EngineCompute
+    from tagi_ddp.compute.on_torch import TorchCompute
+
+# They have the same methods, which EngineCompute describes.
+Compute: TypeAlias = "EngineCompute | NativeCompute | TorchCompute"
 
 
 class Computes:
@@ -42,7 +49,7 @@ class Computes:
         self.bucket = make_bucket() if device == "cpu" and chosen != "engine" else None
         self._engine = model._cpp_backend
         self._make_torch = partial(_torch_compute, model, replica, self.bucket, device, precision)
-        self._torch: Compute | None = None
+        self._torch: TorchCompute | None = None
         self._limit: float | None = None  # see `native.limit`; None: there is no choice
         self.native: NativeCompute | None = None
         if chosen == "engine":
@@ -111,14 +118,14 @@ class Computes:
         if self._limit is not None and batch > self._limit:
             import tagi_ddp.compute.on_torch  # noqa: F401
 
-    def _get_torch(self) -> Compute:
+    def _get_torch(self) -> TorchCompute:
         if self._torch is None:
             self._torch = self._make_torch()
             self._torch.set_threads(self._engine.num_threads)
         return self._torch
 
 
-def _torch_compute(*arguments: Any) -> Compute:
+def _torch_compute(*arguments: Any) -> TorchCompute:
     from tagi_ddp.compute.on_torch import TorchCompute
 
     return TorchCompute(*arguments)

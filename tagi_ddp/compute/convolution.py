@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, States, scale
-from tagi_ddp.engine.windows import window_of
+from tagi_ddp.engine.options import window_of
 
 
 class Conv2d(Layer):

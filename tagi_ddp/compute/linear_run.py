@@ -15,7 +15,7 @@ from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.linear import Linear
 from tagi_ddp.compute.states import Deltas, States, scale
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 
 class LinearRun(Chain):
@@ -28,7 +28,7 @@ class LinearRun(Chain):
     def __init__(self, layers: Sequence[Layer], replica: Replica) -> None:
         super().__init__(None, layers)
         handles = [layer.handle for layer in layers]
-        self._kernels = native.assemble(handles, replica)
+        self._kernels = native.build(handles, replica)
         self._limit = native.limit(handles, replica)
         self._saved: States | None = None  # the inputs, if the kernels computed the batch
 

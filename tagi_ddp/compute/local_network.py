@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from tagi_ddp.compute.computes import Computes
-from tagi_ddp.compute.inputs import Inputs
-from tagi_ddp.compute.interface import Choice, Compute, Precision
+from tagi_ddp.checks import flat_floats, require_rows, require_variances, shape_of
+from tagi_ddp.compute.computes import Compute, Computes
+from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.compute.sorted_labels import SortedLabels
-from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates, read_states
 from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 
 class Early(Protocol):
@@ -59,7 +60,7 @@ class LocalNetwork:
         self.misfit: tuple[str, Any] | None = None
         self.labels: SortedLabels | None = None
         self.swaps = swaps_in_samples(model)
-        self._inputs = Inputs(sample_shape(model))
+        self._sample = sample_shape(model)
 
     @property
     def compute(self) -> Compute:
@@ -79,7 +80,7 @@ class LocalNetwork:
         """
         begins = False  # True if this begins a step that can be undone
         try:
-            mean, variance, shown = self._inputs.take(mu_x, var_x, self.computes.takes_tensors)
+            mean, variance, states = self._checked(mu_x, var_x)
             if self.misfit is not None:
                 self.undo_misfit()
             if self.rollback.needed and self.accumulation.samples is None:
@@ -91,10 +92,10 @@ class LocalNetwork:
                 self.accumulation.forwarded = 0
                 return mean, mean + 0
             compute = self.computes.choose(mean)
-            if shown is None:
+            if states is None:
                 outputs = compute.forward(mean, variance)
             else:
-                outputs = compute.forward_from(shown)
+                outputs = compute.forward_from(states)
             self.accumulation.forwarded = compute.samples
             if self.swaps and (shared or self.accumulation.adds):
                 require_even(compute.samples)
@@ -103,6 +104,31 @@ class LocalNetwork:
             if begins:
                 self.undo()
             raise
+
+    def _checked(
+        self, mu_x: ArrayLike, var_x: ArrayLike | None
+    ) -> tuple[Any, Any, HiddenStates | None]:
+        """Return means and variances, flat, and the hidden states if ``mu_x`` holds some."""
+        keep_tensors = self.computes.takes_tensors
+        if type(mu_x) is not np.ndarray and hasattr(mu_x, "mu_a"):
+            states = read_states(mu_x)
+            mean: Any = states.mean
+        else:
+            states, shape = None, shape_of(mu_x)
+            if shape[1:] != self._sample:
+                require_rows("mu_x", shape, self._sample)
+            mean = flat_floats("mu_x", mu_x, keep_tensors)
+        if var_x is None:
+            return mean, None, states
+        require_rows("var_x", shape_of(var_x), self._sample)
+        variance = flat_floats("var_x", var_x, keep_tensors)
+        if len(variance) != len(mean):
+            raise ValueError(
+                f"var_x has {len(variance)} elements, mu_x {len(mean)}; give one variance for "
+                "each mean"
+            )
+        require_variances("var_x", variance)
+        return mean, variance, states
 
     def backward(self, early: Early | None) -> None:
         """Compute the deltas; ``early`` begins to reduce them meanwhile."""

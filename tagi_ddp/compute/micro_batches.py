@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tagi_ddp.communicators import Buffer
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 
 class Accumulation:

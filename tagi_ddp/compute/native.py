@@ -10,19 +10,19 @@ import numpy as np
 
 from tagi_ddp._backend import Network
 from tagi_ddp.engine.layers import lstm_steps
-from tagi_ddp.engine.normalization import layer_norm_epsilon
+from tagi_ddp.engine.options import layer_norm_epsilon
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 _ACTIVATIONS = (
     *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
     *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
 )
 
-# A step, forward and backward, takes torch so much longer than the backend's kernels to begin, by
-# kind of layer, in microseconds. Then torch is faster by so much a sample: by nanoseconds for each
-# use of a weight, and for each output of an activation that computes exponentials or error
+# Torch takes longer than the backend's kernels to begin a step, forward and backward: by these
+# microseconds for a layer of each kind. It takes less time for a sample: by these nanoseconds for
+# each use of a weight, and for each output of an activation that computes exponentials or error
 # functions. Measured by `benchmarks small` on one thread of a processor with AVX-512.
 _BEGIN = {"Linear": 260, "LSTM": 700, "LayerNorm": 200, "Embedding": 200}
 _BEGIN_ACTIVATION = 50
@@ -31,23 +31,17 @@ _FAST = ("Linear", "LSTM", "LayerNorm", "Embedding", "ReLU", "Sigmoid", "Tanh", 
 _SLOW_OUTPUT = 35
 
 
-def build(model: Any, replica: Replica) -> Network:
-    """Return the backend's network for ``model`` on the replica's parameters.
+def build(handles: Sequence[Any], replica: Replica) -> Network:
+    """Return the backend's network of consecutive engine layers on the replica's parameters.
 
     Raises ValueError if there is no kernel for a layer, LayoutError if the memory cannot be used.
     """
-    return assemble(model._cpp_backend.layers, replica)
-
-
-def assemble(handles: Sequence[Any], replica: Replica) -> Network:
-    """Return a network of consecutive engine layers, ``handles``; raise as `build` does."""
-    parameters = replica.memory
-    if parameters is None or not replica.in_place:
+    if not replica.in_place:
         raise LayoutError("the engine's memory cannot be used in place")
     unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *_ACTIVATIONS}
     if unknown:
         raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")
-    network = Network(parameters)
+    network = Network(replica.on_host)
     indices = {id(layer.handle): index for index, layer in enumerate(replica.layers)}
     for handle in handles:
         kind = type(handle).__name__

@@ -30,8 +30,9 @@ from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
 from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
 from tagi_ddp.compute.states import Deltas, Jacobian, States
+from tagi_ddp.engine.layers import walk
 from tagi_ddp.engine.pointers import LayoutError
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
     "Linear": Linear,
@@ -60,14 +61,14 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
 
 def why_not(model: Any) -> str | None:
     """Return why the model's layers cannot be computed here, or None."""
-    leaves = _leaves(model._cpp_backend.layers)
-    unknown = sorted(set(map(_kind, leaves)) - set(_KINDS))
+    layers = list(walk(model))
+    unknown = sorted({layer.kind for layer in layers} - set(_KINDS))
     if unknown:
         return f"torch does not compute {', '.join(unknown)} here"
     try:
-        for leaf in leaves:
-            if _kind(leaf) != "Embedding":  # An Embedding would copy its deltas.
-                _build(leaf)
+        for layer in layers:
+            if layer.kind != "Embedding":  # An Embedding would copy its deltas.
+                _build(layer.handle)
     except (LayoutError, ValueError) as error:
         return str(error)
     return None
@@ -75,7 +76,7 @@ def why_not(model: Any) -> str | None:
 
 def _build(handle: Any) -> Layer:
     """Return the layer of this package for an engine's layer."""
-    kind = _kind(handle)
+    kind = type(handle).__name__
     if kind == "LayerBlock":
         return LayerBlock(handle, [_build(layer) for layer in handle.layers])
     if kind == "ResNetBlock":
@@ -199,19 +200,3 @@ class Network:
                 begin = min(self._begins.get(part, begin) for part in layer.parts())
                 done(begin)
         return deltas
-
-
-def _kind(handle: Any) -> str:
-    return type(handle).__name__
-
-
-def _leaves(handles: list[Any]) -> list[Any]:
-    leaves: list[Any] = []
-    for handle in handles:
-        if _kind(handle) == "LayerBlock":
-            leaves += _leaves(handle.layers)
-        elif _kind(handle) == "ResNetBlock":
-            leaves += _leaves([handle.main_block, *filter(None, [handle.shortcut])])
-        else:
-            leaves.append(handle)
-    return leaves

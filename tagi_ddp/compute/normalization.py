@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, Jacobian, States, require_inputs, scale
-from tagi_ddp.engine.normalization import batch_norm_options, layer_norm_epsilon
+from tagi_ddp.engine.options import batch_norm_options, layer_norm_epsilon
 
 
 @dataclass(slots=True)

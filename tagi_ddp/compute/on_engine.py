@@ -10,14 +10,19 @@ import numpy as np
 
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
-from tagi_ddp.engine.buffers import FloatArray, Shown
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates
 from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_shape, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 
 class EngineCompute:
-    """The model's own forward and backward."""
+    """The model's own forward and backward.
+
+    takes_tensors: True if forward accepts tensors, and returns tensors for them. replica: the state
+    of the network, on the host or on a device. input_size: the number of inputs of a sample, as of
+    the last forward pass.
+    """
 
     name: Literal["engine"] = "engine"
     takes_tensors = False
@@ -57,17 +62,18 @@ class EngineCompute:
 
     @property
     def samples(self) -> int:
+        """The number of samples of the last forward pass; 0 before it."""
         return int(self._model._cpp_backend.z_buffer_block_size)
 
     @property
     def output_size(self) -> int:
+        """The number of outputs of a sample, as of the last forward pass."""
         return int(self._model.output_z_buffer.actual_size)
 
     def forward(
         self, mean: FloatArray, variance: FloatArray | None
     ) -> tuple[FloatArray, FloatArray]:
-        """Call the model's forward."""
-        first = self._model._cpp_backend.layers[0]
+        """Return means and variances of the outputs, flat; ``variance`` None: exact inputs."""
         # A recurrent layer's input is a sequence whose length the engine checks itself.
         require_whole_samples(mean.size, self._width)
         self._begin_forward(mean.size)
@@ -77,14 +83,11 @@ class EngineCompute:
             raise ValueError(
                 f"the network refused mu_x with {mean.size} elements: {error}"
             ) from error
-        self._room = max(self._room, mean.size)
-        self.input_size = mean.size // self.samples
-        self._trained = bool(first.training)
+        self._end_forward(mean.size)
         return outputs
 
-    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
-        """Call the engine's forward for hidden states."""
-        first = self._model._cpp_backend.layers[0]
+    def forward_from(self, inputs: HiddenStates) -> tuple[FloatArray, FloatArray]:
+        """Do the same for the outputs of another network, whose activation has a jacobian."""
         require_whole_samples(inputs.mean.size, self._sample)
         if self._series:
             raise ValueError(
@@ -93,13 +96,14 @@ class EngineCompute:
             )
         self._begin_forward(inputs.mean.size)
         self._model._cpp_backend.forward(inputs.states, None)
-        self._room = max(self._room, inputs.mean.size)
-        self.input_size = inputs.mean.size // self.samples
-        self._trained = bool(first.training)
+        self._end_forward(inputs.mean.size)
         return self.get_outputs()
 
     def backward(self, done: Callable[[int], None] | None = None) -> None:
-        """Call the model's backward, then ``done(0)``."""
+        """Write the parameters' deltas, from the innovation of the last outputs.
+
+        Calls ``done(begin)`` when all deltas from ``begin`` on in the flat sequence are written.
+        """
         if not self._trained:
             raise RuntimeError("backward() needs a forward() in training mode; call train() first")
         self._copy_override()
@@ -109,7 +113,11 @@ class EngineCompute:
             done(0)
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
-        """Call ``method`` of pytagi's OutputUpdater."""
+        """Compute the innovation of the last outputs as ``method`` of pytagi's OutputUpdater does.
+
+        ``observations`` are the method's arguments by name: flat arrays of float32, of int32 for
+        numbers of outputs, or tensors, if `takes_tensors`. Their sizes have been checked.
+        """
         if self._updater is None:
             from pytagi.nn import OutputUpdater
 
@@ -122,15 +130,16 @@ class EngineCompute:
 
     @property
     def output_z_buffer(self) -> Any:
-        """The last outputs."""
+        """The last outputs in an object of the engine."""
         return self._model.output_z_buffer
 
-    def set_outputs(self, outputs: Shown) -> None:
+    def set_outputs(self, outputs: HiddenStates) -> None:
+        """Copy hidden states of the same size to ``output_z_buffer``."""
         self.output_z_buffer.copy_from(outputs.states, outputs.mean.size)
 
     @property
     def input_delta_z_buffer(self) -> Any:
-        """The innovation of the last outputs."""
+        """The innovation of the last outputs in an object of the engine."""
         return self._model.input_delta_z_buffer if self._override is None else self._override
 
     @input_delta_z_buffer.setter
@@ -139,25 +148,22 @@ class EngineCompute:
         self._override = value
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
-        """Return the last outputs; raise RuntimeError before the first, when the engine crashes."""
+        """Return means and variances of the last outputs; RuntimeError before the first forward."""
         if not self.samples:
             raise RuntimeError("there are no outputs before a forward()")
         outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs()
         return outputs
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
+        """Return the innovation of the last inputs, flat."""
         # After a forward of states the engine's own method uses the size of an older batch.
         if not self._to_input:
             raise RuntimeError("set input_state_update to True before backward()")
-        size, buffer = self.samples * self.input_size, self.output_delta_z_buffer
-        mean, variance = (
-            np.array(part[:size], np.float32) for part in (buffer.delta_mu, buffer.delta_var)
-        )
-        return mean, variance
+        return _innovation(self.output_delta_z_buffer, self.samples * self.input_size)
 
     @property
     def output_delta_z_buffer(self) -> Any:
-        """The innovation of the last inputs, if backward has computed it."""
+        """The innovation of the last inputs in an object of the engine."""
         return self._model._cpp_backend.output_delta_z_buffer
 
     def _copy_override(self) -> None:
@@ -165,10 +171,7 @@ class EngineCompute:
         if self._override is None:
             return
         size = self.samples * self.output_size
-        mean, variance = (
-            np.array(part[:size], np.float32)
-            for part in (self._override.delta_mu, self._override.delta_var)
-        )
+        mean, variance = _innovation(self._override, size)
         if not mean.size == variance.size == size:
             raise ValueError(
                 f"input_delta_z_buffer holds {mean.size} elements, the outputs have {size}"
@@ -176,17 +179,15 @@ class EngineCompute:
         self.set_delta_z(mean, variance)
 
     def set_delta_z(self, delta_mu: FloatArray, delta_var: FloatArray) -> None:
+        """Set the innovation of the last outputs, flat."""
         # The engine replaces its buffer by the arguments; it must be as large as the widest layer.
         room = np.zeros((2, self._model.input_delta_z_buffer.size), np.float32)
         room[:, : delta_mu.size] = delta_mu, delta_var
         self._override = None
         self._model.set_delta_z(*room)
 
-    def set_threads(self, count: int) -> None:
-        """Set the engine's threads."""
-        self._model.set_threads(count)
-
     def memory(self) -> Memory:
+        """Return the state that layers keep between steps; ``lasting`` may be views."""
         states = self.get_lstm_states()
         lasting = [
             np.concatenate([layer.handle.delta_mu_w, layer.handle.delta_var_w], dtype=np.float32)
@@ -195,6 +196,7 @@ class EngineCompute:
         return Memory(lstm_samples(self._layers, states), states, lasting)
 
     def remember(self, memory: Memory) -> None:
+        """Continue from the `memory` of a compute of the same network."""
         if not memory.samples:
             self.reset_lstm_states()
             self._stateless = True
@@ -212,17 +214,27 @@ class EngineCompute:
             layer.handle.delta_mu_w, layer.handle.delta_var_w = mean.tolist(), variance.tolist()
 
     def keep(self) -> None:
+        """Copy the state that forward and backward change, without outputs and deltas.
+
+        It is the `memory`, and the series that smoothing layers record.
+        """
         self._kept = self.memory()
         self._series.keep()
 
     def restore(self) -> None:
+        """Restore the last copy of `keep`."""
         self.remember(self._kept)
         self._series.restore()
 
     def restore_if(self, refused: Any) -> bool:
+        """Restore it, without a wait, if ``refused``, a tensor on the replica's device, is true.
+
+        Returns False, and does nothing, if only the host can restore.
+        """
         return False
 
     def reset_lstm_states(self) -> None:
+        """Reset the states of LSTM and SLSTM layers; the next step begins another series."""
         # Before the first forward the engine's own method would read uninitialised sizes.
         states = self.get_lstm_states()
         if lstm_samples(self._layers, states):
@@ -230,6 +242,7 @@ class EngineCompute:
         self._series.restart()
 
     def get_lstm_states(self, time_step: int = -1) -> LSTMStates:
+        """Return the states of LSTM layers; from ``time_step`` 0 on, those of a smoothed step."""
         states: LSTMStates = self._model.get_lstm_states(time_step)
         if self._stateless and time_step == -1:
             empty = np.zeros(0, np.float32)
@@ -237,6 +250,7 @@ class EngineCompute:
         return states
 
     def set_lstm_states(self, states: LSTMStates) -> None:
+        """Set the states of LSTM layers."""
         current = self.get_lstm_states()
         if lstm_samples(self._layers, current):
             zeros = _zeros(current)  # The engine would read beyond the end of empty ones.
@@ -245,6 +259,7 @@ class EngineCompute:
             )
 
     def smoother(self) -> tuple[FloatArray, FloatArray]:
+        """Smooth the series so far; return means and variances of its outputs."""
         # The engine checks neither the layers that it needs nor that there is a series.
         self._series.require_smoothing()
         self._model._cpp_backend.smoother()
@@ -252,6 +267,7 @@ class EngineCompute:
         return self.get_outputs_smoother()
 
     def get_outputs_smoother(self) -> tuple[FloatArray, FloatArray]:
+        """Return means and variances of the outputs of the last `smoother`."""
         if not self._smoothed:
             raise RuntimeError("there are no smoothed outputs before a smoother()")
         outputs: tuple[FloatArray, FloatArray] = self._model.get_outputs_smoother()
@@ -278,6 +294,19 @@ class EngineCompute:
             engine.z_buffer_block_size = 0
         if not engine.z_buffer_block_size:
             self._room = 0  # The engine allocates buffers for the next batch.
+
+    def _end_forward(self, size: int) -> None:
+        """Record a forward pass of ``size`` input elements."""
+        self._room = max(self._room, size)
+        self.input_size = size // self.samples
+        self._trained = bool(self._layers[0].training)
+
+
+def _innovation(states: Any, size: int) -> tuple[FloatArray, FloatArray]:
+    """Return copies of means and variances of the first ``size`` of an engine's delta states."""
+    parts = states.delta_mu, states.delta_var
+    mean, variance = (np.array(part[:size], np.float32) for part in parts)
+    return mean, variance
 
 
 def _zeros(states: LSTMStates) -> LSTMStates:

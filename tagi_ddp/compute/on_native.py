@@ -12,11 +12,11 @@ from tagi_ddp._backend import SharedStep, engine_layer
 from tagi_ddp.checks import FLOAT32, require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.compute.native import build
-from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates, OutputBuffers, delta_states_of
 from tagi_ddp.engine.layers import lstm_samples
 from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.engine.series import NOT_SMOOTHING, SMOOTHING, smooths
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 
 class NativeCompute:
@@ -31,9 +31,8 @@ class NativeCompute:
         self._engine = model._cpp_backend
         self._first = engine_layer(address_of(replica.layers[0].handle))
         self.bucket = bucket
-        self.network = build(model, replica)
-        assert replica.memory is not None
-        replica.memory.place_deltas(bucket)
+        self.network = build(self._engine.layers, replica)
+        replica.on_host.place_deltas(bucket)
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size
         self.samples = 0
@@ -66,7 +65,7 @@ class NativeCompute:
         self.sizes[(mean.size,)] = samples, size
         return out_mean, out_variance
 
-    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+    def forward_from(self, inputs: HiddenStates) -> tuple[FloatArray, FloatArray]:
         """Compute the outputs of another network's outputs."""
         require_whole_samples(inputs.mean.size, self.input_size)
         return self.forward(inputs.mean, inputs.variance, inputs.jacobian)
@@ -150,7 +149,7 @@ class NativeCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return self._show().states if self.samples else None
 
-    def set_outputs(self, outputs: Shown) -> None:
+    def set_outputs(self, outputs: HiddenStates) -> None:
         self._show().write_states(outputs.mean, outputs.variance, outputs.jacobian)
 
     @property
@@ -177,9 +176,6 @@ class NativeCompute:
         for view, values in zip(innovation, (delta_mu, delta_var), strict=True):
             view[:] = values
         self._computed = False
-
-    def set_threads(self, count: int) -> None:
-        """Do nothing: the kernels run in the caller's thread."""
 
     def memory(self) -> Memory:
         states = self.get_lstm_states()

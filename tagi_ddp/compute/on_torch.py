@@ -23,12 +23,13 @@ from tagi_ddp.compute.innovation import (
 from tagi_ddp.compute.interface import LSTMStates, Memory, Precision, UpdateMethod
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas, Dense, Jacobian, States
-from tagi_ddp.engine.buffers import FloatArray, OutputBuffers, Shown, delta_states_of
+from tagi_ddp.engine.buffers import FloatArray, HiddenStates, OutputBuffers, delta_states_of
 from tagi_ddp.engine.layers import lstm_samples
+from tagi_ddp.engine.locks import new_lock, torch_threads
 from tagi_ddp.engine.series import NOT_SMOOTHING
-from tagi_ddp.engine.threads import new_lock, torch_threads
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.device import DeviceReplica
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.host import HostReplica
 
 _FORMULAS: dict[UpdateMethod, Callable[..., Deltas]] = {
     "update": innovation,
@@ -51,7 +52,7 @@ class TorchCompute:
     def __init__(
         self,
         model: Any,
-        replica: Replica,
+        replica: HostReplica,
         bucket: FloatArray | None,
         device: str,
         precision: Precision,
@@ -64,11 +65,10 @@ class TorchCompute:
         self._first = model._cpp_backend.layers[0]
         self.device = torch.device(device)
         keep_freed_memory()
-        self.replica = replica
+        self.replica: Replica = replica
         self.bucket = bucket
         if bucket is not None:
-            assert replica.memory is not None, "a bucket is for replicas on the host"
-            replica.memory.place_deltas(bucket)
+            replica.on_host.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
             on_device = DeviceReplica(replica, self.device)
@@ -154,7 +154,7 @@ class TorchCompute:
         return self.states
 
     @torch.inference_mode()
-    def forward_from(self, inputs: Shown) -> tuple[FloatArray, FloatArray]:
+    def forward_from(self, inputs: HiddenStates) -> tuple[FloatArray, FloatArray]:
         """Compute the outputs of another network's outputs."""
         require_whole_samples(inputs.mean.size, self.network.input_size)
         jacobian = Dense(self._on_device(inputs.jacobian, True))
@@ -178,13 +178,12 @@ class TorchCompute:
 
     def _show(self) -> OutputBuffers:
         """Write the last outputs to the engine's buffers, once; return the buffers."""
-        if self.states is None:
-            raise RuntimeError("there are no outputs before a forward()")
+        states = self._last_outputs()
         batch, width = self.samples, self.output_size
         if self._buffers is None or (self._buffers.batch, self._buffers.width) != (batch, width):
             self._buffers = OutputBuffers(batch, width)
         if not self._shown:
-            jacobian = _flat(self.states.jacobian_tensor())
+            jacobian = _flat(states.jacobian_tensor())
             self._buffers.write_states(*self.get_outputs(), jacobian)
             self._shown = True
         return self._buffers
@@ -219,16 +218,19 @@ class TorchCompute:
 
     def update_outputs(self, method: UpdateMethod, observations: Mapping[str, Any]) -> None:
         """Compute the innovation on the device, and leave it there."""
-        if self.states is None:
-            raise RuntimeError("there are no outputs before a forward()")
-        arrays = [_tensor(value, self.states.mean) for value in observations.values()]
-        self.innovation = _FORMULAS[method](self.states, *arrays)
+        states = self._last_outputs()
+        arrays = [_tensor(value, states.mean) for value in observations.values()]
+        self.innovation = _FORMULAS[method](states, *arrays)
 
     def get_outputs(self) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the last outputs, flat."""
+        states = self._last_outputs()
+        return _flat(states.mean), _flat(states.variance_tensor())
+
+    def _last_outputs(self) -> States:
         if self.states is None:
             raise RuntimeError("there are no outputs before a forward()")
-        return _flat(self.states.mean), _flat(self.states.variance_tensor())
+        return self.states
 
     def get_input_states(self) -> tuple[FloatArray, FloatArray]:
         if self._input_innovation is None:
@@ -245,7 +247,7 @@ class TorchCompute:
         """The last outputs in an object of the engine; None before the first forward."""
         return None if self.states is None else self._show().states
 
-    def set_outputs(self, outputs: Shown) -> None:
+    def set_outputs(self, outputs: HiddenStates) -> None:
         self._show().write_states(outputs.mean, outputs.variance, outputs.jacobian)
 
     @property
@@ -264,8 +266,7 @@ class TorchCompute:
             view[:] = values
 
     def set_threads(self, count: int) -> None:
-        """Set torch's threads, which are those of the whole process, and the engine's."""
-        self._engine.set_threads(count)
+        """Set torch's threads, which are those of the whole process."""
         torch.set_num_threads(torch_threads(count))
 
     def memory(self) -> Memory:

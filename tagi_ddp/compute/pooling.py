@@ -13,7 +13,7 @@ from torch import Tensor
 from tagi_ddp.compute.convolution import cropped, padded
 from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.states import Deltas, Jacobian, States, scale
-from tagi_ddp.engine.windows import window_of
+from tagi_ddp.engine.options import window_of
 
 
 class _Pool2d(Layer):

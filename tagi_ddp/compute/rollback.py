@@ -6,7 +6,7 @@ from typing import Any
 
 from tagi_ddp.compute.computes import Computes
 from tagi_ddp.engine.layers import walk
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 
 _STATEFUL = ("BatchNorm2d", "Embedding", "LSTM", "SLSTM", "SLinear")
 

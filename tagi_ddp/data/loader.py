@@ -11,7 +11,7 @@ import numpy as np
 
 from tagi_ddp.checks import integer
 from tagi_ddp.data.empty_batch import empty_batch
-from tagi_ddp.data.sampler import DistributedSampler, share_of
+from tagi_ddp.data.sampler import DistributedSampler
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -168,15 +168,8 @@ class _Shares:
         return f"a batch of {last} of {self._length} samples for {ranks} ranks"
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = None
         self.sampler.begin(self._size)
-        for step in self.steps:
-            epoch, number = divmod(step, self.per_epoch)
-            if order is None or number == 0:
-                self.sampler.set_epoch(epoch)
-                order = self.sampler.order()
-            batch = order[number * self._size : (number + 1) * self._size]
-            share = batch[share_of(len(batch), self.sampler.rank, self.sampler.num_replicas)]
+        for step, share in self.sampler.shares(self._size, self.per_epoch, self.steps):
             indices = share.tolist()
             yield _Batch(indices, self.seeds(step)) if self._workers else indices
 

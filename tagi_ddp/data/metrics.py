@@ -1,4 +1,4 @@
-"""Results of all ranks together: exact means, and rows in the data set's order."""
+"""Results of all ranks together: exact means, rows in the data set's order, log-densities."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Buffer, Communicator
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.communicator import Buffer, Communicator, all_gather_object
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.init import adopted
-from tagi_ddp.communicators.objects import all_gather_object
 
 
 def reduce_metrics(
@@ -39,18 +38,12 @@ def reduce_metrics(
         ValueError: on all ranks: no rank has a sample, shapes differ, or an argument is wrong on a
             rank, whose own error may be a TypeError.
     """
-    totals: npt.NDArray[np.float64]
-    samples: int
-
-    def described() -> list[Entry]:
-        nonlocal totals, samples
-        totals = _real_numbers("total", total)
-        samples = integer("count", count, 0)
-        return [("the shape of total", str(totals.shape))]
-
     with adopted(comm) as group:
         remedy = "Give a total of the same shape and a count on all ranks."
-        require_equal(group, described, "arguments of reduce_metrics", remedy)
+        with all_or_none(group, "arguments of reduce_metrics", remedy) as same:
+            totals = _real_numbers("total", total)
+            samples = integer("count", count, 0)
+            same("the shape of total", totals.shape)
         sums = _on_device(group, np.append(totals, samples))
         group.all_reduce(sums)
         sums = _on_host(sums)
@@ -85,22 +78,14 @@ def gather(
             rows, no rank has a row for an index, or an argument is wrong on a rank, whose own error
             may be a TypeError.
     """
-    own: npt.NDArray[Any]
-    targets: npt.NDArray[np.int64] | None
-
-    def described() -> list[Entry]:
-        nonlocal own, targets
-        own = _numbers(rows)
-        targets = None if indices is None else _indices(indices, len(own))
-        return [
-            ("the dtype of rows", str(own.dtype)),
-            ("the shape of a row", str(own.shape[1:])),
-            ("indices", "none" if targets is None else "one for each row"),
-        ]
-
     with adopted(comm) as group:
         remedy = "Give rows of one dtype and shape, and indices on all ranks or on none."
-        require_equal(group, described, "arguments of gather", remedy)
+        with all_or_none(group, "arguments of gather", remedy) as same:
+            own = _numbers(rows)
+            targets = None if indices is None else _indices(indices, len(own))
+            same("the dtype of rows", own.dtype)
+            same("the shape of a row", own.shape[1:])
+            same("indices", "none" if targets is None else "one for each row")
         counts = all_gather_object(group, len(own))
         whole = _joined(group, own, counts)
         if targets is None:
@@ -114,6 +99,14 @@ def gather(
     result = np.empty((size, *whole.shape[1:]), whole.dtype)
     result[order] = whole
     return result
+
+
+def gaussian_log_density(
+    values: npt.NDArray[Any], mean: npt.NDArray[Any], variance: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    """Return the logarithm of the normal density of each value, of this mean and variance."""
+    squares = np.square(values - mean) / variance
+    return np.asarray(-0.5 * (squares + np.log(2 * np.pi * variance)))
 
 
 def _real_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:

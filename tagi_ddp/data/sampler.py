@@ -66,8 +66,8 @@ class DistributedSampler:
             rank = own if rank is None else rank
         length = len(dataset) if isinstance(dataset, Sized) else dataset
         self._length = integer("dataset's length", length, 0)
-        self.num_replicas = integer("num_replicas", num_replicas, 1)
-        self.rank = integer("rank", rank, 0)
+        self.num_replicas: int = integer("num_replicas", num_replicas, 1)
+        self.rank: int = integer("rank", rank, 0)
         if self.rank >= self.num_replicas:
             raise ValueError(
                 f"rank must be less than num_replicas, which is {self.num_replicas}, got {rank}"
@@ -75,9 +75,9 @@ class DistributedSampler:
         if uneven not in ("keep", "pad", "drop"):
             raise ValueError(f"uneven must be 'keep', 'pad' or 'drop', got {uneven!r}")
         self.shuffle = shuffle
-        self.seed = integer("seed", seed, 0)
+        self.seed: int = integer("seed", seed, 0)
         self.uneven = uneven
-        self.epoch = 0
+        self.epoch: int = 0
         self._digest = _digest_of(dataset, self._length, self.seed)
         self._size: int | None = None  # of the present global batches; None: it is iterated
         self._drawn: set[int] = set()  # The sizes of this run's global batches.
@@ -167,8 +167,15 @@ class DistributedSampler:
         """
         size = self.begin(global_batch_size)
         per_epoch = -(-self._length // size)
+        steps = range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch)
+        yield from self.shares(size, per_epoch, steps)
+
+    def shares(
+        self, size: int, per_epoch: int, steps: range
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield (step, share) for these steps, of ``per_epoch`` global batches an epoch."""
         order = None
-        for step in range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch):
+        for step in steps:
             epoch, batch = divmod(step, per_epoch)
             if order is None or batch == 0:
                 self.set_epoch(epoch)

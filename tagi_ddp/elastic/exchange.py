@@ -11,8 +11,8 @@ from tagi_ddp._backend import Agreement
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.levels import Levels
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.parameter_file import statistics_of
-from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.exchange import Bucket, Setting
 from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.not_finite import NotFiniteError

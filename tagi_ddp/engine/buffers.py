@@ -60,7 +60,7 @@ class OutputBuffers:
 
 
 @dataclass(frozen=True)
-class Shown:
+class HiddenStates:
     """The contents of hidden states: views, [batch * width] each, valid as long as ``states``."""
 
     states: Any
@@ -70,7 +70,7 @@ class Shown:
     jacobian: FloatArray
 
 
-def read_states(states: Any) -> Shown:
+def read_states(states: Any) -> HiddenStates:
     """Return the contents of an engine's hidden states, such as ``output_z_buffer``."""
     batch = int(states.block_size)
     size = batch * int(states.actual_size)
@@ -81,7 +81,7 @@ def read_states(states: Any) -> Shown:
             f"hidden states of {batch} samples with {states.actual_size} elements hold "
             f"{mean.size}: give an output_z_buffer after its network's forward()"
         )
-    return Shown(states, batch, mean, variance, jacobian)
+    return HiddenStates(states, batch, mean, variance, jacobian)
 
 
 def delta_states_of(mean: FloatArray, variance: FloatArray, batch: int) -> Any:

@@ -132,16 +132,12 @@ def initialise(model: Any) -> None:
         )
     late = [layer for layer in layers if layer.kind in _INITIALISED_LATE]
     if any(layer.handle.num_weights == 0 for layer in late):
-        saved = [
-            {name: getattr(layer.handle, name) for name in PARAMETERS}
-            for layer in late
-            if layer.handle.mu_w
-        ]
-        kept = [layer for layer in late if layer.handle.mu_w]
+        kept = [layer.handle for layer in late if layer.handle.mu_w]
+        saved = [[getattr(handle, name) for name in PARAMETERS] for handle in kept]
         model._cpp_backend.preinit_layer()
-        for layer, values in zip(kept, saved, strict=True):
-            for name, value in values.items():
-                setattr(layer.handle, name, value)
+        for handle, values in zip(kept, saved, strict=True):
+            for name, value in zip(PARAMETERS, values, strict=True):
+                setattr(handle, name, value)
     for layer in late:
         for name, delta in zip(PARAMETERS, DELTAS, strict=True):
             count = len(getattr(layer.handle, name))

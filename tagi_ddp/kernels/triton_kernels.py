@@ -297,7 +297,7 @@ def move(
     refused: Tensor | None,
     floor: float,
 ) -> None:
-    """Do what `replica.apply.move` does."""
+    """Do what `replica.device_parameters.move` does."""
     size = gaussians.shape[1]
     with torch.cuda.device_of(gaussians):
         _move[(triton.cdiv(size, _BLOCK),)](

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 from tagi_ddp.checks import integer, seconds
-from tagi_ddp.elastic.policy import ElasticPolicy
-from tagi_ddp.launcher.descriptors import standard_descriptors
 from tagi_ddp.launcher.pickling import dumps
+from tagi_ddp.launcher.rank_output import standard_descriptors
 from tagi_ddp.launcher.supervisor import supervise
 
 T = TypeVar("T")
@@ -73,9 +72,7 @@ def launch(
         pickle.dump((sources, call), file)
         file.flush()
         payload = file.fileno()
-        results = supervise(
-            ["call", str(payload)], nprocs, timeout, policy=ElasticPolicy, pass_fds=[payload]
-        )
+        results = supervise(["call", str(payload)], nprocs, timeout, pass_fds=[payload])
     return [pickle.loads(result) for result in results if result is not None]
 
 

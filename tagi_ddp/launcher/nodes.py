@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from typing import Any
 
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control import mesh
-from tagi_ddp.elastic.policy import number_of
+from tagi_ddp.elastic.membership import number_of
 from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.failure import Failure
 
@@ -77,9 +78,12 @@ class Nodes:
         self._endpoints: dict[int, tuple[str, int]] = {}  # where a node's rank can listen
         self.failures: list[Failure] = []
         """The failures of other nodes' ranks, on node 0."""
-        self._from_ranks: list[tuple[str, dict[str, Any] | None]] = []
-        self._for_ranks: list[tuple[str, str]] = []
-        self._survived: list[int] = []
+        self.from_ranks: deque[tuple[str, dict[str, Any] | None]] = deque()
+        """New (rank's name, message) on node 0; None: the rank has ended."""
+        self.for_ranks: deque[tuple[str, str]] = deque()
+        """New (rank's name, message) of node 0 for this node's ranks."""
+        self.survived: list[int] = []
+        """Failed ranks of this node without which the others go on, by node 0's decision."""
         self.lost: list[int] = []
         """The numbers of ranks whose host is lost."""
         self.over = False
@@ -209,21 +213,6 @@ class Nodes:
             self._send(self.node_of(failure.rank), {"survived": failure.rank})
         return survived
 
-    def take_from_ranks(self) -> list[tuple[str, dict[str, Any] | None]]:
-        """Return new (rank's name, message) on node 0; None: the rank has ended."""
-        messages, self._from_ranks = self._from_ranks, []
-        return messages
-
-    def take_for_ranks(self) -> list[tuple[str, str]]:
-        """Return new (rank's name, message) of node 0 for this node's ranks."""
-        messages, self._for_ranks = self._for_ranks, []
-        return messages
-
-    def take_survived(self) -> list[int]:
-        """Return failed ranks of this node without which the others go on, by node 0's decision."""
-        survived, self._survived = self._survived, []
-        return survived
-
     def exchange(self, failures: list[Failure], ended: list[str], done: bool) -> None:
         """Send this host's ``failures``, ``ended`` ranks and ``done`` to node 0; receive messages.
 
@@ -254,11 +243,11 @@ class Nodes:
             if message["verdict"] is not None:
                 self.verdict = Failure(**message["verdict"])
         elif "from_rank" in message:
-            self._from_ranks.append(tuple(message["from_rank"]))
+            self.from_ranks.append(tuple(message["from_rank"]))
         elif "for_rank" in message:
-            self._for_ranks.append(tuple(message["for_rank"]))
+            self.for_ranks.append(tuple(message["for_rank"]))
         elif "survived" in message:
-            self._survived.append(message["survived"])
+            self.survived.append(message["survived"])
         else:
             self._running.discard(node)
 

@@ -87,9 +87,7 @@ def _call(report_fd: int, payload_fd: int) -> None:
     except BaseException as error:
         if _is_forked():
             raise  # Python prints it; a fork sends no report.
-        caught = time.monotonic()
-        lines = traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__))
-        _send_error(report_fd, error, caught, "".join(lines))
+        _fail(report_fd, error, show=False)
     _send(report_fd, {"result": result})
 
 
@@ -116,11 +114,7 @@ def _run(report_fd: int, kind: str, target: str, arguments: list[str]) -> None:
     except SystemExit as leaving:
         _exit(report_fd, leaving)
     except BaseException as error:
-        caught = time.monotonic()
-        frames = _own_frames_off(error.__traceback__)
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
-        _send_error(report_fd, error, caught, text)
+        _fail(report_fd, error, show=True)
 
 
 def _own_frames_off(frames: TracebackType | None) -> TracebackType | None:
@@ -145,7 +139,13 @@ def _exit(report_fd: int, leaving: SystemExit) -> NoReturn:
     sys.exit(status)
 
 
-def _send_error(report_fd: int, error: BaseException, caught: float, text: str) -> NoReturn:
+def _fail(report_fd: int, error: BaseException, show: bool) -> NoReturn:
+    """Report an error to the supervisor and exit; if ``show``, print it as Python does."""
+    caught = time.monotonic()
+    frames = _own_frames_off(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    if show:
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
     sys.last_value = error  # Exit handlers send it to other ranks.
     lost = _is_consequence(error)
     _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tagi_ddp.elastic.policy import name_of
+from tagi_ddp.elastic.membership import name_of
 from tagi_ddp.launcher.failure import Failure
 from tagi_ddp.launcher.rank_process import Report
 
@@ -111,7 +111,7 @@ class StartedRank:
             exited = info.si_code == os.CLD_EXITED
             self.exitcode = info.si_status if exited else -info.si_status
 
-    def judge(self, needs_result: bool) -> None:
+    def check_exit(self, needs_result: bool) -> None:
         """Set `failure` if the process has ended and has failed."""
         if self.failure is not None or self.exitcode is None:
             return

@@ -18,8 +18,8 @@ from functools import partial
 from typing import IO
 
 from tagi_ddp.communicators.cores import usable_cores
+from tagi_ddp.elastic.membership import ElasticPolicy, name_of, number_of
 from tagi_ddp.elastic.messages import rank_variables
-from tagi_ddp.elastic.policy import ElasticPolicy, name_of, number_of
 from tagi_ddp.environment import shows_bars
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
 from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job
@@ -39,7 +39,6 @@ def supervise(
     nprocs: int,
     timeout: float | None = None,
     *,
-    policy: type[ElasticPolicy],
     pass_fds: Sequence[int] = (),
     nodes: Nodes | None = None,
     restarts: Restarts | None = None,
@@ -53,11 +52,10 @@ def supervise(
     In all cases the ranks have then ended, with all processes that they started. A signal handler
     may append to ``signals``: those are sent to the process of each rank.
 
-    ``policy`` decides which ranks the job outlives. A job is elastic if its ranks join a group
-    (`elastic.rendezvous`): the others go on when a rank is lost, and a new rank replaces it while
-    ``restarts`` are left.
+    A job is elastic if its ranks join a group (`elastic.rendezvous`): the others go on when a rank
+    is lost, and a new rank replaces it while ``restarts`` are left.
     """
-    team = _Team(policy, nodes, restarts or Restarts(0), [] if signals is None else signals)
+    team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
@@ -85,14 +83,7 @@ def supervise(
 class _Team:
     """All ranks of this host and their pipes."""
 
-    def __init__(
-        self,
-        policy: type[ElasticPolicy],
-        nodes: Nodes | None,
-        restarts: Restarts,
-        signals: list[int],
-    ) -> None:
-        self._policy = policy
+    def __init__(self, nodes: Nodes | None, restarts: Restarts, signals: list[int]) -> None:
         self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
@@ -100,7 +91,7 @@ class _Team:
         self._signals = signals  # those to forward to the ranks
         self._losses: list[Failure] = []  # the failures that the job has survived
         self._attempts: Counter[int] = Counter()
-        self._job: ElasticPolicy | None = None  # all hosts' ranks; only on node 0
+        self._job: ElasticPolicy | None = None  # of all hosts' ranks, on node 0 only
         self._port = reserve_port(one_host=nodes is None)
         self._screen = Screen()
         self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
@@ -122,7 +113,7 @@ class _Team:
         self._start_ranks(starts)
         if self._nodes is None or self._nodes.decides:
             names = [name_of(number, 1) for number in range(self.world_size)]
-            self._job = self._policy(names, self._send, partial(self._endpoint_of, host))
+            self._job = ElasticPolicy(names, self._send, partial(self._endpoint_of, host))
 
     def _endpoint_of(self, host: HostAssignment, name: str) -> tuple[int, str, int]:
         if self._nodes is not None:
@@ -179,16 +170,18 @@ class _Team:
             if rank.exitcode is not None:
                 job.remove(rank.name)
         if self._nodes is not None:
-            for name, message in self._nodes.take_from_ranks():
+            while self._nodes.from_ranks:
+                name, message = self._nodes.from_ranks.popleft()
                 job.receive(name, message, now)
             job.remove_numbers(self._nodes.lost)
         if job.update(now):
             self._losses.clear()
         self._survive([rank.number for rank in self.ranks if job.outlives(rank.number)])
-        for failure in [] if self._nodes is None else self._nodes.survive(job.outlives):
-            self._losses.append(failure)
-            if self._nodes and failure.rank in self._nodes.lost:  # Its launcher cannot print it.
-                self._print(f"rank {failure.rank} {failure.text}; the others go on")
+        if self._nodes is not None:
+            for failure in self._nodes.survive(job.outlives):
+                self._losses.append(failure)
+                if failure.rank in self._nodes.lost:  # Its launcher cannot print it.
+                    self._print(f"rank {failure.rank} {failure.text}; the others go on")
 
     def _fatal(self, job: ElasticPolicy) -> list[Failure]:
         """Return the failures that end the job, with those that it has survived so far."""
@@ -233,7 +226,7 @@ class _Team:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         cause_deadline = math.inf
         while True:
-            self._pump(_TICK)
+            self._read_pipes(_TICK)
             self.check_output()
             while self._signals:
                 number = self._signals.pop(0)
@@ -241,10 +234,10 @@ class _Team:
                     rank.forward_signal(number)
             for rank in self.ranks:
                 rank.poll()
-            running = [rank.number for rank in self.ranks if self._counts(rank)]
-            self._pump(0)  # Read the last output of ranks that have ended.
+            running = [rank.number for rank in self.ranks if self._awaits(rank)]
+            self._read_pipes(0)  # Read the last output of ranks that have ended.
             for rank in self.ranks:
-                rank.judge(needs_result)
+                rank.check_exit(needs_result)
             now = time.monotonic()
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
             leaving = [rank.number for rank in self.ranks if rank.leaving]
@@ -255,15 +248,15 @@ class _Team:
                 self._nodes.exchange(final, ended, done=not running and not failures)
                 if self._nodes.over:
                     return self._nodes.verdict
-                for name, text in self._nodes.take_for_ranks():
-                    self._send(name, text)
-                self._survive(self._nodes.take_survived())
+                while self._nodes.for_ranks:
+                    self._send(*self._nodes.for_ranks.popleft())
+                self._survive(self._nodes.survived)
+                self._nodes.survived.clear()
                 others_run = self._nodes.running
             if self._job is not None:
                 self._update_group(self._job, now)
                 failures = self._fatal(self._job)
                 others_run = others_run and not self._job.ended
-            if self._nodes is None or self._nodes.decides:
                 if failures:
                     first = min(failures, key=Failure.order)
                     cause_deadline = min(cause_deadline, now + _CAUSE)
@@ -282,10 +275,10 @@ class _Team:
     def _goes_on(self) -> bool:
         """Return whether a job of one host goes on without the ranks that have failed."""
         failed = [rank.outlives for rank in self.ranks if rank.failure is not None]
-        left = [rank.outlives for rank in self.ranks if rank.failure is None and self._counts(rank)]
+        left = [rank.outlives for rank in self.ranks if rank.failure is None and self._awaits(rank)]
         return self._nodes is None and all(failed) and any(left)
 
-    def _counts(self, rank: StartedRank) -> bool:
+    def _awaits(self, rank: StartedRank) -> bool:
         """Return whether the job waits for the rank's end: not for one outside an elastic group."""
         return rank.exitcode is None and (self._job is None or self._job.awaits(rank.name))
 
@@ -300,7 +293,7 @@ class _Team:
             rank.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE
         while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
-            self._pump(_TICK)
+            self._read_pipes(_TICK)
             for rank in self.ranks:
                 rank.poll()
 
@@ -316,7 +309,7 @@ class _Team:
                 rank.process.wait(_KILL)
             deadline = time.monotonic() + _DRAIN
             while self._selector.get_map() and time.monotonic() < deadline:
-                self._pump(_TICK)
+                self._read_pipes(_TICK)
             self._screen.end_bar()
         finally:
             for pipe in self._pipes.values():
@@ -326,7 +319,7 @@ class _Team:
             if self._nodes is not None:
                 self._nodes.close()
 
-    def _pump(self, seconds: float) -> None:
+    def _read_pipes(self, seconds: float) -> None:
         """Wait up to ``seconds`` for output and messages of ranks; handle a piece of each."""
         for key, _ in self._selector.select(seconds):
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, ReduceOp, Work
-from tagi_ddp.optim.flat import Flat
 
 LIMIT = 10_000_000
 """The default number of elements of a chunk."""
@@ -31,11 +30,8 @@ def mean_in_place(
             add in rank order.
     """
     for chunk in _chunks(tensors, communicator, limit):
-        buffer = chunk.load()
-        if communicator.device == "cpu":
-            communicator.all_reduce(buffer, "mean")
-        else:  # The device waits, the host does not.
-            _finish(communicator.all_reduce(buffer, "mean", async_op=True))
+        on_device = communicator.device != "cpu"  # The device waits, the host does not.
+        _finish(communicator.all_reduce(chunk.load(), "mean", async_op=on_device))
         chunk.store()
 
 
@@ -85,6 +81,38 @@ def start_reduction(
     return Reduction(
         chunks, [communicator.all_reduce(chunk.load(), op, async_op=True) for chunk in chunks]
     )
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Tensors, one after the other, as vectors of ``dtype`` on ``device``."""
+
+    tensors: Sequence[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """Return a vector whose elements are not set."""
+        size = sum(tensor.numel() for tensor in self.tensors)
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def parts(self, vector: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return each tensor and its part of the vector, a view in the tensor's shape."""
+        parts = torch.split(vector, [tensor.numel() for tensor in self.tensors])
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            yield tensor, part.view(tensor.shape)
+
+    def read(self) -> Tensor:
+        """Return a new vector of the tensors' values."""
+        vector = self.empty()
+        for tensor, part in self.parts(vector):
+            part.copy_(tensor.detach())
+        return vector
+
+    def write(self, vector: Tensor) -> None:
+        """Write the vector to the tensors."""
+        for tensor, part in self.parts(vector):
+            tensor.detach().copy_(part)
 
 
 @dataclass

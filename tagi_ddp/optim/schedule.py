@@ -114,7 +114,7 @@ class SyncSchedule:
         }
         for name, (value, _) in counts.items():
             integer(name, value)
-        self.stability = Stability(real("stability_level", stability_level))
+        self.stability: Stability = Stability(real("stability_level", stability_level))
         checked = {name: integer(name, value, low) for name, (value, low) in counts.items()}
         if not 0 <= self.stability.level < math.inf:
             raise ValueError(f"stability_level must be 0 or more, got {stability_level}")
@@ -126,8 +126,8 @@ class SyncSchedule:
         self._longest = Skips(
             longest, max(1, longest // checked["local_skip_factor"]), max(1, longest // 4)
         )
-        self.epoch = 0
-        self.skips = self._longest
+        self.epoch: int = 0
+        self.skips: Skips = self._longest
 
     @property
     def settings(self) -> dict[str, int | float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.optim.chunks import as_real
@@ -46,11 +46,3 @@ def no_rows(like: Tensor, sparse_dim: int) -> Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
     values = like.new_empty(0, *like.shape[sparse_dim:])
     return torch.sparse_coo_tensor(indices, values, like.shape)
-
-
-def refuse_sparse(name: str, model: nn.Module, remedy: str) -> None:
-    """Raise TypeError if an embedding of ``model`` is set to have sparse gradients."""
-    for path, part in model.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            weight = f"{path}.weight".lstrip(".")
-            raise TypeError(f"{name} has sparse gradients of {weight}: {remedy}")

@@ -25,8 +25,7 @@ from tagi_ddp.parallel.state_dicts import full_state_dict
 from tagi_ddp.parallel.task_model import Task, TaskModel
 from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig
 from tagi_ddp.parallel.wrappers import ddp, dp, fsdp
-from tagi_ddp.torch_backend.process_group import ProcessGroup
-from tagi_ddp.torch_backend.register import register
+from tagi_ddp.torch_backend.process_group import ProcessGroup, register
 
 register()
 

@@ -65,6 +65,16 @@ class Callback:
         """Load a state of `state_dict`."""
 
 
+def check_callbacks(callbacks: Sequence[Callback], held_out: Any) -> None:
+    """Raise ValueError if a callback needs the loss of held-out data, and there are none."""
+    for callback in callbacks:
+        if held_out is None and getattr(callback, "metric", None) == HELD_OUT:
+            raise ValueError(
+                f"held_out must be given, as {type(callback).__name__} needs {HELD_OUT!r}: or give "
+                'it another metric, like metric="loss"'
+            )
+
+
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return callbacks by their class and their number among the callbacks of that class."""
     counts: Counter[str] = Counter()
@@ -105,7 +115,7 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, patience: int = 5, min_delta: float = 0.0, metric: str = HELD_OUT) -> None:
-        self.patience = integer("patience", patience, 1)
+        self.patience: int = integer("patience", patience, 1)
         self.metric = metric
         self._best = _Best(metric, real("min_delta", min_delta))
         self._waited = 0

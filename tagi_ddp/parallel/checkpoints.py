@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,13 +12,14 @@ import torch
 from torch import nn
 
 from tagi_ddp.checkpoint.errors import CheckpointError
-from tagi_ddp.checkpoint.folder import LATEST, Checkpoint, Folder
+from tagi_ddp.checkpoint.folder import Checkpoint, Folder
+from tagi_ddp.checkpoint.loading import load_last
 from tagi_ddp.checkpoint.module_states import fitted
 from tagi_ddp.checkpoint.parts import check_state, run_state_of
 from tagi_ddp.checkpoint.tree import DamagedFile
 from tagi_ddp.checks import integer, real
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.callbacks import Callback
@@ -91,8 +90,7 @@ class Training:
     @property
     def network(self) -> Any:
         """The model, if it is no torch module."""
-        model = getattr(self.task_model, "model", None)
-        return None if model is None or _is_module(model) else model
+        return network_of(self.task_model)
 
     @property
     def communicator(self) -> Communicator:
@@ -101,9 +99,7 @@ class Training:
             return self.network.communicator
         if self.network is not None or self.ranks == 1:
             return SingleCommunicator()
-        from tagi_ddp.sharding.groups import communicator  # Each group keeps one.
-
-        return communicator(groups.world(), torch.device("cpu"))
+        return groups.communicator()
 
     def run_state(self) -> dict[str, Any]:
         """Return all that a resumed training needs; a collective call."""
@@ -137,8 +133,7 @@ class Training:
         comm = self.communicator
         same = ranks == comm.size
         saved: dict[str, Any] = {"loss": 0.0, "exchange": None}
-
-        def check() -> list[Entry]:
+        with all_or_none(comm, "states of the trainer", "Nothing was loaded."):
             saved["callbacks"] = dict(entry(0, "callbacks"))
             for rank in [comm.rank] if same else range(ranks if comm.rank == 0 else 0):
                 saved["loss"] += float(entry(rank, "state")["loss"])
@@ -151,9 +146,6 @@ class Training:
                     raise ValueError("the buffers that were saved are those of another module")
             elif isinstance(self.network, DDPSequential):
                 saved["exchange"] = entry(0, "exchange")
-            return []
-
-        require_equal(comm, check, "states of the trainer", "Nothing was loaded.")
         load_network: Callable[[], None] | None = None
         if saved["exchange"] is not None:
             load_network = self.network.check_run_state(entry, ranks)
@@ -174,6 +166,12 @@ class Training:
         return load
 
 
+def network_of(task_model: Any) -> Any:
+    """Return the model in a `TaskModel`, or in a wrapper of one, if it is no torch module."""
+    model = getattr(task_model, "model", None)
+    return None if _is_module(model) else model
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Raise ValueError unless a state has as many groups of parameters as the optimizer."""
     if len(saved["param_groups"]) != len(optimizer.param_groups) or not isinstance(
@@ -190,54 +188,27 @@ def load(
 ) -> tuple[Checkpoint, State]:
     """Load the last checkpoint, or that of ``path``, into a task and a model without wrappers.
 
-    With ``fallback``, load the last one that is not damaged. Each rank verifies all ranks' files,
-    so all choose the same one, and all raise CheckpointError if there is none.
+    With ``fallback``, load the last one before it that is not damaged, if it is. Each rank verifies
+    all ranks' files, so all choose the same one, and all raise CheckpointError if there is none.
     """
-    problem = ""
-    for checkpoint in _candidates(folder, path):
-        try:
-            for rank in range(checkpoint.ranks):
-                checkpoint.verify(rank)
-            state, load_parts = _read(checkpoint, task, model)
-        except CheckpointError:
-            raise
-        except (DamagedFile, FileNotFoundError) as error:
-            if not fallback:
-                remedy = "load_checkpoint(fallback=True) takes the last whole one before it"
-                raise CheckpointError(f"{error}. {remedy}") from error
-            problem = f"{error}. It is left where it is"
-            warnings.warn(problem, RuntimeWarning, stacklevel=3)
-        else:
-            load_parts()
-            return checkpoint, state
-    raise CheckpointError(f"no whole checkpoint is left in {folder}. The last error is: {problem}")
-
-
-def _candidates(folder: Path, path: str | Path | None) -> list[Checkpoint]:
-    """Return the checkpoints that lack no file, from that of ``path`` or the last one backwards."""
-    found = Folder(folder)
+    found, until = Folder(folder), None
     if path is not None:
         first = found.at(Path(path))
-        found = Folder(first.path.parent)
-    else:
-        first = None
-    candidates = []
-    for each in reversed(found.all()):
-        if first is not None and each.number > first.number:
-            continue
-        missing = None
-        with suppress(DamagedFile):  # `load` reports it.
-            missing = each.lacks()
-        if missing is None:
-            candidates.append(each)
-        else:
-            text = f"{each.path} lacks {missing.name}: it is not used"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-    return candidates or [found.at(folder / LATEST)]
+        found, until = Folder(first.path.parent), first.number
+    loaded = load_last(
+        partial(found.last, None, until=until),
+        partial(_checked, task, model),
+        None if fallback else "load_checkpoint(fallback=True)",
+    )
+    if loaded is None:
+        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+    return loaded
 
 
-def _read(checkpoint: Checkpoint, task: Any, model: Any) -> tuple[State, Callable[[], None]]:
-    """Read and check a checkpoint; return the state, and a function that loads all else."""
+def _checked(task: Any, model: Any, checkpoint: Checkpoint) -> Callable[[], State]:
+    """Read and check a checkpoint; return a function that loads it and returns the state."""
+    for rank in range(checkpoint.ranks):
+        checkpoint.verify(rank)
     parts = checkpoint.run.get("parts")
     if parts is None:
         raise CheckpointError(
@@ -277,11 +248,12 @@ def _read(checkpoint: Checkpoint, task: Any, model: Any) -> tuple[State, Callabl
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.path} cannot be loaded: {error}") from error
 
-    def load_all() -> None:
+    def load_all() -> State:
         for each in loads:
             each()
+        return state
 
-    return state, load_all
+    return load_all
 
 
 def _loading(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Callable[[], None]:

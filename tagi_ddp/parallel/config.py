@@ -6,7 +6,7 @@ import copy
 import functools
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -41,7 +41,7 @@ class Config:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @classmethod
-    def given(cls: type[C], name: str, value: C | Mapping[str, Any] | None) -> C:
+    def from_argument(cls: type[C], name: str, value: C | Mapping[str, Any] | None) -> C:
         """Return the settings of the argument called ``name``: settings, a mapping or None.
 
         None stands for the defaults.
@@ -156,19 +156,13 @@ class ParallelConfig(Config):
     @property
     def of_ddp(self) -> dict[str, Any]:
         """The settings of DistributedDataParallel that are not its defaults, by their names."""
-        values = {name: getattr(self, name) for name in _OF_DDP}
+        others = ("use_fsdp", "cpu_offload", "sharding_strategy", "sync_module_states")
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         return {
-            name: v for name, v in values.items() if v != self.__dataclass_fields__[name].default
+            name: value
+            for name, (value, default) in values.items()
+            if name not in others and value != default
         }
-
-
-_OF_DDP = (
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "broadcast_buffers",
-    "bucket_cap_mb",
-)
 
 
 def _read(load: Callable[[Any], Any], source: Any) -> dict[str, Any]:

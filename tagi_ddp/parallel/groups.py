@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
-from tagi_ddp.communicators import CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators import Communicator, CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators.equality import Gather, all_or_none
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
 from tagi_ddp.environment import detect, rendezvous_endpoint
-from tagi_ddp.torch_backend.objects import all_gather_values
+from tagi_ddp.sharding.groups import communicator as communicator_of
+from tagi_ddp.torch_backend.operations import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
 
 LIMIT = timedelta(seconds=300)  # the time limit of the rendezvous and of every later wait
@@ -28,6 +30,11 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def communicator() -> Communicator:
+    """Return the communicator of torch's default group for tensors on the CPU."""
+    return communicator_of(world(), torch.device("cpu"))
 
 
 def initialise() -> None:
@@ -87,25 +94,15 @@ def _store_by_communicator() -> TCPStore:
 
 @contextmanager
 def all_raise() -> Iterator[None]:
-    """Raise a TypeError or ValueError of the block on all ranks if one of them raises it.
+    """Raise an error of the block on all ranks if one of them raises it.
 
     A collective call if torch's default group is initialised and has a backend for the CPU: one
     small gather. The group stays usable.
     """
-    problem: Exception | None = None
-    try:
+    gathers = dist.is_initialized() and "cpu:" in dist.get_backend_config()
+    group: Gather = all_gather_values if gathers else lambda own: [own]
+    with all_or_none(group, "the ranks' arguments", "Give the same on all ranks."):
         yield
-    except (TypeError, ValueError) as error:
-        problem = error
-    own = None if problem is None else (isinstance(problem, TypeError), str(problem))
-    answers = [own]
-    if dist.is_initialized() and "cpu:" in dist.get_backend_config():
-        answers = all_gather_values(own)
-    if problem is not None:
-        raise problem
-    for rank, answer in enumerate(answers):
-        if answer is not None:
-            raise (TypeError if answer[0] else ValueError)(f"rank {rank}: {answer[1]}")
 
 
 def give_up(error: BaseException) -> None:
@@ -175,18 +172,9 @@ def _nodes(node_size: int | None) -> list[list[int]]:
         ) from None
 
 
-def _make_pair(nodes: Sequence[Sequence[int]]) -> Pair | None:
+def _make_pair(nodes: list[list[int]]) -> Pair | None:
     if len(nodes[0]) == 1:
         return None
-    rank = dist.get_rank()
-    shards = [_group(ranks) for ranks in nodes]
-    replicas = [_group(ranks) for ranks in zip(*nodes, strict=True)]
-    node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
-    return shards[node], replicas[nodes[node].index(rank)]
-
-
-def _group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    if len(ranks) == dist.get_world_size():
-        return world()
-    group: dist.ProcessGroup = dist.new_group(list(ranks))
-    return group
+    peers = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    node = world() if len(nodes) == 1 else dist.new_subgroups_by_enumeration(nodes)[0]
+    return node, dist.new_subgroups_by_enumeration(peers)[0]

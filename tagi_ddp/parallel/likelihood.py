@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tagi_ddp.data.metrics import gaussian_log_density
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.sequential.output_updater import OutputUpdater
 
@@ -52,10 +52,9 @@ class GaussianLoss:
         """Return the mean over this rank's samples; 0 without any, NaN if an output is NaN."""
         targets = _flat(self._targets)
         spread = _flat(self._variance).astype(np.float64) + self._noise
-        squares = (targets - _flat(self._mean)) ** 2 / spread
-        terms = (squares + np.log(2 * math.pi * spread)) / 2
-        terms[np.isnan(targets)] = 0
-        return float(terms.sum()) / max(len(self._targets), 1)
+        densities = gaussian_log_density(targets, _flat(self._mean), spread)
+        densities[np.isnan(targets)] = 0
+        return (0.0 - float(densities.sum())) / max(len(self._targets), 1)  # never -0.0
 
     __float__ = item
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from tagi_ddp._backend import cap_factor
 from tagi_ddp.parallel.callbacks import Callback, Metrics, Trainer
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.host import attach
-from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.interface import SequentialInterface
 from tagi_ddp.update.merging import Merging
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tagi_ddp.checkpoint.module_states import state_of
 from tagi_ddp.checkpoint.tree import check
 from tagi_ddp.environment import rank_and_size
+from tagi_ddp.optim.models import all_params
 from tagi_ddp.parallel.task_model import TaskModel
 
 
@@ -121,7 +122,7 @@ def _kept_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     It does so by a step with gradients and a learning rate of zero. An optimizer that adds noise,
     or clips weights, changes parameters in such a step, too.
     """
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = all_params(optimizer)
     if optimizer.state or any(each.grad is not None for each in parameters):
         yield
         return

@@ -1,11 +1,16 @@
-"""TaskModel: a task and its model as one module, whose output is the loss."""
+"""TaskModel, a task and its model as one module whose output is the loss; and its optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+
+from tagi_ddp.optim.models import all_params
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 ModelT = TypeVar("ModelT")
 TaskT = TypeVar("TaskT")
@@ -62,7 +67,8 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
         output = task.run_model(self.model, batch, state)
         task.on_after_forward_step(self.model, batch, output, state)
         if getattr(getattr(task, "config", None), "disable_autocast_for_loss", True):
-            with torch.autocast(self._device_type(), enabled=False):
+            device = next((each.device.type for each in self.parameters()), "cpu")
+            with torch.autocast(device, enabled=False):
                 loss: Loss = task.compute_loss(self.model, batch, state, output)
         else:
             loss = task.compute_loss(self.model, batch, state, output)
@@ -77,6 +83,30 @@ class TaskModel(nn.Module, Generic[ModelT, TaskT, Batch, Loss]):
         super().train(mode)
         return self
 
-    def _device_type(self) -> str:
-        parameter = next(self.parameters(), None)
-        return "cpu" if parameter is None else parameter.device.type
+
+def check_factory(optimizer: Any, is_module: bool) -> None:
+    """Raise TypeError unless it is a function, or None for a Sequential."""
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    if callable(optimizer) and not made if is_module else optimizer is None:
+        return
+    takes = "a function of the parameters" if is_module else "None"
+    got = f"an optimizer, {type(optimizer).__name__}" if made else repr(optimizer)
+    like = ""
+    if is_module and made:
+        like = f": give one that makes it, like partial({type(optimizer).__name__}, lr=0.01)"
+    raise TypeError(f"optimizer must be {takes} for this model, got {got}{like}")
+
+
+def made_by(factory: OptimizerFactory, module: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a module's parameters; TypeError or ValueError if it is none."""
+    optimizer = factory(module.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must return a torch.optim.Optimizer, got a {kind}")
+    own, params = set(module.parameters()), all_params(optimizer)
+    if others := sum(param not in own for param in params):
+        raise ValueError(
+            f"optimizer must hold only the parameters that it is given, but {others} of its "
+            f"{len(params)} are another model's"
+        )
+    return optimizer

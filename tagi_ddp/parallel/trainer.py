@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,15 +21,19 @@ from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.environment import rank_and_size
 from tagi_ddp.parallel import groups
-from tagi_ddp.parallel.arguments import check_callbacks, check_factory, check_optimizer
 from tagi_ddp.parallel.batches import Data, check_data, take
-from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, named
-from tagi_ddp.parallel.checkpoints import PART, State, Training, load
+from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, check_callbacks, named
+from tagi_ddp.parallel.checkpoints import PART, State, Training, load, network_of
 from tagi_ddp.parallel.config import EXP_NAME, MISSING, CheckpointConfig, Config
-from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
+from tagi_ddp.parallel.task_model import (
+    ModelT,
+    OptimizerFactory,
+    TaskModel,
+    TaskT,
+    check_factory,
+    made_by,
+)
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
-
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 _CHECKPOINTS = "checkpoints"  # the folder of the checkpoints that `load_checkpoint` loads
 
@@ -76,23 +80,22 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     config_type: ClassVar[type[Config]] = BaseTrainerConfig
 
     def __init__(self, config: TrainerConfigT | Mapping[str, Any] | None) -> None:
-        config = cast(TrainerConfigT, self.config_type.given("config", config))
+        config = cast(TrainerConfigT, self.config_type.from_argument("config", config))
         for name in ("name", "exp_dir"):
             if getattr(config, name) == MISSING:
                 raise ValueError(f"{name} must be given: {type(config).__name__}({name}=...)")
         self.config = config
-        self.exp_name = config.name if config.exp_name == EXP_NAME else config.exp_name
-        self.exp_dir = Path(config.exp_dir)
-        self.log_dir = self.exp_dir / config.log_dir_name
-        self.state = State()
+        self.exp_name: str = config.name if config.exp_name == EXP_NAME else config.exp_name
+        self.exp_dir: Path = Path(config.exp_dir)
+        self.log_dir: Path = self.exp_dir / config.log_dir_name
+        self.state: State = State()
         self.task_model: Any = None
-        self.should_stop = False
+        self.should_stop: bool = False
         self._callbacks: dict[str, Callback] = {}
         self._folders: dict[str, Checkpoints] = {}  # opened by the present `train`
         self._saved: dict[str, int] = {}  # by folder, the steps before its last checkpoint
         self._resumed: Checkpoint | None = None  # loaded in part; `train` loads the other parts
         self._of: tuple[Any, Any] = (None, None)  # task and model of task_model
-        self._network: Any = None  # the model, if it is no torch module
         self._optimizer: torch.optim.Optimizer | None = None
         self._unchecked = True  # until the content of checkpoints is checked, after the first step
         self._open = ExitStack()
@@ -159,7 +162,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self.state.check_order(order)
         try:
             task_model = self._prepare(task, model)
-            step = self._step_of(task_model, optimizer)
+            self._optimizer = None if optimizer is None else made_by(optimizer, task_model)
             self._callbacks = named(callbacks)
             self._close_folders()
             if self._resumed is not None or not self._stands_by:
@@ -170,10 +173,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self.should_stop, self._unchecked = False, not self._stands_by
             while self.state.epoch < epochs and not self.should_stop:
                 self.state.order = order
-                loss = self._train_epoch(task_model, step, data, sampler, batch_size)
+                loss = self._train_epoch(task_model, data, sampler, batch_size)
                 losses.append(loss)
                 self._end_epoch(loss, held_out, batch_size)
-            self._save(_CHECKPOINTS)
+            self.save_checkpoint(_CHECKPOINTS)
             for checkpoints in self._folders.values():
                 checkpoints.wait()
             self._close_folders()
@@ -224,7 +227,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     def close(self) -> None:
         """Leave the group of a Sequential; the model stays usable on its own."""
         self._close_folders()
-        self.task_model, self._of, self._network = None, (None, None), None
+        self.task_model, self._of = None, (None, None)
         self._open.close()
 
     def _give_up(self, error: BaseException) -> None:
@@ -266,40 +269,19 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self.close()
             self.task_model = self._get_task_model(task, model)
             self._of = task, model
-            if not isinstance(model, nn.Module):
-                self._network = self.task_model.model
             if isinstance(self._network, DDPSequential) and self._network is not model:
                 self._open.enter_context(self._network)
         return self.task_model
 
-    def _step_of(self, task_model: Any, factory: OptimizerFactory | None) -> Callable[[Any], None]:
-        """Return a function of the loss that runs backward and the update."""
-        self._optimizer = None
-        if factory is None:
-            network = self._network
-
-            def step(loss: Any) -> None:
-                loss.backward()
-                network.step()
-
-            return step
-        self._optimizer = optimizer = factory(task_model.parameters())
-        check_optimizer(optimizer, set(task_model.parameters()))
-
-        def descend(loss: Any) -> None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        return descend
+    def _step(self, loss: Any) -> None:
+        """Run backward and the update."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        loss.backward()
+        (self._network if self._optimizer is None else self._optimizer).step()
 
     def _train_epoch(
-        self,
-        task_model: Any,
-        step: Callable[[Any], None],
-        data: Data,
-        sampler: DistributedSampler,
-        batch_size: int,
+        self, task_model: Any, data: Data, sampler: DistributedSampler, batch_size: int
     ) -> float:
         """Train on the remaining batches of an epoch; return its mean loss."""
         state, is_module = self.state, self._network is None
@@ -313,7 +295,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             weight = len(share) * sampler.num_replicas / samples
             for callback in self._callbacks.values():
                 callback.on_before_step(self, samples, start + batch_size >= length)
-            step(loss * weight if is_module and weight != 1 else loss)
+            self._step(loss * weight if is_module and weight != 1 else loss)
             exact = loss.detach().to(groups.exact(loss.device)) if is_module else float(loss)
             state.loss = state.loss + exact * len(share)
             state.num_steps += 1
@@ -342,14 +324,13 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
     def _after_step(self) -> None:
         every = self.config.checkpoint.save_every_n_steps
         if every and self.state.num_steps % every == 0:
-            self._save(_CHECKPOINTS)
+            self.save_checkpoint(_CHECKPOINTS)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write a checkpoint, the only one, to ``exp_dir/<folder>``; a collective call."""
-        self._save(folder)
+        """Write a checkpoint to ``exp_dir/<folder>``, unless it has the present step's; collective.
 
-    def _save(self, folder: str) -> None:
-        """Write a checkpoint unless there is one of the same step; collective."""
+        It replaces earlier ones, except in ``checkpoints``, which keeps those of the settings.
+        """
         if self._saved.get(folder) != self.state.num_steps and not self._stands_by:
             self._saved[folder] = self.state.num_steps
             self._in_folder(folder).save(self.state.num_steps)
@@ -364,6 +345,10 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 self.exp_dir / name, {PART: Training(*made)}, keep=keep
             )
         return self._folders[name]
+
+    @property
+    def _network(self) -> Any:
+        return network_of(self.task_model)
 
     @property
     def _stands_by(self) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.environment import rank_and_size
-from tagi_ddp.optim.wrapped import WRAPPERS, check_not_wrapped
+from tagi_ddp.optim.models import WRAPPERS, check_not_wrapped
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.config import ParallelConfig
 from tagi_ddp.parallel.task_model import TaskModel
@@ -54,7 +53,7 @@ def dp(
         RuntimeError: torch.distributed could not be initialised; the text says how to.
     """
     with groups.all_raise():
-        settings = ParallelConfig.given("cfg", cfg)
+        settings = ParallelConfig.from_argument("cfg", cfg)
         _check_arguments(arguments)
         if settings.use_fsdp:
             _refuse_ddp("with use_fsdp", settings, arguments)
@@ -83,7 +82,7 @@ def ddp(model: Any, cfg: Settings = None, **arguments: Any) -> Any:
     """
     settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel), arguments)
     if bare is not None:
-        return _around(model, _wrap_sequential(bare, sharded=False))
+        return _wrap_sequential(model, bare, sharded=False)
     groups.initialise()
     arguments = {**settings.of_ddp, **arguments}
     return DistributedDataParallel(model, init_sync=settings.sync_module_states, **arguments)
@@ -106,14 +105,15 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
     settings, bare = _checked(model, cfg, (*WRAPPERS, *whole))
     if bare is not None:
         sharded = settings.sharding_strategy != ShardingStrategy.NO_SHARD
-        return _around(model, _wrap_sequential(bare, sharded))
+        return _wrap_sequential(model, bare, sharded)
     groups.initialise()
     if settings.sync_module_states:
         _take_from_rank_0(model)
     strategy, group = _strategy_and_group(settings.sharding_strategy, node_size)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     offload = settings.cpu_offload and device.type != "cpu"  # torch would ask for pinned memory
-    with _without_advice():
+    with warnings.catch_warnings():  # torch advises DDP instead of NO_SHARD.
+        warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
         wrapped = FullyShardedDataParallel(
             model,
             process_group=group,
@@ -138,7 +138,7 @@ def _checked(
     No part of a module may be one of ``wrappers``.
     """
     with groups.all_raise():
-        settings = ParallelConfig.given("cfg", cfg)
+        settings = ParallelConfig.from_argument("cfg", cfg)
         bare = _sequential(model)
         if arguments is None:
             _refuse_ddp("for fsdp", settings, {})
@@ -200,14 +200,6 @@ def _take_from_rank_0(model: nn.Module) -> None:
         _take_from_rank_0(child)
 
 
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress torch's warning that recommends DDP instead of NO_SHARD."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*NO_SHARD.* is deprecated", FutureWarning)
-        yield
-
-
 def refuse_lost_gradients(model: FullyShardedDataParallel) -> None:
     """Make backward raise RuntimeError if torch would replace reduced gradients, not add to them.
 
@@ -263,10 +255,6 @@ def _sequential(model: Any) -> Any:
     return bare
 
 
-def _around(model: Any, wrapped: DDPSequential) -> Any:
-    return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped
-
-
 def _check_for_sequential(cfg: ParallelConfig) -> None:
     """Raise ValueError if a Sequential cannot do what the settings ask for."""
     if cfg.cpu_offload:
@@ -281,10 +269,11 @@ def _check_for_sequential(cfg: ParallelConfig) -> None:
         )
 
 
-def _wrap_sequential(model: Any, sharded: bool) -> DDPSequential:
-    if dist.is_available() and dist.is_initialized():
-        from tagi_ddp.sharding.groups import communicator  # Each group keeps one.
-
-        found = communicator(groups.world(), torch.device("cpu"))
-        return DDPSequential(model, average=False, communicator=found, sharded=sharded)
-    return DDPSequential(model, DDPConfig.from_env(), average=False, sharded=sharded)
+def _wrap_sequential(model: Any, bare: Any, sharded: bool) -> Any:
+    """Return the DDPSequential of ``bare``, in a TaskModel if ``model`` is one."""
+    if dist.is_initialized():
+        group: dict[str, Any] = {"communicator": groups.communicator()}
+    else:
+        group = {"config": DDPConfig.from_env()}
+    wrapped = DDPSequential(bare, average=False, sharded=sharded, **group)
+    return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped

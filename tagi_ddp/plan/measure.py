@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from tagi_ddp.checks import integer
-from tagi_ddp.communicators.communicator import Communicator
+from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.init import adopted
-from tagi_ddp.communicators.objects import all_gather_object
 from tagi_ddp.plan.model import Link
 
 _SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
@@ -39,18 +38,15 @@ def measure_link(communicator: Communicator | Any, sizes: Sequence[int] = _SIZES
         ValueError: naming the argument.
     """
     with adopted(communicator) as comm:
-        return _measure(comm, sizes)
-
-
-def _measure(communicator: Communicator, sizes: Sequence[int]) -> Link:
-    ranks = communicator.size
-    if ranks < 2:
-        raise ValueError("communicator has one rank: there is nothing to measure")
-    counts = sorted({integer("sizes", size, 4) // 4 for size in sizes})
-    if len(counts) < 2:
-        raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
-    medians = [*(_seconds(communicator, n) for n in counts), _vote_seconds(communicator)]
-    *seconds, vote = np.max(all_gather_object(communicator, medians), axis=0)  # The slowest rank's.
+        ranks = comm.size
+        if ranks < 2:
+            raise ValueError("communicator has one rank: there is nothing to measure")
+        counts = sorted({integer("sizes", size, 4) // 4 for size in sizes})
+        if len(counts) < 2:
+            raise ValueError(f"sizes must be two different ones or more, got {list(sizes)}")
+        medians = [*(_seconds(comm, n) for n in counts), _vote_seconds(comm)]
+        everyone = all_gather_object(comm, medians)
+    *seconds, vote = np.max(everyone, axis=0)  # The slowest rank's.
     seconds = np.maximum.accumulate(seconds).tolist()
     sums = tuple((4 * count, time) for count, time in zip(counts, seconds, strict=True))
     steps, sent = math.ceil(math.log2(ranks)), 8 * (ranks - 1) / ranks * (counts[-1] - counts[0])
@@ -63,25 +59,24 @@ def _seconds(communicator: Communicator, count: int) -> float:
     """Return the median time of an all_reduce of ``count`` floats, in turn with other work."""
     buffer = _buffer(communicator, count)
     others = [buffer + 0 for _ in range(_BETWEEN)]
-    communicator.all_reduce(buffer)
-    times = []
-    for _ in range(_REPEATS):
-        for other in others:
-            other += 1
-        begin = perf_counter()
-        communicator.all_reduce(buffer)
-        times.append(perf_counter() - begin)
-    return float(np.median(times))
+    return _median(lambda: communicator.all_reduce(buffer), others)
 
 
 def _vote_seconds(communicator: Communicator) -> float:
     """Return the median time of an all_gather of 8 bytes."""
     own, everyone = _buffer(communicator, 2), _buffer(communicator, 2 * communicator.size)
-    communicator.all_gather(own, everyone)
+    return _median(lambda: communicator.all_gather(own, everyone))
+
+
+def _median(operation: Callable[[], object], others: Sequence[Any] = ()) -> float:
+    """Return the median time of an operation, in turn with work on the buffers ``others``."""
+    operation()
     times = []
     for _ in range(_REPEATS):
+        for other in others:
+            other += 1
         begin = perf_counter()
-        communicator.all_gather(own, everyone)
+        operation()
         times.append(perf_counter() - begin)
     return float(np.median(times))
 

@@ -16,24 +16,22 @@ from torch import Tensor
 
 from tagi_ddp._backend import Contribution
 from tagi_ddp._backend import Parameters as HostParameters
-from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators import Buffer, Communicator, all_gather_object
 from tagi_ddp.engine.layers import PARAMETERS
 from tagi_ddp.replica.device_agreement import Constants, DeviceAgreement, Field, Outcomes, vote_of
-from tagi_ddp.replica.device_parameters import DeviceParameters
-from tagi_ddp.replica.device_shards import DeviceShards
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica.device_parameters import DeviceParameters, DeviceShards
+from tagi_ddp.replica.host import HostReplica
 from tagi_ddp.replica.staging import Sum
 
 _STATISTICS = ("mu_ra", "var_ra")
 
 
 class DeviceReplica:
-    """A `Replica` on a device."""
+    """A replica on a device, with the methods that `HostReplica` describes."""
 
     in_place = False
-    memory = None
 
-    def __init__(self, host: Replica, device: torch.device) -> None:
+    def __init__(self, host: HostReplica, device: torch.device) -> None:
         """Copy the state of ``host``."""
         self.device = str(device)
         self._host = host
@@ -103,7 +101,7 @@ class DeviceReplica:
     def on_host(self) -> HostParameters:
         return self._host.on_host
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> Buffer:
         return torch.zeros_like(self.parameters.deltas)
 
     def step_alone(self, samples: int, alone_of: int) -> str | DeviceAgreement:
@@ -202,13 +200,11 @@ class DeviceReplica:
         return agreement
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
-        self._host.pull()
         if communicator.device == "cpu":
-            for _, array in self.state():
-                if array.size:
-                    communicator.broadcast(array, root)
+            self._host.share(communicator, root)
             self.push()
             return
+        self._host.pull()
         self.push()
         for tensor in (self.parameters.gaussians.view(-1), self.statistics.flat):
             if tensor.numel():
@@ -231,7 +227,7 @@ class DeviceReplica:
 class DeviceStatistics:
     """Running statistics like `_backend`'s, as a ``flat`` tensor and its ``parts`` by layer."""
 
-    def __init__(self, host: Replica, device: torch.device) -> None:
+    def __init__(self, host: HostReplica, device: torch.device) -> None:
         """Allocate as many statistics as ``host`` has."""
         norms = [arrays for arrays in host.arrays() if "first_batch" in arrays]
         sizes = [norm[name].size for norm in norms for name in norm if name in _STATISTICS]

@@ -6,8 +6,8 @@ import hashlib
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.equality import RanksDiffer, first_difference, require_equal
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.communicators.equality import RanksDiffer, all_or_none, first_difference
+from tagi_ddp.replica import Replica
 
 
 class ReplicaMismatch(RanksDiffer, RuntimeError):
@@ -73,4 +73,6 @@ def check_state(communicator: Communicator, replica: Replica) -> str:
 
 def _require_equal(communicator: Communicator, own: dict[str, str]) -> None:
     """Compare the ranks' values for each layer, the layers in order."""
-    require_equal(communicator, own.items, "replicas", _REMEDY, ReplicaMismatch)
+    with all_or_none(communicator, "replicas", _REMEDY, ReplicaMismatch) as same:
+        for name, value in own.items():
+            same(name, value)

@@ -1,5 +1,6 @@
 """A Sequential's parameters, deltas and running statistics, on the host.
 
+Flat buffers are float32. Gaussians are [means | variances], deltas too, 2 * size elements.
 `InPlace` reads and writes the engine's own memory. `Copied` uses the public getters and setters,
 about a thousand times slower, if the layout of the memory cannot be verified.
 """
@@ -21,8 +22,7 @@ from tagi_ddp._backend import (
     cap_factor,
     engine_layer,
 )
-from tagi_ddp.communicators import Communicator
-from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.communicators import Buffer, Communicator
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 from tagi_ddp.environment import setting
@@ -62,7 +62,12 @@ def attach(model: Any) -> HostReplica:
 
 
 class HostReplica(ABC):
-    """A replica in the host's memory."""
+    """A replica in the host's memory.
+
+    device: the device of the parameters, here "cpu". in_place: True if they are the engine's own
+    memory. layers: those with parameters, in order; a block is replaced by its layers. parameters:
+    the means, variances and deltas of all layers, in order, as one flat sequence.
+    """
 
     device = "cpu"
     in_place: bool
@@ -74,16 +79,13 @@ class HostReplica(ABC):
         self._kept: dict[str, list[NDArray[Any]]] = {}  # a copy of the statistics, by layer
 
     @property
-    def memory(self) -> Parameters:
-        """The parameters, for C++."""
-        return self.parameters
-
-    @property
     def on_host(self) -> Parameters:
+        """The parameters in the engine's memory; `export` updates their values."""
         return self.parameters
 
     @property
     def version(self) -> int:
+        """A number that changes when arrays that `arrays` has returned are no longer valid."""
         return self.parameters.version
 
     @abstractmethod
@@ -92,20 +94,27 @@ class HostReplica(ABC):
 
     @abstractmethod
     def push(self) -> None:
-        """Copy changes of the arrays of `state` to the engine."""
+        """Copy changes of the arrays of `state` to the engine, and to the device of the replica."""
 
     @abstractmethod
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
-        """Return views of means, variances and running statistics, for each layer."""
+        """Return views of means and variances by `PARAMETERS`, for each layer.
+
+        A BatchNorm2d also has its running averages "mu_ra" and "var_ra", and "first_batch".
+        """
 
     def updated(self) -> None:
+        """Record a change of ``parameters`` or of the running statistics; call it after each."""
         self.push()
 
     def export(self) -> None:  # noqa: B027
-        """Do nothing: the engine has the present state already."""
+        """Copy the present state, if it is elsewhere, to the engine's memory and to `state`."""
 
     def state(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return the views of `arrays` with the layers' names."""
+        """Return views of all that must be equal on all replicas, with the layers' names.
+
+        Means and variances, running statistics and their flags; valid until the next `pull`.
+        """
         return [
             (layer.name, array)
             for layer, arrays in zip(self.layers, self.arrays(), strict=True)
@@ -113,18 +122,24 @@ class HostReplica(ABC):
         ]
 
     def share(self, communicator: Communicator, root: int = 0) -> None:
-        """Copy the state of rank ``root`` to all ranks."""
+        """Copy the means, variances and running statistics of rank ``root`` to all ranks."""
         self.pull()
         for _, array in self.state():
             if array.size:
                 communicator.broadcast(array, root)
         self.push()
 
-    def zeros(self) -> FloatArray:
+    def zeros(self) -> Buffer:
+        """Return zeros for deltas, on the device of the replica."""
         return np.zeros(2 * self.parameters.size, np.float32)
 
     def step_alone(self, samples: int, alone_of: int) -> str:
-        """Apply the own deltas, capped; return the layer whose deltas are not finite, or ""."""
+        """Apply the own deltas, of ``samples`` samples, capped as for one of ``alone_of`` ranks.
+
+        The step limit is that of the combined batch divided by sqrt(alone_of), because independent
+        steps add up like a random walk. Nothing is applied if deltas are NaN or infinite: returns
+        the first such layer, or "".
+        """
         if not samples:
             return ""
         cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
@@ -133,27 +148,40 @@ class HostReplica(ABC):
         return culprit
 
     def queue(self, communicator: Communicator, average: bool, sharded: bool) -> None:  # noqa: B027
-        """Return None: the host makes each step itself."""
+        """Return a function that puts a step of all ranks into the device's queue, if it can."""
 
     def take_refused(self, everything: bool) -> list[int]:
-        """Return an empty list: a refused step is reported at once."""
+        """Return the ranks at fault for an earlier refused step that has not been reported yet.
+
+        ``everything``: wait for the outcome of all steps so far. Here refusals raise at once.
+        """
         return []
 
     def keep_statistics(self) -> None:
+        """Copy the running statistics and their flags."""
         if self.statistics.size:
             kept = statistics_of(self.state())
             self._kept = {name: [part.copy() for part in parts] for name, parts in kept.items()}
 
     def restore_statistics(self) -> None:
+        """Restore the last copy of `keep_statistics`."""
         if self.statistics.size:
             for name, parts in statistics_of(self.state()).items():
                 for part, kept in zip(parts, self._kept[name], strict=True):
                     part[...] = kept
 
     def restore_statistics_if(self, refused: Any) -> bool:
+        """Restore it, without a wait, if ``refused``, a tensor on the device, is true.
+
+        Returns False, and does nothing, if only the host can restore.
+        """
         return not self.statistics.size
 
     def average_statistics(self, communicator: Communicator, samples: int, total: int) -> None:
+        """Average running statistics over the ranks, weighted by their samples, ``total`` of all.
+
+        A collective call.
+        """
         if communicator.size > 1 and self.statistics.size:
             values = np.empty(self.statistics.size, np.float32)
             self.statistics.pack(values, samples)
@@ -213,10 +241,8 @@ class Copied(HostReplica):
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []
         for layer in walk(model):
-            arrays = {
-                name: np.asarray(getattr(layer.handle, name), np.float32)
-                for name in PARAMETERS + DELTAS
-            }
+            names = PARAMETERS + DELTAS
+            arrays = {name: np.asarray(getattr(layer.handle, name), np.float32) for name in names}
             if not arrays["mu_w"].size:
                 continue
             if layer.kind == "BatchNorm2d":
@@ -226,7 +252,6 @@ class Copied(HostReplica):
                     "layout is known."
                 )
             counter = np.zeros(1, np.int32)
-            names = PARAMETERS + DELTAS
             weights = [arrays[name] for name in names if name.endswith("_w")]
             biases = [arrays[name] for name in names if name.endswith("_b")]
             self.parameters.add_layer(layer.name, weights, biases, counter)

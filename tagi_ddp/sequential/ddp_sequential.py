@@ -22,8 +22,8 @@ from tagi_ddp.data import DistributedSampler
 from tagi_ddp.elastic.job import ElasticJob, GroupChange
 from tagi_ddp.elastic.rendezvous import Rendezvous, make_rendezvous
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.locks import one_at_a_time
 from tagi_ddp.engine.output_updater import check_sizes_of_updates
-from tagi_ddp.engine.threads import one_at_a_time
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.replica.equality import check_structure
 from tagi_ddp.replica.staging import host_bucket

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.equality import all_or_none
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.parameter_file import (
     ParameterFileError,
     check_state_dict,
@@ -14,7 +15,6 @@ from tagi_ddp.replica.parameter_file import (
     read_parameters,
     write_parameters,
 )
-from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.update.ranks import Ranks
 
 _CALLER = 4  # the stack level of the script in warnings
@@ -31,16 +31,12 @@ class ParameterFiles:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the parameters that rank 0 passes, and copy them to all ranks."""
         ranks, replica = self._ranks, self._replica
-
-        def check() -> list[Entry]:
-            if ranks.communicator.rank == 0:
-                check_state_dict(self._model.state_dict(), state_dict)
-            return []
-
         with ranks.or_abort():
             replica.pull()
             replica.export()
-        require_equal(ranks.communicator, check, "parameters", "Nothing was loaded.")
+        with all_or_none(ranks.communicator, "parameters", "Nothing was loaded."):
+            if ranks.communicator.rank == 0:
+                check_state_dict(self._model.state_dict(), state_dict)
         missing: list[str] = []
         with ranks.or_abort():
             if ranks.communicator.rank == 0:
@@ -86,14 +82,10 @@ class ParameterFiles:
         with ranks.or_abort():
             replica.pull()
             replica.export()
-
-        def read_on_first() -> list[Entry]:
+        remedy = "Nothing was loaded."
+        with all_or_none(ranks.communicator, "parameters", remedy, ParameterFileError):
             if ranks.communicator.rank == 0:
                 read()
-            return []
-
-        remedy = "Nothing was loaded."
-        require_equal(ranks.communicator, read_on_first, "parameters", remedy, ParameterFileError)
         with ranks.or_abort():
             replica.push()
             replica.share(ranks.communicator)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tagi_ddp.checks import flat_floats, integer
-from tagi_ddp.compute.interface import Compute, LSTMStates
+from tagi_ddp.compute.computes import Compute
+from tagi_ddp.compute.interface import LSTMStates
 from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.engine.buffers import FloatArray, delta_states_of, empty_states, read_states
-from tagi_ddp.engine.threads import new_lock, one_at_a_time
+from tagi_ddp.engine.locks import new_lock, one_at_a_time
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.parameter_file import StateDict, statistics_of
-from tagi_ddp.replica.protocol import Replica
 
 
 class SequentialInterface:

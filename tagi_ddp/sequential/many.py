@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, PeerLost, all_gather_object, init
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import or_abort
 from tagi_ddp.communicators.init import adopted
 from tagi_ddp.elastic.connection import launcher_connection
@@ -85,24 +85,19 @@ def map_networks(
             ``items``, ranks have different arguments, or a rank has refused one. That rank may
             raise a TypeError instead.
     """
-    everything: list[T]
-    loads: list[float]
-
-    def described() -> list[Entry]:
-        nonlocal everything, loads, seed
-        everything = list(items)
-        loads = [1.0] * len(everything) if weights is None else [float(w) for w in weights]
-        if len(loads) != len(everything):
-            raise ValueError(f"weights has {len(loads)} numbers for {len(everything)} items")
-        seed = integer("seed", seed, 0)
-        named = {"the number of items": len(everything), "weights": loads, "seed": seed}
-        return [(name, str(value)) for name, value in named.items()]
-
     with init() if communicator is None else adopted(communicator) as group:
         if communicator is None:
             group.timeout = _PATIENCE
         remedy = "Give the same items, weights and seed on all ranks."
-        require_equal(group, described, "arguments of map_networks", remedy)
+        with all_or_none(group, "arguments of map_networks", remedy) as same:
+            everything = list(items)
+            loads = [1.0] * len(everything) if weights is None else [float(w) for w in weights]
+            if len(loads) != len(everything):
+                raise ValueError(f"weights has {len(loads)} numbers for {len(everything)} items")
+            seed = integer("seed", seed, 0)
+            same("the number of items", len(everything))
+            same("weights", loads)
+            same("seed", seed)
         shares = _shares(loads, group.size)
         launcher, lost = launcher_connection(), None
         if launcher is not None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from tagi_ddp.checks import integer
 from tagi_ddp.elastic.job import ElasticJob
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 from tagi_ddp.update.merging import Merging, ScheduledMerging
 from tagi_ddp.update.ranks import Ranks
 

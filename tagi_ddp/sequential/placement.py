@@ -10,8 +10,8 @@ from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.topology import topology_of
 from tagi_ddp.environment import detect, setting
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.host import attach
-from tagi_ddp.replica.protocol import Replica
 
 # The threads of a Sequential and of its layers before a call of set_threads.
 _ENGINE_DEFAULT_THREADS, _LAYER_DEFAULT_THREADS = 1, 4

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp.communicators.equality import Entry, RanksDiffer, require_equal
+from tagi_ddp.communicators.equality import RanksDiffer, all_or_none
 from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.compute.interface import Memory
 from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.data import share_of
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.layers import PARAMETERS, walk
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.equality import ReplicaMismatch, check_state
-from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.sequential.saved_state import check_memory, check_merge, require_alike
 from tagi_ddp.update.merging import Merging
 from tagi_ddp.update.ranks import Ranks
@@ -64,8 +64,9 @@ class RunState:
     def run_state(self) -> dict[str, Any]:
         """Do what `DDPSequential.run_state` says."""
         remedy = "Save after step(), on all ranks."
-        check = self._check_between_steps
-        require_equal(self._ranks.communicator, check, "run states", remedy, NotBetweenSteps)
+        with all_or_none(self._ranks.communicator, "run states", remedy, NotBetweenSteps):
+            if not self._local.accumulation.between_steps:
+                raise NotBetweenSteps("there are deltas of a backward() that no step() has applied")
         with self._ranks.or_abort():
             self._ranks.exchange.raise_refused(everything=True)
             self._replica.pull()
@@ -85,33 +86,29 @@ class RunState:
         """Check as `DDPSequential.load_run_state` does; return a function that loads the state."""
         rank, size = self._ranks.communicator.rank, self._ranks.communicator.size
         saved: list[dict[str, Any]] = []  # the states of this rank, or of all that it needs
-        same = False
-
-        def check() -> list[Entry]:
-            nonlocal same
-            same = ranks == size and entry(rank, "layout") == self._layout()
-            same &= entry(0, "options") == {name: self._options[name] for name in _DECISIVE}
+        with all_or_none(self._ranks.communicator, "run states", "Nothing was loaded.") as same:
+            alike = ranks == size and entry(rank, "layout") == self._layout()
+            alike &= entry(0, "options") == {name: self._options[name] for name in _DECISIVE}
             if rank == 0:
                 with suppress(KeyError):  # Earlier versions did not save it.
                     self._check_layers(entry(0, "layers"))
             names = ["memory", "exchange"]
-            if same or rank == 0:
+            if alike or rank == 0:
                 names += ["parameters", "lasting"]
-            for other in [rank] if same else range(ranks):
+            for other in [rank] if alike else range(ranks):
                 first = other == 0 or rank == 0
-                saved.append({n: entry(other, n) for n in names if first or same or n == "memory"})
-            self._check_saved(saved, same)
-            return [("whether ranks and options are as before", str(same))]
+                saved.append({n: entry(other, n) for n in names if first or alike or n == "memory"})
+            self._check_saved(saved, alike)
+            same("ranks and options as before", alike)
 
         def load() -> None:
             with self._ranks.or_abort():
-                if same:
+                if alike:
                     self._load_own(saved[0])
                 else:
                     self._load_together(saved)
                 self._local.accumulation.forwarded = self._local.accumulation.samples = None
 
-        require_equal(self._ranks.communicator, check, "run states", "Nothing was loaded.")
         return load
 
     def _check_saved(self, saved: list[dict[str, Any]], same: bool) -> None:
@@ -175,11 +172,6 @@ class RunState:
         self._ranks.exchange.count_lasting(lasting)
 
     # --- the parts ----------------------------------------------------------------------------
-
-    def _check_between_steps(self) -> list[Entry]:
-        if not self._local.accumulation.between_steps:
-            raise NotBetweenSteps("there are deltas of a backward() that no step() has applied")
-        return []
 
     def _check_layers(self, saved: list[str]) -> None:
         own = [layer.name for layer in walk(self._local.model)]
@@ -263,11 +255,7 @@ def _shared(memories: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, 
         lstm[index] = [np.ravel(each[part]) for each in whole]
     own = part.stop - part.start
     batch = memories[0]["batch"]
-    return {
-        "batch": own if batch else batch,
-        "samples": own,
-        "lstm": lstm,
-    }
+    return {"batch": own if batch else batch, "samples": own, "lstm": lstm}
 
 
 def _mean_statistics(

@@ -6,19 +6,27 @@ in common. A tensor whose memory has this layout is sent without a copy.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from tagi_ddp.communicators import Communicator
-from tagi_ddp.sharding.groups import Group, Vote, check_dense, communicator, vote
+from tagi_ddp.communicators import Communicator, all_gather_object
+from tagi_ddp.communicators.equality import all_or_none
+from tagi_ddp.sharding.groups import Group, communicator, rank_and_size
 from tagi_ddp.sharding.shapes import Split, whole_of
 from tagi_ddp.sharding.utils import get_memory_format
 
 T = TypeVar("T")
 
+_REMEDY = "Make the same calls in the same order with fitting arguments on all ranks."
+
+_FORMATS = {1: torch.contiguous_format, 2: torch.channels_last, 4: torch.channels_last_3d}
 _ORDERS = {  # The dimensions, from the outermost in memory to the innermost.
     torch.channels_last: (0, 2, 3, 1),
     torch.channels_last_3d: (0, 2, 3, 4, 1),
@@ -35,18 +43,19 @@ def apply(
     return result
 
 
-def uncompiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the function, which torch.compile does not trace."""
-    if not torch.compiler.is_compiling():  # The imports of `disable` take a second.
-        return function
-    disabled: Callable[..., torch.Tensor] = torch.compiler.disable(function)
-    return disabled
+def over_ranks(
+    function: Callable[..., torch.Tensor], input_: torch.Tensor, *arguments: Any, mgroup: Group
+) -> torch.Tensor:
+    """Return ``function(input_, *arguments, mgroup)``; in a group of one, a copy of ``input_``.
 
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy, contiguous in the tensor's memory format."""
-    check_dense(tensor)
-    return tensor.clone(memory_format=get_memory_format(tensor))
+    torch.compile does not trace the function.
+    """
+    if rank_and_size(mgroup)[1] == 1:
+        check_dense(input_)
+        return input_.clone(memory_format=get_memory_format(input_))
+    if torch.compiler.is_compiling():  # The imports of `disable` take a second.
+        function = torch.compiler.disable(function)
+    return function(input_, *arguments, mgroup)
 
 
 def own_part(
@@ -180,10 +189,73 @@ def handshake(
     group: Group,
     check: Callable[[], T],
     number: Callable[[], int] = int,
-) -> tuple[Transport, Vote[T]]:
-    """Return a transport for all ranks' tensors, and the result of their `vote`."""
-    result = vote(communicator(group, torch.device("cpu")), name, tensor, check, number)
-    return Transport(communicator(group, tensor.device), result.transit, result.own), result
+) -> tuple[Transport, T, list[int]]:
+    """Compare the ranks' calls; return a transport for all ranks' tensors.
+
+    If ``check`` raises on a rank, or the ranks' calls differ, all ranks raise, before any tensor is
+    sent, and the communicator stays usable. This costs one small all-gather.
+
+    Returns:
+        the transport, the result of ``check``, which is the same on all ranks, and the results of
+        all ranks' ``number``.
+    """
+    comm = communicator(group, torch.device("cpu"))
+    problem: Exception | None = None
+    call, formats, favourite, own_number = "", 0, 0, 0
+    try:
+        check_dense(tensor)
+        common, own_number = check(), number()
+        call = f"{name}({str(tensor.dtype).removeprefix('torch.')}, {tensor.device.type}, {common})"
+        formats, favourite = _formats(tensor)
+    except Exception as error:  # No error may keep the others waiting for this rank.
+        problem = error
+    digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
+    code = int.from_bytes(digest, "big", signed=True)
+    rows = _gather_rows(comm, [int(problem is not None), code, formats, favourite, own_number])
+    if any(row[:2] != [0, code] for row in rows):
+        with all_or_none(comm, "the ranks' calls", _REMEDY) as same:
+            if problem is not None:
+                raise problem
+            same("call", call)
+    shared = functools.reduce(operator.and_, (row[2] for row in rows))
+    transit = next((bit for bit in (rows[0][3], 1, 2, 4) if shared & bit), 1)
+    own = transit if formats & transit else favourite
+    transport = Transport(communicator(group, tensor.device), _FORMATS[transit], _FORMATS[own])
+    return transport, common, [row[4] for row in rows]
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise TypeError unless ``tensor`` is a dense tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"input_ must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"input_ must be dense, got a tensor of layout {tensor.layout}: to_dense() makes one"
+        )
+
+
+def _formats(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return all formats that the tensor is contiguous in, or will be, and the likeliest, as bits.
+
+    A tensor of a single channel, for example, is contiguous in two; its strides decide.
+    """
+    bits = sum(bit for bit, f in _FORMATS.items() if tensor.is_contiguous(memory_format=f)) or 1
+    usual = bits & 1 and tensor.stride() == _usual_strides(tensor.shape)
+    return bits, 1 if usual or bits == 1 else bits & 2 or bits & 4
+
+
+def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    lengths = [max(length, 1) for length in shape]
+    return tuple(math.prod(lengths[i + 1 :]) for i in range(len(lengths)))
+
+
+def _gather_rows(comm: Communicator, own: list[int]) -> list[list[int]]:
+    if comm.device != "cpu":  # Its buffers are on the device; objects do not need them.
+        return all_gather_object(comm, own)
+    table = np.empty((comm.size, len(own)), np.int64)
+    comm.all_gather(np.array(own, np.int64), table)
+    rows: list[list[int]] = table.tolist()
+    return rows
 
 
 def _as_sent(flat: torch.Tensor) -> torch.Tensor:

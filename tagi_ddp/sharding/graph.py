@@ -21,12 +21,12 @@ import torch
 from tagi_ddp.sharding.collectives import (
     Transport,
     apply,
+    check_dense,
     handshake,
-    own_copy,
+    over_ranks,
     own_part,
-    uncompiled,
 )
-from tagi_ddp.sharding.groups import Group, check_dense, communicator, rank_and_size
+from tagi_ddp.sharding.groups import Group, communicator, rank_and_size
 from tagi_ddp.sharding.shapes import Shapes, Split, split_of, split_of_whole
 from tagi_ddp.sharding.utils import get_memory_format
 
@@ -39,9 +39,7 @@ def shard_tensor(
     Backward gathers the ranks' gradients; with ``gather_in_backward=False`` it does not
     communicate either, and the gradient is zero outside of this rank's part.
     """
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_shard)(input_, dim, shapes, mgroup, gather_in_backward)
+    return over_ranks(_shard, input_, dim, shapes, gather_in_backward, mgroup=mgroup)
 
 
 def gather_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
@@ -49,9 +47,7 @@ def gather_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group)
 
     Backward keeps this rank's part of the gradient: right if all ranks do the same with the result.
     """
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_gather)("gather_tensor", input_, dim, shapes, mgroup)
+    return over_ranks(_gather, input_, "gather_tensor", dim, shapes, mgroup=mgroup)
 
 
 def sync_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -> torch.Tensor:
@@ -60,16 +56,12 @@ def sync_tensor(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group) -
     Backward sums the ranks' gradients and keeps this rank's part: right if the ranks do different
     things with the result.
     """
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_gather)("sync_tensor", input_, dim, shapes, mgroup)
+    return over_ranks(_gather, input_, "sync_tensor", dim, shapes, mgroup=mgroup)
 
 
 def reduce_tensor(input_: torch.Tensor, mgroup: Group) -> torch.Tensor:
     """Return the sum of all ranks' ``input_``; backward passes the gradient on."""
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_reduce)(input_, mgroup)
+    return over_ranks(_reduce, input_, mgroup=mgroup)
 
 
 def reduce_shard_tensor(
@@ -79,13 +71,11 @@ def reduce_shard_tensor(
 
     Backward gathers the ranks' gradients.
     """
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_reduce_shard)(input_, dim, shapes, mgroup)
+    return over_ranks(_reduce_shard, input_, dim, shapes, mgroup=mgroup)
 
 
 def _shard(
-    input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group, gather_in_backward: bool
+    input_: torch.Tensor, dim: int, shapes: Shapes, gather_in_backward: bool, mgroup: Group
 ) -> torch.Tensor:
     rank, _ = where = rank_and_size(mgroup)
     check_dense(input_)
@@ -112,11 +102,12 @@ def _shard(
 
 
 def _gather(
-    name: str, input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group
+    input_: torch.Tensor, name: str, dim: int, shapes: Shapes, mgroup: Group
 ) -> torch.Tensor:
     rank, _ = where = rank_and_size(mgroup)
-    transport, vote = handshake(name, input_, mgroup, lambda: split_of(input_, dim, shapes, where))
-    split = vote.common
+    transport, split, _ = handshake(
+        name, input_, mgroup, lambda: split_of(input_, dim, shapes, where)
+    )
 
     def backward(gradient: torch.Tensor) -> torch.Tensor:
         if name == "sync_tensor":
@@ -131,7 +122,7 @@ def _reduce(input_: torch.Tensor, mgroup: Group) -> torch.Tensor:
         _check_sum("reduce_tensor", input_)
         return tuple(input_.shape)
 
-    transport, _ = handshake("reduce_tensor", input_, mgroup, check)
+    transport, _, _ = handshake("reduce_tensor", input_, mgroup, check)
     return apply(input_, transport.all_reduce, lambda gradient: gradient)
 
 
@@ -142,8 +133,7 @@ def _reduce_shard(input_: torch.Tensor, dim: int, shapes: Shapes, mgroup: Group)
         _check_sum("reduce_shard_tensor", input_)
         return split_of_whole(input_, dim, shapes, where)
 
-    transport, vote = handshake("reduce_shard_tensor", input_, mgroup, check)
-    split = vote.common
+    transport, split, _ = handshake("reduce_shard_tensor", input_, mgroup, check)
     return apply(
         input_,
         lambda whole: transport.reduce_scatter(whole, split),

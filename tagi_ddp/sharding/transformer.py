@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from tagi_ddp.communicators.buffers import equal_counts
-from tagi_ddp.sharding.collectives import apply, handshake, own_copy, uncompiled
+from tagi_ddp.sharding.collectives import apply, handshake, over_ranks
 from tagi_ddp.sharding.groups import Group, rank_and_size
 from tagi_ddp.sharding.shapes import Shapes, Split, entries
 
@@ -21,16 +21,12 @@ _HEADS, _SEQUENCE = -3, -2
 
 def shard_heads(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     """Turn (..., heads, local sequence, channels) into (..., local heads, sequence, channels)."""
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_shard_heads)(input_, shapes, mgroup)
+    return over_ranks(_shard_heads, input_, shapes, mgroup=mgroup)
 
 
 def shard_sequence(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
     """Turn (..., local heads, sequence, channels) into (..., heads, local sequence, channels)."""
-    if rank_and_size(mgroup)[1] == 1:
-        return own_copy(input_)
-    return uncompiled(_shard_sequence)(input_, shapes, mgroup)
+    return over_ranks(_shard_sequence, input_, shapes, mgroup=mgroup)
 
 
 def _shard_heads(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.Tensor:
@@ -46,8 +42,7 @@ def _shard_heads(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torch.T
             )
         return (*input_.shape[:_SEQUENCE], sum(lengths), input_.shape[-1]), lengths
 
-    transport, vote = handshake("shard_heads", input_, mgroup, check)
-    shape, lengths = vote.common
+    transport, (shape, lengths), _ = handshake("shard_heads", input_, mgroup, check)
     by_heads, by_sequence = _splits(shape, lengths, rank)
     return apply(
         input_,
@@ -69,11 +64,9 @@ def _shard_sequence(input_: torch.Tensor, shapes: Shapes, mgroup: Group) -> torc
             )
         return (*input_.shape[:_HEADS], *input_.shape[_SEQUENCE:]), lengths
 
-    transport, vote = handshake(
+    transport, (others, lengths), heads = handshake(
         "shard_sequence", input_, mgroup, check, lambda: input_.shape[_HEADS]
     )
-    others, lengths = vote.common
-    heads = vote.numbers
     if heads != equal_counts(sum(heads), ranks):
         raise ValueError(
             f"the ranks have {heads} heads, but {sum(heads)} heads are split as "

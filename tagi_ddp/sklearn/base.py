@@ -17,11 +17,10 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from tagi_ddp.checks import integer
-from tagi_ddp.engine.threads import new_lock, one_at_a_time
+from tagi_ddp.engine.locks import new_lock, one_at_a_time
 from tagi_ddp.sequential import accelerate
-from tagi_ddp.sklearn.likelihoods import Likelihood
-from tagi_ddp.sklearn.pooling import Pool
-from tagi_ddp.sklearn.scaling import Moments, refuse_masked, require_near, scale_of
+from tagi_ddp.sklearn.likelihoods import Likelihood, Pool
+from tagi_ddp.sklearn.scaling import Moments, refuse_masked, require_near
 from tagi_ddp.sklearn.training import (
     ACTIVATIONS,
     Network,
@@ -46,6 +45,10 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
     """
 
     n_features_in_: int
+    n_iter_: int
+    x_mean_: Array
+    x_scale_: Array
+    validation_scores_: list[float]
 
     _networks: list[Network]  # The fitted networks; the settings may have changed since.
     _models: list[Any] | None = None  # The models of `_networks`; None: to be built when needed.
@@ -159,7 +162,8 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
             replace(network, seed=(network.seed + number) % 2**31) for number in range(len(parts))
         ]
         self._seen = None
-        self.x_mean_, self.x_scale_ = x.mean(axis=0), scale_of(x)
+        moments = Moments.of(x)
+        self.x_mean_, self.x_scale_ = moments.mean, moments.scale
         x = self._scaled(x)
         self._models, trained = train(self._networks, parts, schedule, x, targets, ranks)
         self._pool = None

@@ -11,10 +11,10 @@ from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from tagi_ddp.engine.threads import one_at_a_time
+from tagi_ddp.engine.locks import one_at_a_time
 from tagi_ddp.sklearn.base import TAGIEstimator
 from tagi_ddp.sklearn.likelihoods import Classes, Normal
-from tagi_ddp.sklearn.scaling import refuse_masked, scale_of
+from tagi_ddp.sklearn.scaling import Moments, refuse_masked
 
 Array = NDArray[Any]
 
@@ -51,9 +51,12 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         posteriors_: for each network, by layer, the means and variances of weights and biases.
         posterior_: the same for the network, if there is only one.
         n_iter_: the number of epochs plus the number of calls of `partial_fit`.
-        validation_scores_: the mean log-likelihood of the left-out, standardized targets after each
-            epoch of `fit`.
+        validation_scores_: the mean log-likelihood of the left-out targets, which are standardized
+            in a regression, after each epoch of `fit`.
     """
+
+    y_mean_: Array
+    y_scale_: Array
 
     @one_at_a_time
     def fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
@@ -64,7 +67,8 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         """
         with self._unchanged_by_errors():
             x, targets = self._validated(X, y, reset=True)
-            self.y_mean_, self.y_scale_ = targets.mean(axis=0), scale_of(targets)
+            moments = Moments.of(targets)
+            self.y_mean_, self.y_scale_ = moments.mean, moments.scale
             self._train(x, (targets - self.y_mean_) / self.y_scale_)
         return self
 
@@ -148,31 +152,13 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     standardized by the samples of `fit`, or by all those of `partial_fit` so far.
 
     Parameters:
-        hidden_layer_sizes: the widths of the hidden layers; a number is one layer.
-        activation: that of the hidden layers: "relu", "mixture_relu", "tanh" or "sigmoid".
         noise: the standard deviation of the noise of each binary decision, which is observed as 1
             or -1; None means 1.
-        max_iter: the largest number of epochs.
-        batch_size: the number of samples of a step.
-        n_networks: the number of networks; 1: a single one without a linear model.
-        early_stopping: whether to stop when the left-out samples are no longer predicted better,
-            and to keep the networks of the best epoch.
-        validation_fraction: the part of the samples that a single network leaves out, if
-            ``early_stopping``; with several networks it is not used.
-        n_iter_no_change: the number of epochs in turn without a gain after which training stops.
-        tol: the least gain of the mean log-likelihood of the left-out samples.
-        n_ranks: the number of processes of this host that train together in `fit`, each on its part
-            of each batch. The result is that of one process, up to rounding.
-            It is faster for large networks only.
-        random_state: the seed or generator for initial weights, sample order, and parts left out.
 
     Attributes:
         classes_: the labels, in the order of `predict_proba`.
-        posteriors_: for each network, by layer, the means and variances of weights and biases.
-        posterior_: the same for the network, if there is only one.
-        n_iter_: the number of epochs plus the number of calls of `partial_fit`.
-        validation_scores_: the mean log-likelihood of the left-out samples after each epoch of
-            `fit`.
+
+    The other parameters and attributes are those of `TAGIRegressor`.
     """
 
     @one_at_a_time

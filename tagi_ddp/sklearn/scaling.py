@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# Networks learn nothing, or raise an error, from so many deviations from the mean on.
+# Networks learn nothing from values so many deviations from the mean, or raise an error.
 _FAR = 100.0
 # A value of `_OUTLIER` deviations would dominate a stream's deviation from then on. Values are
 # checked after `_ENOUGH` rows.
@@ -47,7 +47,10 @@ class Moments:
     @property
     def scale(self) -> Array:
         """The standard deviations, 1 for columns of equal values."""
-        return _one_if_constant(np.sqrt(self.squares / self.count), self.largest)
+        deviation = np.sqrt(self.squares / self.count)
+        if not np.isfinite(deviation).all():
+            raise ValueError(f"values as large as {self.largest.max():.2g} cannot be scaled")
+        return np.where(deviation > 10 * np.finfo(float).eps * self.largest, deviation, 1)
 
     def refuse_outliers(self, name: str, rows: Array) -> None:
         """Raise ValueError if a value of ``rows`` is much too far from the rows so far."""
@@ -61,17 +64,6 @@ class Moments:
                 f"{name} has a value in column {column} that is {distance[column]:.2g} standard "
                 "deviations from all samples so far: leave it out, or begin anew"
             )
-
-
-def scale_of(values: Array) -> Array:
-    """Return standard deviations by column, 1 for columns of equal values."""
-    return _one_if_constant(values.std(axis=0), np.abs(values).max(axis=0))
-
-
-def _one_if_constant(deviation: Array, largest: Array) -> Array:
-    if not np.isfinite(deviation).all():
-        raise ValueError(f"values as large as {largest.max():.2g} cannot be scaled")
-    return np.where(deviation > 10 * np.finfo(float).eps * largest, deviation, 1)
 
 
 def require_near(name: str, scaled: Array) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.data import share_of
-from tagi_ddp.engine.threads import engine_generator
+from tagi_ddp.engine.locks import engine_generator
 from tagi_ddp.launcher.launch import launch
 from tagi_ddp.sequential import DDPConfig, DDPSequential, accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood, begin_noise_even

@@ -14,10 +14,11 @@ result is the mean of the gradients of all losses.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -49,14 +50,10 @@ def scale_gradients(
     for name, parameter in module.named_parameters():
         factor = before if any(part in name for part in skip) else after
         if factor != 1 and parameter.requires_grad:
-            handles.append(parameter.register_hook(_times(factor)))
+            handles.append(parameter.register_hook(partial(operator.mul, factor)))
 
 
 def remove_gradient_scale(module: nn.Module) -> None:
     """Undo `scale_gradients`; do nothing if it was not called."""
     for handle in _handles.pop(module, ()):
         handle.remove()
-
-
-def _times(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient * factor

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from numpy.typing import ArrayLike
 
 from tagi_ddp.communicators import Communicator, all_gather_object, init
-from tagi_ddp.communicators.guard import Closing, or_abort
+from tagi_ddp.communicators.equality import all_or_none
+from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
-from tagi_ddp.strategy.agreement import check_same, described
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.mixture import mixture
-from tagi_ddp.strategy.seeds import group_seed, seed_everything
+from tagi_ddp.strategy.seeds import compared_seed, group_seed, same_groups, seed_everything
 
 
 class DDPGroupStrategy(Closing):
@@ -55,31 +56,31 @@ class DDPGroupStrategy(Closing):
     ) -> None:
         """Compute the groups and seed this process."""
         self._options = options
+        self._begin(
+            lambda size, rank: GroupLayout(size, num_gpus_per_model, read_group_size, rank),
+            communicator,
+            seed,
+        )
+
+    def _begin(
+        self,
+        layout: Callable[[int, int], GroupLayout],
+        communicator: Communicator | None,
+        seed: int | None,
+    ) -> None:
+        """Make the groups by ``layout``, of the world size and a rank; seed this process."""
         with ExitStack() as made:
-            self._connect(communicator, made)
-            base = self._agree(
-                seed, num_gpus_per_model=num_gpus_per_model, read_group_size=read_group_size
-            )
-            self.layout = GroupLayout(
-                self.world.size, num_gpus_per_model, read_group_size, self.world.rank
-            )
-            self.group = self.world
-            self._seed(base)
+            self.world = made.enter_context(init()) if communicator is None else communicator
+            with same_groups(self.world) as same:
+                self.layout = layout(self.world.size, self.world.rank)
+                base = compared_seed(same, self.layout, seed)
+            self._connect(made)
+            seed_everything(group_seed(base, self.layout.model_group))
             self._made = made.pop_all()
 
-    def _connect(self, communicator: Communicator | None, made: ExitStack) -> None:
-        self.world = made.enter_context(init()) if communicator is None else communicator
-
-    def _agree(self, seed: int | None, **numbers: Any) -> int:
-        """Return the base seed; raise GroupsDiffer if it or a number differs between ranks."""
-        base, own = described(seed, **numbers)
-        check_same(all_gather_object(self.world, own))
-        if isinstance(base, Exception):
-            raise base
-        return base
-
-    def _seed(self, base: int) -> None:
-        seed_everything(group_seed(base, self.layout.model_group))
+    def _connect(self, made: ExitStack) -> None:
+        """Make the communicators of the groups; ``made`` closes them."""
+        self.group: Communicator = self.world
 
     def setup(self, model: Any) -> DDPSequential:
         """Return the replica of ``model``, a pytagi Sequential, that is bound to `group`.
@@ -88,10 +89,15 @@ class DDPGroupStrategy(Closing):
         ``DistributedSampler(data, strategy.group.size, strategy.group.rank)``.
 
         Raises:
-            TypeError: ``model`` is no Sequential; the other ranks get PeerLost.
+            TypeError: on all ranks, if ``model`` is no Sequential on one.
         """
-        with or_abort((self.group,)):
-            _check_network(model)
+        with all_or_none(self.group, "models", "Give pytagi Sequentials."):
+            if not hasattr(model, "_cpp_backend"):
+                raise TypeError(
+                    f"model must be a pytagi Sequential, got a {type(model).__name__}: for models "
+                    "of torch give Lightning's Trainer a strategy of tagi_ddp.strategy.lightning "
+                    "or tagi_ddp.strategy.pytorch_lightning"
+                )
         return DDPSequential(model, communicator=self.group, **self._options)
 
     def close(self) -> None:
@@ -137,25 +143,17 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
     ) -> None:
         """Compute the groups, make their communicators, and seed this process."""
         self._options = options
-        with ExitStack() as made:
-            self._connect(communicator, made)
-            base = self._agree(
-                seed,
-                num_gpus_per_model=num_gpus_per_model,
-                num_gpus_per_ensemble=num_gpus_per_ensemble,
-                read_group_size=read_group_size,
-            )
-            self.layout = EnsembleLayout(
-                self.world.size,
-                num_gpus_per_model,
-                read_group_size,
-                self.world.rank,
-                num_gpus_per_ensemble,
-            )
-            self.group = self._split(self.layout.member, made)
-            self.members = self._split(self.layout.subgroup_ranks.start, made)
-            self._seed(base)
-            self._made = made.pop_all()
+        self._begin(
+            lambda size, rank: EnsembleLayout(
+                size, num_gpus_per_model, read_group_size, rank, num_gpus_per_ensemble
+            ),
+            communicator,
+            seed,
+        )
+
+    def _connect(self, made: ExitStack) -> None:
+        self.group = self._split(self.layout.member, made)
+        self.members = self._split(self.layout.subgroup_ranks.start, made)
 
     def _split(self, color: int, made: ExitStack) -> Communicator:
         group = self.world.split(color)
@@ -186,13 +184,3 @@ class DDPEnsGroupStrategy(DDPGroupStrategy):
         share of a batch, or for all of it.
         """
         return mixture(self.members, mu, var)
-
-
-def _check_network(model: Any) -> None:
-    """Raise TypeError unless ``model`` is a pytagi Sequential, or like one."""
-    if not hasattr(model, "_cpp_backend"):
-        raise TypeError(
-            f"model must be a pytagi Sequential, got a {type(model).__name__}: for models of torch "
-            "give Lightning's Trainer a strategy of tagi_ddp.strategy.lightning or "
-            "tagi_ddp.strategy.pytorch_lightning"
-        )

@@ -69,7 +69,7 @@ def process_dataloader(
         num_replicas=groups,
         rank=number,
         shuffle=shuffles(loader),
-        drop_last=_drops(loader),
+        drop_last=bool(getattr(loader.batch_sampler, "drop_last", False)),
     )
     return _with_sampler(loader, sampler)
 
@@ -100,10 +100,6 @@ def _sampler(loader: DataLoader[Any]) -> Any:
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether the loader draws the order of its samples."""
     return isinstance(_sampler(loader), RandomSampler)
-
-
-def _drops(loader: DataLoader[Any]) -> bool:
-    return bool(getattr(loader.batch_sampler, "drop_last", False))
 
 
 def _is_default(loader: DataLoader[Any]) -> bool:

@@ -8,10 +8,20 @@ import random
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
 from tagi_ddp.checks import integer
+from tagi_ddp.communicators.equality import Same, all_or_none
+from tagi_ddp.strategy.layout import GroupLayout
+
+same_groups = partial(
+    all_or_none,
+    what="the ranks' groups",
+    remedy="Give the same numbers and seed on all ranks.",
+)
 
 _VARIABLES = ("TAGI_DDP_BASE_SEED", "ANEMOI_BASE_SEED", "SLURM_JOB_ID")
 _DEFAULT = 42
@@ -38,6 +48,16 @@ def base_seed(base: int | None = None, environ: Mapping[str, str] = os.environ) 
         stacklevel=2,
     )
     return _DEFAULT
+
+
+def compared_seed(same: Same, layout: GroupLayout, seed: int | None) -> int:
+    """Compare the ranks' layouts and base seeds; return the base seed."""
+    for name, number in asdict(layout).items():
+        if name != "rank":
+            same(name, number)
+    base = base_seed(seed)
+    same("seed", base)
+    return base
 
 
 def group_seed(base: int, model_group: int) -> int:

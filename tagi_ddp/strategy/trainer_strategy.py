@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from tagi_ddp.strategy.agreement import check_same, described
 from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
 from tagi_ddp.strategy.layout import EnsembleLayout, GroupLayout
 from tagi_ddp.strategy.loaders import process_dataloader, sample_group, shuffles
-from tagi_ddp.strategy.seeds import group_seed, seed_everything
-from tagi_ddp.torch_backend.objects import all_gather_values
+from tagi_ddp.strategy.seeds import compared_seed, group_seed, same_groups, seed_everything
+from tagi_ddp.torch_backend.operations import all_gather_values
 
 if TYPE_CHECKING:  # The DDPStrategy of one of the packages comes next among the bases.
     from lightning.pytorch.strategies import DDPStrategy
@@ -89,18 +88,10 @@ class GroupStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Connect all ranks, and those of each group."""
         super().setup_environment()
-        self._agree()
+        with same_groups(all_gather_values) as same:
+            self._base = compared_seed(same, self.layout, self._seed)
         self._make_group("model_ranks")
         self._make_group("reader_ranks")
-
-    def _agree(self) -> None:
-        """Keep the base seed; raise GroupsDiffer if it or a number differs between ranks."""
-        numbers = {name: number for name, number in asdict(self.layout).items() if name != "rank"}
-        base, own = described(self._seed, **numbers)
-        check_same(all_gather_values(own))
-        if isinstance(base, Exception):
-            raise base
-        self._base = base
 
     def _make_group(self, ranks: str) -> None:
         """Make the groups of one kind, on all ranks in the same order; keep this rank's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from tagi_ddp.communicators.communicator import Work
 from tagi_ddp.communicators.nccl.work import NcclWork
 
 
@@ -50,15 +52,14 @@ class OperationWork(dist.Work):
 
     def __init__(
         self,
-        works: Sequence[Any],
-        tensors: list[Tensor],
-        flats: list[Flat],
+        works: Sequence[Work | dist.Work | None],
+        tensors: Sequence[Tensor],
+        flats: Sequence[Flat],
     ) -> None:
         """Keep ``works``; `wait` stores ``flats`` when they are complete."""
         super().__init__()
         self._works = [work for work in works if work is not None]
-        self._tensors = tensors
-        self._flats = flats
+        self._tensors, self._flats = list(tensors), list(flats)
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -119,3 +120,21 @@ class OperationWork(dist.Work):
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether both are views of one memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def all_gather_values(value: Any) -> list[Any]:
+    """Return every rank's ``value``, as `communicators.all_gather_object` does; collective.
+
+    It runs on torch's default group, by JSON: torch itself would unpickle the values.
+    """
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device))
+    counts = [int(size) for size in sizes]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    pairs = zip(parts, counts, strict=True)
+    return [json.loads(part[:count].cpu().numpy().tobytes()) for part, count in pairs]

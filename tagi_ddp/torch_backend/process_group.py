@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tagi_ddp.communicators import Communicator, all_gather_object
-from tagi_ddp.communicators.communicator import Work
+from tagi_ddp.communicators import BackendUnavailable, Communicator, all_gather_object, init
 from tagi_ddp.communicators.nccl.create import create
+from tagi_ddp.communicators.network import rendezvous as gloo
+from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.environment import detect, offers_mpi, setting
 from tagi_ddp.optim.sparse import sparse_sum
 from tagi_ddp.torch_backend.operations import Flat, OperationWork, share_memory
 
 NAME = "tagi_ddp"
+_BACKENDS = ("auto", "shm", "mpi", "gloo")
 _REDUCTIONS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
 
 
@@ -60,7 +66,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._for(flat.data).all_reduce(flat.data, self._reduction(opts, flat), async_op=True)
             for flat in flats
         ]
-        return self._under_way(works, tensors, flats)
+        return OperationWork(works, tensors, flats)
 
     def _allreduce_sparse(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         name = _name_of(opts)
@@ -69,7 +75,7 @@ class ProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             result = sparse_sum(tensor, self._for(tensor))
             tensor.copy_(result / self.size() if name == "AVG" else result)
-        return self._under_way([], tensors, [])
+        return OperationWork([], tensors, [])
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduce each tensor in place."""
@@ -86,7 +92,7 @@ class ProcessGroup(dist.ProcessGroup):
             result = flat.data if root else torch.empty_like(flat.data)
             works.append(self._for(flat.data).all_reduce(flat.data, op, out=result, async_op=True))
             flats += [flat] if root else []
-        return self._under_way(works, tensors, flats)
+        return OperationWork(works, tensors, flats)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -102,7 +108,7 @@ class ProcessGroup(dist.ProcessGroup):
                 self._for(whole).reduce_scatter(whole, flat.data, counts, op, async_op=True)
             )
             flats.append(flat)
-        return self._under_way(works, outputs, flats)
+        return OperationWork(works, outputs, flats)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
         """Reduce one tensor; each rank gets an equal slice."""
@@ -111,7 +117,7 @@ class ProcessGroup(dist.ProcessGroup):
             flat.receive_in(torch.empty_like(flat.data))
         op = self._reduction(opts, flat)
         work = self._for(source).reduce_scatter(source, flat.data, None, op, async_op=True)
-        return self._under_way([work], [output], [flat])
+        return OperationWork([work], [output], [flat])
 
     reduce_scatter_single = _reduce_scatter_base
     """The name that newer releases of torch call."""
@@ -122,7 +128,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Reduce several tensors; each rank gets an equal slice of each."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self._reduce_scatter_base(*pair, opts) for pair in pairs]
-        return self._under_way(works, outputs, [])
+        return OperationWork(works, outputs, [])
 
     # --- copies -------------------------------------------------------------------------------
 
@@ -134,7 +140,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._for(flat.data).broadcast(flat.data, opts.rootRank, async_op=True)
             for flat in flats
         ]
-        return self._under_way(works, tensors, flats)
+        return OperationWork(works, tensors, flats)
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -149,7 +155,7 @@ class ProcessGroup(dist.ProcessGroup):
             for flat, data in zip(arriving, whole.split(counts), strict=True):
                 flat.receive_in(data)
             flats += arriving
-        return self._under_way(works, [part for parts in outputs for part in parts], flats)
+        return OperationWork(works, [part for parts in outputs for part in parts], flats)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         """Put every rank's tensor into one, in rank order."""
@@ -157,7 +163,7 @@ class ProcessGroup(dist.ProcessGroup):
         if share_memory(output, tensor):
             source = source.clone()
         work = self._for(source).all_gather(source, flat.data, async_op=True)
-        return self._under_way([work], [output], [flat])
+        return OperationWork([work], [output], [flat])
 
     all_gather_single = _allgather_base
     """The name that newer releases of torch call."""
@@ -167,7 +173,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Put every rank's tensors into one each, in rank order."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._under_way([self._allgather_base(*pair) for pair in pairs], outputs, [])
+        return OperationWork([self._allgather_base(*pair) for pair in pairs], outputs, [])
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
@@ -204,7 +210,7 @@ class ProcessGroup(dist.ProcessGroup):
             _elements(output_splits, output, flat.data),
             async_op=True,
         )
-        return self._under_way([work], [output], [flat])
+        return OperationWork([work], [output], [flat])
 
     all_to_all_single = alltoall_base
     """The name that newer releases of torch call."""
@@ -222,7 +228,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
         for flat, data in zip(flats, whole.split(received), strict=True):
             flat.receive_in(data)
-        return self._under_way([work], outputs, flats)
+        return OperationWork([work], outputs, flats)
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
         """Send each tensor to a rank."""
@@ -231,7 +237,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._for(flat.data, connects=False).send(flat.data, rank, tag, async_op=True)
             for flat in flats
         ]
-        return self._under_way(works, tensors, [])
+        return OperationWork(works, tensors, [])
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> dist.Work:
         """Receive each tensor from a rank."""
@@ -240,7 +246,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._for(flat.data, connects=False).recv(flat.data, rank, tag, async_op=True)
             for flat in flats
         ]
-        return self._under_way(works, tensors, flats)
+        return OperationWork(works, tensors, flats)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         """Raise ValueError: communicators receive only from a rank that is named."""
@@ -250,7 +256,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Wait until all ranks have called this."""
         for communicator in self._communicators():
             communicator.barrier()
-        return self._under_way([], [], [])
+        return OperationWork([], [], [])
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -300,14 +306,6 @@ class ProcessGroup(dist.ProcessGroup):
             return "sum"
         return _REDUCTIONS[name]
 
-    def _under_way(
-        self,
-        works: Sequence[Work | dist.Work | None],
-        tensors: Sequence[Tensor],
-        flats: Iterable[Flat],
-    ) -> OperationWork:
-        return OperationWork(works, list(tensors), list(flats))
-
 
 def _name_of(opts: Any) -> str:
     """Return torch's name of a reduction, like "SUM"."""
@@ -321,3 +319,42 @@ def _elements(splits: Sequence[int], tensor: Tensor, flat: Tensor) -> list[int] 
         return None
     row = flat.numel() // tensor.shape[0] if tensor.shape[0] else 0
     return [count * row for count in splits]
+
+
+# The backend of ``torch.distributed.init_process_group("tagi_ddp")``.
+
+
+def register() -> None:
+    """Register the backend with torch."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """Return the group of the ranks that share the store; no others call this."""
+    return ProcessGroup(_connect(store, rank, size, timeout.total_seconds()))
+
+
+def _connect(store: dist.Store, rank: int, size: int, timeout: float) -> Communicator:
+    backend = setting("TORCH_CARRIER") or "auto"
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"TAGI_DDP_TORCH_CARRIER must be one of {', '.join(_BACKENDS)}, got {backend!r}"
+        )
+    if size == 1:
+        return SingleCommunicator(timeout)
+    if rank == 0:
+        store.set("job", secrets.token_hex(8))
+    store.set(f"host {rank}", socket.gethostname())
+    hosts = {store.get(f"host {other}") for other in range(size)}
+    if backend == "shm" or (backend == "auto" and len(hosts) == 1):
+        return init("shm", rank, size, job=store.get("job").decode(), timeout=timeout)
+    environment = detect()
+    if backend == "mpi" or (backend == "auto" and offers_mpi(environment)):
+        if size == environment.world_size:
+            return init("mpi", rank, size, timeout=timeout)
+        raise BackendUnavailable(
+            f"a group of {size} of MPI's {environment.world_size} ranks on several hosts: "
+            "set TAGI_DDP_TORCH_CARRIER=gloo"
+        )
+    return gloo.connect(store, rank, size, timeout)

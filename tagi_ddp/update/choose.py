@@ -35,7 +35,7 @@ def make_exchange(setting: Setting) -> Exchange:
         return Queued(setting, queue)
     if communicator.size == 1:
         return Alone(setting)
-    if isinstance(communicator, ShmCommunicator) and replica.memory is not None:
+    if isinstance(communicator, ShmCommunicator) and replica.device == "cpu":
         if bucket is None:
             bucket = host_bucket(communicator, replica.parameters.size)
         return InSharedMemory(setting, communicator, bucket)

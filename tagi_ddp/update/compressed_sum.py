@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 from tagi_ddp._backend import COMPRESS_BLOCK
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.codec import Codec
-from tagi_ddp.replica.protocol import Replica
 from tagi_ddp.replica.staging import as_array, staged
 
 Compress = Literal["bf16", "int8"]

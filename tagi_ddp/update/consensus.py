@@ -9,7 +9,7 @@ import numpy as np
 from tagi_ddp._backend import AdaptiveSum
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.protocol import Replica
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.staging import Sum, broadcast, host_bucket
 from tagi_ddp.update.compressed_sum import Compress, CompressedSum, Pending
 

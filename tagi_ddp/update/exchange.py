@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,10 +15,13 @@ from tagi_ddp.communicators import Communicator, Work, all_gather_object
 from tagi_ddp.compute.local_network import Early
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.replica.protocol import QueuedAgreement, Replica
+from tagi_ddp.replica import Replica
 from tagi_ddp.replica.staging import host_bucket
 from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
+
+if TYPE_CHECKING:
+    from tagi_ddp.replica.device_agreement import DeviceAgreement
 
 # Between hosts, two or more parts of this size are reduced while backward computes: a step takes 6
 # to 22 % less time over emulated links of 1 and 5 Gbit/s, and parts of 1 or 16 MB save less. On one
@@ -143,10 +146,8 @@ class InSharedMemory(Exchange):
     def __init__(self, setting: Setting, communicator: ShmCommunicator, bucket: FloatArray) -> None:
         """Exchange through ``bucket``, which ``communicator`` has allocated."""
         super().__init__(setting)
-        parameters = self._replica.memory
-        assert parameters is not None
         self._memory = communicator
-        self.step = SharedStep(communicator, parameters, bucket, self._average)
+        self.step = SharedStep(communicator, self._replica.on_host, bucket, self._average)
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Agree, reduce and apply."""
@@ -261,7 +262,7 @@ class Queued(Exchange):
     complete, and nothing is applied. A later step reports a refused one.
     """
 
-    def __init__(self, setting: Setting, queue: Callable[[Contribution], QueuedAgreement]) -> None:
+    def __init__(self, setting: Setting, queue: Callable[[Contribution], DeviceAgreement]) -> None:
         """Step by ``queue``; see `Replica.queue`."""
         super().__init__(setting)
         self._queue = queue

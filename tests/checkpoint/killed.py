@@ -23,6 +23,7 @@ from parallel.test_mixin import BATCH, Fit, data, settings, tagi_net
 from support.networks import fresh
 
 from checkpoint import runs
+from checkpoint.test_parts import STEPS as DASO_STEPS
 from checkpoint.test_parts import Training
 from tagi_ddp import accelerate, init
 from tagi_ddp.communicators import all_gather_object
@@ -41,10 +42,10 @@ def with_run(comm: Any, kind: str, path: Path) -> str:
     return answer
 
 
-def with_daso(comm: Any, path: Path) -> str:
+def train_with_daso(comm: Any, path: Path) -> str:
     """Return what a torch module has learned, on each rank its own."""
     training = Training(comm, str(path))
-    parts = training.run(training.checkpoints.resume(), saves=True)
+    parts = training.run(training.checkpoints.resume(), DASO_STEPS)
     digest = hashlib.sha256(b"".join(parts)).hexdigest()
     return "-".join(all_gather_object(comm, digest))
 
@@ -68,7 +69,7 @@ def rank_main(kind: str, rank: int, job: str, path: Path) -> None:
             answer = with_trainer(path)
     else:
         comm = init("shm", rank, ranks, job=job, timeout=20)
-        answer = with_daso(comm, path) if kind == "DASO" else with_run(comm, kind, path)
+        answer = train_with_daso(comm, path) if kind == "DASO" else with_run(comm, kind, path)
     if rank == 0:
         with open(path.parent / "answers", "a") as file:
             file.write(f"{answer}\n")

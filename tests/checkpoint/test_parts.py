@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tagi_ddp.checkpoint import CheckpointError, Checkpoints
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim.daso import DASO, DataParallelMultiGPU
 
-BATCHES = 8
+BATCHES = 8  # an epoch
+STEPS = range(1, 3 * BATCHES + 1)
+RESUMED = (1, 7, 10, 13, 19, 23)  # after so many steps
 
 
 class Training:
@@ -38,34 +41,38 @@ class Training:
         parts = {"net": self.net, "daso": self.daso}
         self.checkpoints = Checkpoints(folder, parts, keep=99)
 
-    def run(self, first: int, saves: bool) -> list[Any]:
-        for step in range(first, 3 * BATCHES):
+    def run(self, first: int, saved: Collection[int]) -> list[Any]:
+        """Train, and save after these steps; return what the module has learned."""
+        for step in range(first, len(STEPS)):
             x = torch.randn(8, 4)  # from torch's global generator
             self.daso.zero_grad()
             (self.module(x).sum(1) - x.sum(1)).square().mean().backward()
             self.daso.step()
             if step % BATCHES == BATCHES - 1:
                 self.daso.epoch_loss_logic(1.0)
-            if saves:
+            if step + 1 in saved:
                 self.checkpoints.save(step + 1)
         self.checkpoints.wait()
         self.checkpoints.close()
         return [value.numpy().tobytes() for value in self.net.state_dict().values()]
 
 
-def with_daso(comm: Any, folder: str, first: int) -> list[Any]:
+def train_with_daso_and_save(comm: Any, folder: str, first: int) -> list[Any]:
     training = Training(comm, folder)
     if first:
         assert training.checkpoints.resume(first) == first
-    found = training.run(first, saves=not first)
+    found = training.run(first, () if first else RESUMED)
     training.daso.close()
     return found
 
 
 def test_daso_and_torchs_random_numbers(shm: RankPool, tmp_path: Path) -> None:
-    expected = shm.run(with_daso, str(tmp_path), 0, size=4)
-    for first in (1, 7, 10, 13, 19, 23):
-        assert shm.run(with_daso, str(tmp_path), first, size=4) == expected, first
+    patience = {"limit": 120, "timeout": 60}  # each checkpoint waits for the disk, on all ranks
+    expected = shm.run(train_with_daso_and_save, str(tmp_path), 0, size=4, **patience)
+    for first in RESUMED:
+        assert (
+            shm.run(train_with_daso_and_save, str(tmp_path), first, size=4, **patience) == expected
+        ), first
 
 
 def equal_or_not(comm: Any, folder: str, same: bool) -> Report:
@@ -238,7 +245,7 @@ def test_calls(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*-step-*")] == ["000001-step-1"]
 
 
-def failing(comm: Any, folder: str) -> Report:
+def fail_to_write(comm: Any, folder: str) -> Report:
     """Rank 1 cannot write its file, and all hear of it when they save again."""
     model = DDPSequential(fresh("mlp"), communicator=comm)
     checkpoints = Checkpoints(folder, model)
@@ -261,7 +268,7 @@ def failing(comm: Any, folder: str) -> Report:
 
 
 def test_all_ranks_hear_of_one_that_could_not_write(shm: RankPool, tmp_path: Path) -> None:
-    for kind, text, _ in shm.run(failing, str(tmp_path), size=2, fresh=True):
+    for kind, text, _ in shm.run(fail_to_write, str(tmp_path), size=2, fresh=True):
         assert kind == "CheckpointError"
         assert "IsADirectoryError" in text or "Is a directory" in text
 
@@ -286,7 +293,7 @@ def apart(comm: Any, folder: str) -> Report:
 def test_a_folder_that_ranks_do_not_share(shm: RankPool, tmp_path: Path) -> None:
     for kind, text, _ in shm.run(apart, str(tmp_path), size=2, fresh=True):
         assert kind == "CheckpointError"
-        assert "is not seen by ranks [1]: give one on a shared file system" in text
+        assert "is not seen by rank 1: give one on a shared file system" in text
 
 
 def given_by_one(comm: Any, folder: str) -> list[Report]:

@@ -25,7 +25,7 @@ def whole_and_saved(comm: Any, name: str, folder: str, keep: int) -> str:
     return answer
 
 
-def resumed(comm: Any, name: str, folder: str, step: int) -> tuple[str, Any]:
+def resume_run(comm: Any, name: str, folder: str, step: int) -> tuple[str, Any]:
     run = Run(comm, name, folder)
     assert run.checkpoints.resume(step) == step
     extra = run.checkpoints.extra
@@ -51,7 +51,7 @@ def test_to_the_bit(shm: RankPool, name: str, tmp_path: Path, every: int) -> Non
         only = tmp_path / "only"
         only.mkdir()
         shutil.copytree(folder, only / folder.name)
-        answers = shm.run(resumed, name, str(only), step, size=size)
+        answers = shm.run(resume_run, name, str(only), step, size=size)
         assert [answer for answer, _ in answers] == [expected] * size, step
         assert [extra for _, extra in answers] == [
             {"step": step - 1, "rank": rank} for rank in range(size)

@@ -68,7 +68,7 @@ class Part:
         return found
 
 
-def saved(comm: Any, network: str, folder: str, options: Any, until: int) -> Any:
+def save_with_settings(comm: Any, network: str, folder: str, options: Any, until: int) -> Any:
     """Return what a merge makes of the state that was saved, and what a whole run ends with."""
     part = Part(comm, network, folder, options)
     part.go(0, until, was_scheduled=False)
@@ -80,7 +80,9 @@ def saved(comm: Any, network: str, folder: str, options: Any, until: int) -> Any
     return known, whole.end()[0]
 
 
-def resumed(comm: Any, network: str, folder: str, options: Any, was_scheduled: bool) -> Any:
+def resume_with_settings(
+    comm: Any, network: str, folder: str, options: Any, was_scheduled: bool
+) -> Any:
     part = Part(comm, network, folder, options)
     first = part.checkpoints.resume()
     known = None
@@ -99,10 +101,10 @@ def check(shm: RankPool, folder: Path, seed: int) -> None:
     until = draw.randint(1, BATCHES - 1)
     told = f"seed {seed}: {network}, {before} to {after} after {until}"
     path = str(folder / str(seed))
-    known, whole = shm.run(saved, network, path, before[1], until, size=before[0])[0]
+    known, whole = shm.run(save_with_settings, network, path, before[1], until, size=before[0])[0]
     was_scheduled = before[1].get("sync_every") in SCHEDULES
     arguments = (network, path, after[1], was_scheduled)
-    answers = shm.run(resumed, *arguments, size=after[0])
+    answers = shm.run(resume_with_settings, *arguments, size=after[0])
     found, end = answers[0]
     assert {answer for _, answer in answers} == {end}, told
     if after == before:
@@ -127,9 +129,9 @@ def test_a_schedule_in_place_of_steps(shm: RankPool, tmp_path: Path) -> None:
     for one, other in ((8, "short"), ("short", 8), ("short", "long")):
         path = str(tmp_path / f"{one}-{other}")
         arguments = ("mlp", path, {**options, "sync_every": one}, 2)
-        known, _ = shm.run(saved, *arguments, size=2)[0]
+        known, _ = shm.run(save_with_settings, *arguments, size=2)[0]
         now = {**options, "sync_every": other}
-        found = shm.run(resumed, "mlp", path, now, one in SCHEDULES, size=2)
+        found = shm.run(resume_with_settings, "mlp", path, now, one in SCHEDULES, size=2)
         assert distance(found[0][0], known) < 1e-4
 
 

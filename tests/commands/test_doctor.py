@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.stand_in.build import build
 
 from tagi_ddp.commands.check import Finding, Process
 from tagi_ddp.commands.checks import CHECKS
@@ -100,12 +99,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables that make stand-ins take the place of NCCL and CUDA's driver."""
-    nccl, cuda = build(tmp_path_factory.mktemp("stand_in"))
-    names = {"TAGI_DDP_LIBNCCL": str(nccl), "TAGI_DDP_LIBCUDA": str(cuda)}
-    # The engine needs functions that NCCL's stand-in lacks.
-    return {**names, "LD_PRELOAD": str(SHIM), "CUDA_VISIBLE_DEVICES": ""}
+def stand_in(stand_in: dict[str, str]) -> dict[str, str]:
+    """The variables of the stand-ins, and of functions that the engine needs and NCCL's lacks."""
+    return {**stand_in, "LD_PRELOAD": str(SHIM), "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.slow

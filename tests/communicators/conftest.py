@@ -1,9 +1,10 @@
-"""The pools of processes that the tests of communicators share."""
+"""The ranks on which tests of communicators run: the marker ``ranks`` at a test names them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,25 @@ import pytest
 
 pytest.register_assert_rewrite("contract")
 
+from contract.ranks import Ranks, ranks_of  # noqa: E402
 from support.rank_pool import Nursery, RankPool, doomed_pool  # noqa: E402
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: runs at the largest number of ranks only")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test of a contract at the numbers of ranks that its class names."""
-    if "size" in metafunc.fixturenames and metafunc.cls is not None:
+    """Run each test on the ranks that the markers ``ranks`` of its class name."""
+    if "ranks" in metafunc.fixturenames:
         slow = metafunc.definition.get_closest_marker("slow") is not None
-        metafunc.parametrize("size", metafunc.cls.sizes[-1:] if slow else metafunc.cls.sizes)
+        marks = metafunc.definition.iter_markers("ranks")
+        found = [ranks_of(*mark.args, slow=slow, **mark.kwargs) for mark in marks]
+        assert found, f"no marker ranks at {metafunc.definition.nodeid}"
+        metafunc.parametrize("ranks", [each for some in reversed(found) for each in some])
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[tuple[Any, ...], RankPool]]:
+def pools() -> Iterator[dict[Any, RankPool]]:
     """The running pools; at the end no process and no shared memory is left."""
     before = shared_memory()
-    running: dict[tuple[Any, ...], RankPool] = {}
+    running: dict[Any, RankPool] = {}
     yield running
     for pool in running.values():
         pool.close()
@@ -46,34 +47,22 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture
-def pool(
-    request: pytest.FixtureRequest, pools: dict[tuple[Any, ...], RankPool], size: int
-) -> RankPool:
-    """The processes of the test's backend: MPI's worlds are of one size, the others' of any."""
-    backend = request.cls.backend
-    most = size if backend == "mpi" else max(request.cls.sizes)
-    environment = environment_of(request)
-    key = (backend, most, *environment.values())
-    if key not in pools:
-        pools[key] = RankPool(backend, most, environment=environment)
-    return pools[key]
-
-
-def environment_of(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Return the variables of the ranks of the test's backend."""
-    if request.cls.backend != "nccl":
-        hosts = getattr(request.cls, "hosts", "")  # of each rank a letter, its host's
-        levels = getattr(request.cls, "levels", "")
-        variables = {"RANK_POOL_HOSTS": hosts, "TAGI_DDP_TWO_LEVELS": levels}
-        return {name: value for name, value in variables.items() if value}
-    environment: dict[str, str] = request.getfixturevalue("stand_in")
-    return environment
+def size(ranks: Ranks) -> int:
+    """The number of ranks of the test."""
+    return ranks.size
 
 
 @pytest.fixture
-def doomed(
-    request: pytest.FixtureRequest, pools: dict[tuple[Any, ...], RankPool], size: int
-) -> Iterator[RankPool]:
+def pool(request: pytest.FixtureRequest, pools: dict[Any, RankPool], ranks: Ranks) -> RankPool:
+    """The processes of the test's ranks, which other tests use as well."""
+    key = replace(ranks, size=ranks.most)
+    if key not in pools:
+        pools[key] = RankPool(ranks.backend, ranks.most, **ranks.arguments(request))
+    return pools[key]
+
+
+@pytest.fixture
+def doomed(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[RankPool]:
     """Processes of this test alone, which may die."""
-    with doomed_pool(request.cls.backend, size, environment=environment_of(request)) as pool:
+    with doomed_pool(ranks.backend, ranks.size, **ranks.arguments(request)) as pool:
         yield pool

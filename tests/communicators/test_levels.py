@@ -55,7 +55,7 @@ def test_levels_are_made_once() -> None:
         assert pool.run(of_two_levels) == [(True, False)] * 4
 
 
-def refused(comm: Any, sizes: list[Any]) -> tuple[str, str]:
+def create_levels(comm: Any, sizes: list[Any]) -> tuple[str, str]:
     try:
         Levels(comm, sizes[comm.rank])
     except (TypeError, ValueError) as error:
@@ -73,7 +73,7 @@ def refused(comm: Any, sizes: list[Any]) -> tuple[str, str]:
     ],
 )
 def test_all_ranks_refuse(shm: RankPool, sizes: list[Any], kind: str, text: str) -> None:
-    for found, message in shm.run(refused, sizes, size=3):
+    for found, message in shm.run(create_levels, sizes, size=3):
         assert found == kind
         assert text in message
 

@@ -12,9 +12,9 @@ from contract.whole import WholeContract
 from support.rank_pool import worker_environment
 
 
+@pytest.mark.ranks("shm", 2, 3, 4)
 class TestShm(WholeContract):
-    backend = "shm"
-    sizes = (2, 3, 4)
+    """Through the memory of one host."""
 
 
 UNDER_WAY = """

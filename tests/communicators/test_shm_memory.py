@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from tagi_ddp import Mismatch
 
 DTYPES = ("float16", "float32", "float64", "int8", "uint16", "int32", "int64", "uint64")
 OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool("shm", 4)
-    yield pool
-    pool.close()
 
 
 def data(rank: int, count: int, dtype: str) -> np.ndarray:
@@ -56,10 +48,10 @@ def reduce_own(comm: Any, count: int, first: int, dtype: str, op: str) -> tuple[
     op=st.sampled_from(list(OPS)),
 )
 def test_reduction_in_own_memory(
-    ranks: RankPool, size: int, count: int, skip: float, dtype: str, op: str
+    shm: RankPool, size: int, count: int, skip: float, dtype: str, op: str
 ) -> None:
     first = int(skip * count)
-    answers = ranks.run(reduce_own, count, first, dtype, op, size=size, fresh=True)
+    answers = shm.run(reduce_own, count, first, dtype, op, size=size, fresh=True)
     expected = data(0, count, dtype)
     for rank in range(1, size):
         expected = OPS[op](expected, data(rank, count, dtype))
@@ -68,7 +60,7 @@ def test_reduction_in_own_memory(
         np.testing.assert_array_equal(result, expected[first:])
 
 
-def shapes(comm: Any) -> list[Any]:
+def use_own_arrays(comm: Any) -> list[Any]:
     array = comm.empty((3, 4), np.float64)
     scalar = comm.empty((), "int32")
     comm.all_reduce(scalar)
@@ -80,8 +72,8 @@ def shapes(comm: Any) -> list[Any]:
     return [array.shape, array.dtype.name, scalar.shape, kept.tolist()]
 
 
-def test_arrays(ranks: RankPool) -> None:
-    for answer in ranks.run(shapes, size=2, fresh=True):
+def test_arrays(shm: RankPool) -> None:
+    for answer in shm.run(use_own_arrays, size=2, fresh=True):
         assert answer == [(3, 4), "float64", (), [1.5] * 5]
 
 
@@ -97,8 +89,8 @@ def different_places(comm: Any, way: str) -> type:
 
 
 @pytest.mark.parametrize("way", ["offset", "memory", "size"])
-def test_places_that_differ(ranks: RankPool, way: str) -> None:
-    assert ranks.run(different_places, way, size=2, fresh=True) == [Mismatch, Mismatch]
+def test_places_that_differ(shm: RankPool, way: str) -> None:
+    assert shm.run(different_places, way, size=2, fresh=True) == [Mismatch, Mismatch]
 
 
 def too_much(comm: Any) -> str:
@@ -109,8 +101,8 @@ def too_much(comm: Any) -> str:
     return "no error"
 
 
-def test_more_than_the_host_has(ranks: RankPool) -> None:
-    assert ranks.run(too_much, size=2, fresh=True) == ["MemoryError"] * 2
+def test_more_than_the_host_has(shm: RankPool) -> None:
+    assert shm.run(too_much, size=2, fresh=True) == ["MemoryError"] * 2
 
 
 def mappings(comm: Any) -> list[tuple[str, int]]:
@@ -121,15 +113,15 @@ def mappings(comm: Any) -> list[tuple[str, int]]:
     return [(name, stat.S_IMODE(status.st_mode)) for name, status in files if "tagi_ddp" in name]
 
 
-def test_memory_is_private_and_nameless(ranks: RankPool) -> None:
+def test_memory_is_private_and_nameless(shm: RankPool) -> None:
     before = set(os.listdir("/dev/shm"))
-    for ours in ranks.run(mappings, size=2, fresh=True):
+    for ours in shm.run(mappings, size=2, fresh=True):
         assert ours
         assert all(entry == ("/memfd:tagi_ddp (deleted)", 0o600) for entry in ours)
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def die(comm: Any) -> None:
+def die_with_memory(comm: Any) -> None:
     comm.empty(1 << 20)
     comm.barrier()
     os.kill(os.getpid(), 9)
@@ -144,7 +136,7 @@ def test_nothing_is_left_when_all_are_killed() -> None:
     before = set(os.listdir("/dev/shm"))
     names = socket_names()
     pool = RankPool("shm", 3)
-    answers = pool.run(die, dying=range(3))
+    answers = pool.run(die_with_memory, dying=range(3))
     pool.close()
     assert all(isinstance(answer, Died) for answer in answers)
     assert set(os.listdir("/dev/shm")) <= before

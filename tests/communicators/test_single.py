@@ -10,9 +10,9 @@ from contract.whole import SoloContract
 from tagi_ddp.communicators.single import SingleCommunicator
 
 
+@pytest.mark.ranks("single", 1)
 class TestSingle(SoloContract):
-    backend = "single"
-    sizes = (1,)
+    """Without any peer."""
 
 
 def test_arrays_are_taken_while_another_thread_imports_torch(

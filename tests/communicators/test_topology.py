@@ -87,11 +87,11 @@ def test_a_ranks_share_of_the_cores(
     assert topology.share_of_cores(0) == expected
 
 
-def gathered(comm: Any) -> tuple[bool, int, bool]:
+def gather_topology(comm: Any) -> tuple[bool, int, bool]:
     topology = topology_of(comm)
     return topology.one_host, len(topology.locations), topology_of(comm) is topology
 
 
 def test_the_topology_is_gathered_once(shm: RankPool, gloo: RankPool) -> None:
     for pool in (shm, gloo):
-        assert pool.run(gathered, size=2) == [(True, 2, True)] * 2
+        assert pool.run(gather_topology, size=2) == [(True, 2, True)] * 2

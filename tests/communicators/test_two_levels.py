@@ -153,7 +153,7 @@ def test_a_late_rank_is_told(pool: RankPool, tmp_path: Path) -> None:
     assert all(kind is PeerLost for kind, *_ in late)
 
 
-def differ(comm: Any, way: str) -> tuple[str, str]:
+def call_differently_on_own_memory(comm: Any, way: str) -> tuple[str, str]:
     own = comm.empty(9000) if way != "size" else None
     if own is None:
         error = caught(lambda: comm.empty(100 + comm.rank))
@@ -168,7 +168,7 @@ def differ(comm: Any, way: str) -> tuple[str, str]:
 @pytest.mark.parametrize("way", ["count", "op", "size"])
 def test_own_memory_that_differs(pool: RankPool, way: str) -> None:
     """All learn what differs, wherever they are, instead of waiting until the time is up."""
-    for kind, text in pool.run(differ, way, fresh=True):
+    for kind, text in pool.run(call_differently_on_own_memory, way, fresh=True):
         assert kind == "Mismatch", text
         assert "this rank" in text
 

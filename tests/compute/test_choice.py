@@ -11,7 +11,7 @@ import pytest
 from support.networks import NETWORKS, distance, fresh, learn, parameters
 
 from tagi_ddp.compute.choose import _note
-from tagi_ddp.engine import buffers, pointers, windows
+from tagi_ddp.engine import buffers, options, pointers
 from tagi_ddp.sequential import accelerate
 
 
@@ -34,7 +34,7 @@ def without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: Any) -> Any:
         raise pointers.LayoutError("the stride is elsewhere")
 
-    monkeypatch.setattr(windows, "_read", unknown)
+    monkeypatch.setattr(options, "_read", unknown)
 
 
 def through_public_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_after_linear() -> None:
 
 @pytest.mark.parametrize("kind", ["Conv2d", "ConvTranspose2d"])
 def test_padding_type_that_the_engine_does_not_define(kind: str) -> None:
-    from tagi_ddp.engine.windows import window_of
+    from tagi_ddp.engine.options import window_of
 
     case = Case(kind, 0, 1, 1, 3, 1, 1, 0, True)
     with pytest.raises(ValueError, match="use padding_type 1"):

@@ -1,4 +1,4 @@
-"""A replica on a device, "cpu:0" as a stand-in for a GPU, learns what one in place learns."""
+"""A replica on a device, a GPU or its stand-in "cpu:0", learns what one in place learns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,43 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters, parameters_and_averages
 from support.rank_pool import RankPool
 
+from compute.test_output_updater import INPUTS, WAYS, network, observations
 from tagi_ddp import DDPSequential, NotFiniteError, OutputUpdater, accelerate
 from tagi_ddp.replica.device_agreement import LAG
 
-DEVICES = ("cpu", "cpu:0")
+DEVICES = ("cpu", "cpu:0")  # in place, and as a GPU
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equal_to_the_engine(name: str, accelerator: str) -> None:
+    engine, ours = accelerate(fresh(name), "engine"), accelerate(fresh(name), "torch", accelerator)
+    for step in range(5):
+        for model in (engine, ours):
+            learn(model, *NETWORKS[name].batch(step, 20))
+            model.step()
+    assert distance(parameters(ours), parameters(engine)) < 1e-4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_output_updater(way: str, accelerator: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, INPUTS)).astype(np.float32)
+    seen = observations(rng, way, 4)
+    last = "EvenExp" if way == "update_heteros" else ""
+    engine, ours = (
+        accelerate(network(last), "engine"),
+        accelerate(network(last), "torch", accelerator),
+    )
+    for model, where in ((engine, "cpu"), (ours, accelerator)):
+        model(x)
+        given = {name: torch.from_numpy(values).to(where) for name, values in seen.items()}
+        getattr(OutputUpdater(model), way)(**given)
+        model.backward()
+        model.step()
+    assert distance(parameters(ours), parameters(engine)) < 1e-4
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -46,7 +76,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
         assert distance(ours, in_place) < 1e-5  # square roots differ in their last bit
 
 
-def ranks(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np.ndarray]]:
+def train_ranks_on(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np.ndarray]]:
     model = DDPSequential(fresh(name), None, average, communicator=comm, device=device)
     with model.join():
         for step in range(2 + comm.rank):
@@ -55,17 +85,13 @@ def ranks(comm: Any, name: str, device: str, average: bool) -> dict[str, list[np
     learn(model, *NETWORKS[name].batch(comm.rank, 5))
     model.step()
     model.check_replicas()
-    state = parameters(model)
-    if name == "batch_norm":
-        running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-        state["running averages"] = 2 * [np.ravel(values) for values in running]
-    return state
+    return parameters_and_averages(model)
 
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "batch_norm"])
 def test_ranks(shm: RankPool, name: str, average: bool) -> None:
-    answers = [shm.run(ranks, name, device, average, size=3) for device in DEVICES]
+    answers = [shm.run(train_ranks_on, name, device, average, size=3) for device in DEVICES]
     for in_place, on_device in zip(*answers, strict=True):
         assert distance(on_device, in_place) < 1e-5
 
@@ -80,8 +106,8 @@ def test_a_forward_alone_moves_running_statistics() -> None:
     assert means[0].any()
 
 
-def test_refused_step_is_told_later() -> None:
-    model = accelerate(fresh("mlp"), device="cpu:0")
+def test_refused_step_is_told_later(accelerator: str) -> None:
+    model = accelerate(fresh("mlp"), device=accelerator)
     x, y = NETWORKS["mlp"].batch(0, 6)
     learn(model, x, y)
     model.step()
@@ -112,10 +138,10 @@ def test_refused_step_is_told_by_close() -> None:
 
 
 def test_refused_step_of_ranks(shm: RankPool) -> None:
-    assert shm.run(refuse_one, size=2) == [(1,), (1,)]
+    assert shm.run(refuse_a_step_of_one, size=2) == [(1,), (1,)]
 
 
-def refuse_one(comm: Any) -> tuple[int, ...]:
+def refuse_a_step_of_one(comm: Any) -> tuple[int, ...]:
     model = DDPSequential(fresh("mlp"), communicator=comm, device="cpu:0")
     x, y = NETWORKS["mlp"].batch(comm.rank, 6)
     before = model.check_replicas()

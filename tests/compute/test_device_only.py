@@ -20,7 +20,7 @@ from compute.test_activations import ELEMENTWISE, OVER_OUTPUTS, activation
 from tagi_ddp import OutputUpdater, accelerate
 from tagi_ddp._backend import Contribution
 from tagi_ddp.replica.device import DeviceReplica
-from tagi_ddp.replica.device_shards import DeviceShards
+from tagi_ddp.replica.device_parameters import DeviceShards
 from tagi_ddp.replica.host import attach
 
 DEVICE = "meta"

@@ -71,7 +71,7 @@ def test_goes_on_from_the_engines_deltas() -> None:
     innovation = np.stack([rng.standard_normal(8), -np.ones(8)]).astype(np.float32)
     both.engine(indices, None, innovation)
     both.network = Network(both.model, both.replica, both.deltas)
-    both.native = native.build(both.model, both.replica)
+    both.native = native.build(both.model._cpp_backend.layers, both.replica)
     step(both, indices, 2, rng)
 
 

@@ -44,7 +44,7 @@ def test_metrics_of_ranks_with_uneven_shares_are_those_of_one_process(ranks):
             np.testing.assert_array_equal(mean, errors.sum(axis=0) / 50)
 
 
-def gathered(comm, count, width, seed):
+def gather_rows(comm, count, width, seed):
     """Return what the ranks gather of a data set's rows, by shares of uneven batches."""
     data = np.random.default_rng(0).standard_normal((count, *width)).astype(np.float32)
     sampler = DistributedSampler(count, comm.size, comm.rank, seed=seed)
@@ -59,7 +59,7 @@ def gathered(comm, count, width, seed):
 @pytest.mark.parametrize("width", [(), (3,), (2, 0), (2, 2)])
 @pytest.mark.parametrize("count", [1, 2, 20])
 def test_rows_are_gathered_in_the_order_of_the_data(shm, count, width):
-    shm.run(gathered, count, width, 5, size=3)
+    shm.run(gather_rows, count, width, 5, size=3)
 
 
 def padded(comm):

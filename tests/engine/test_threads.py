@@ -10,7 +10,7 @@ import pytest
 # In a process of its own: a fork that waits for ever is ended with it.
 SCRIPT = """
 import os, signal, sys, threading
-from tagi_ddp.engine.threads import new_lock
+from tagi_ddp.engine.locks import new_lock
 
 lock, holds, may_go = new_lock(), threading.Event(), threading.Event()
 

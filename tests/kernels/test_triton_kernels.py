@@ -19,7 +19,7 @@ from tagi_ddp import accelerate, kernels
 from tagi_ddp._backend import LEAST_VARIANCE
 from tagi_ddp.compute import innovation
 from tagi_ddp.compute.states import Dense, States
-from tagi_ddp.replica.apply import move
+from tagi_ddp.replica.device_parameters import move
 
 SIZES = st.integers(1, 70)
 close = torch.testing.assert_close

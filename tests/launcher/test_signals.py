@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import pytest
 from support.processes import all_end
 
-from tagi_ddp.elastic.policy import ElasticPolicy
 from tagi_ddp.launcher.failure import LaunchError
 from tagi_ddp.launcher.launch import launch
 from tagi_ddp.launcher.supervisor import _Team, supervise
@@ -83,9 +82,7 @@ def test_ranks_that_start_later_get_a_user_signal_too(tmp_path):
     (tmp_path / "script.py").write_text("import time; time.sleep(60)")
     signals = [int(signal.SIGUSR1)]
     with pytest.raises(LaunchError, match="was killed by SIGUSR1"):
-        supervise(
-            ["script", str(tmp_path / "script.py")], 2, LIMIT, policy=ElasticPolicy, signals=signals
-        )
+        supervise(["script", str(tmp_path / "script.py")], 2, LIMIT, signals=signals)
     assert signals == []
 
 

@@ -60,7 +60,7 @@ class Counted:
         return self.comm.all_reduce(buffer, *args, **options)
 
 
-def means(comm: Any, limits: tuple[int, ...] = LIMITS) -> None:
+def reduce_in_chunks(comm: Any, limits: tuple[int, ...] = LIMITS) -> None:
     wanted = expected(comm.size)
     for limit in limits:
         for start in (False, True):
@@ -82,11 +82,11 @@ def means(comm: Any, limits: tuple[int, ...] = LIMITS) -> None:
 
 def test_means(shm: RankPool) -> None:
     for size in (2, 3):
-        shm.run(means, size=size)
+        shm.run(reduce_in_chunks, size=size)
 
 
 def test_means_over_gloo(gloo: RankPool) -> None:
-    gloo.run(means, (64,))
+    gloo.run(reduce_in_chunks, (64,))
 
 
 def sums(comm: Any) -> None:

@@ -81,7 +81,7 @@ def descend(params: Any, lr: float = 0.1) -> DataParallelOptimizer:
     return DataParallelOptimizer(torch.optim.SGD(params, lr=lr))
 
 
-def learn(comm: Any, model: nn.Module, optimizer: DataParallelOptimizer, step: int = 0) -> None:
+def take_step(comm: Any, model: nn.Module, optimizer: DataParallelOptimizer, step: int = 0) -> None:
     """Take a step on this rank's share of the batch."""
     optimizer.zero_grad()
     loss_of(model, batch(step)[comm.rank :: comm.size]).backward()

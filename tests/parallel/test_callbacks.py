@@ -68,7 +68,9 @@ def trainer(folder: Path, **more: Any) -> ParallelMixin[Any, Any, Any]:
     return ParallelMixin(TrainerParallelConfig("run", exp_dir=str(folder), **more))
 
 
-def train(folder: Path, epochs: int, callbacks: Any, model: Any = None, **more: Any) -> list[float]:
+def train_with_callbacks(
+    folder: Path, epochs: int, callbacks: Any, model: Any = None, **more: Any
+) -> list[float]:
     with trainer(folder, **more) as made:
         return made.train(
             Fit(),
@@ -116,7 +118,7 @@ def test_training_ends_early_and_keeps_the_best(tmp_path: Path, interrupted: boo
     """Also if it goes on from a checkpoint, which knows how long it has waited."""
     more: Any = {"checkpoint": CheckpointConfig(2)} if interrupted else {}
     if interrupted:
-        train(tmp_path, 60, [EarlyStopping(3), BestCheckpoint(), Stop(2)], **more)
+        train_with_callbacks(tmp_path, 60, [EarlyStopping(3), BestCheckpoint(), Stop(2)], **more)
         net = network()
         with trainer(tmp_path, **more) as made:
             made.load_checkpoint(Fit(), net)
@@ -125,7 +127,7 @@ def test_training_ends_early_and_keeps_the_best(tmp_path: Path, interrupted: boo
                 Fit(), net, data(), callbacks=[EarlyStopping(3), BestCheckpoint()], **arguments
             )
     else:
-        train(tmp_path, 60, [EarlyStopping(3), BestCheckpoint()])
+        train_with_callbacks(tmp_path, 60, [EarlyStopping(3), BestCheckpoint()])
     losses = [line["held_out_loss"] for line in lines(tmp_path)]
     best = int(np.argmin(losses))
     assert best > 1
@@ -149,14 +151,16 @@ class Stop(Callback):
         trainer.should_stop = trainer.state.epoch >= self.epochs
 
 
-def in_ranks(comm: Any, job: str, folder: Path) -> int:
+def train_ranks_with_callbacks(comm: Any, job: str, folder: Path) -> int:
     with launched(comm.rank, comm.size, job):
         callbacks = [EarlyStopping(2), BestCheckpoint(), CSVLogger(), PosteriorStatistics()]
-        return len(train(folder, 60, callbacks))
+        return len(train_with_callbacks(folder, 60, callbacks))
 
 
 def test_all_ranks_end_together(shm: RankPool, tmp_path: Path) -> None:
-    first, second = shm.run(in_ranks, secrets.token_hex(4), tmp_path, size=2, limit=60)
+    first, second = shm.run(
+        train_ranks_with_callbacks, secrets.token_hex(4), tmp_path, size=2, limit=60
+    )
     assert first == second < 60
     assert len(lines(tmp_path)) == first
     with (tmp_path / "logs/run.csv").open() as file:
@@ -165,7 +169,9 @@ def test_all_ranks_end_together(shm: RankPool, tmp_path: Path) -> None:
 
 def test_tables(tmp_path: Path) -> None:
     """Rows are as in the lines; a run that goes on replaces what comes again."""
-    train(tmp_path, 4, [CSVLogger(), PosteriorStatistics()], checkpoint=CheckpointConfig(15))
+    train_with_callbacks(
+        tmp_path, 4, [CSVLogger(), PosteriorStatistics()], checkpoint=CheckpointConfig(15)
+    )
     with trainer(tmp_path) as made:
         net = network()
         (third,) = (tmp_path / "checkpoints").glob("*-step-15")
@@ -185,7 +191,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="no tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tmp_path, 3, [TensorBoardLogger()])
+    train_with_callbacks(tmp_path, 3, [TensorBoardLogger()])
     events = EventAccumulator(str(tmp_path / "logs/tensorboard")).Reload()
     found = [(event.step, event.value) for event in events.Scalars("held_out_loss")]
     told = [(line["num_steps"], line["held_out_loss"]) for line in lines(tmp_path)]
@@ -259,7 +265,7 @@ def test_the_agreement_of_merges(tmp_path: Path) -> None:
 
     config = DDPConfig([], "auto", 0, 1)
     with DDPSequential(network(), config, reduction="precision", sync_every=2) as model:
-        train(tmp_path, 1, [PosteriorStatistics(), Keep()], model)
+        train_with_callbacks(tmp_path, 1, [PosteriorStatistics(), Keep()], model)
     assert "0 (Linear(3,16))/agreement" in seen[0]
     assert "0 (Linear(3,16))/capped" not in seen[0]
 
@@ -290,5 +296,5 @@ def test_what_callbacks_refuse(tmp_path: Path) -> None:
     other = tmp_path / "other.csv"
     other.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"no table of a CSVLogger: .*other\.csv; give another"):
-        train(tmp_path / "run", 1, [CSVLogger(other)])
+        train_with_callbacks(tmp_path / "run", 1, [CSVLogger(other)])
     assert other.read_text() == "a,b\n1,2\n"

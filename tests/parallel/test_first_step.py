@@ -64,7 +64,7 @@ def odd(name: str) -> tuple[Any, Any, Any, list[Callback]]:
 NAMES = ["task", "model", "state", "param_groups", "callbacks"]
 
 
-def train(folder: str, name: str, use_fsdp: bool = False) -> str:
+def train_until_refused(folder: str, name: str, use_fsdp: bool = False) -> str:
     """Return the error of training, in whose first step it is raised."""
     task, model, kind, callbacks = odd(name)
     optimizer = lambda p: kind(p, lr=0.1)  # noqa: E731
@@ -86,15 +86,15 @@ def train(folder: str, name: str, use_fsdp: bool = False) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_step_refuses(tmp_path: Path, name: str) -> None:
-    text = train(str(tmp_path), name)
+    text = train_until_refused(str(tmp_path), name)
     assert f"{name}/" in text
     assert "odd is a set, which cannot be saved" in text
     assert not list((tmp_path / "checkpoints").glob("*-step-*"))
 
 
-def on_ranks(comm: Any, path: str, folder: str, name: str, use_fsdp: bool) -> str:
+def train_ranks_until_refused(comm: Any, path: str, folder: str, name: str, use_fsdp: bool) -> str:
     with torch_group(comm, path):
-        return train(folder, name, use_fsdp)
+        return train_until_refused(folder, name, use_fsdp)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def on_ranks(comm: Any, path: str, folder: str, name: str, use_fsdp: bool) -> st
 )
 def test_all_ranks_refuse(shm: RankPool, tmp_path: Path, name: str, use_fsdp: bool) -> None:
     arguments = str(tmp_path / "f"), str(tmp_path / "run"), name, use_fsdp
-    for text in shm.run(on_ranks, *arguments, size=2, fresh=True):
+    for text in shm.run(train_ranks_until_refused, *arguments, size=2, fresh=True):
         assert name in text
         assert "odd is a set, which cannot be saved" in text
 
@@ -125,7 +125,7 @@ def epochs(folder: Path, kind: str, last: int, parallel: ParallelConfig, load: b
         return float(trainer.train(task, model, data(), epochs=last, **arguments)[-1])
 
 
-def resumed(comm: Any, path: str, folder: Path, use_fsdp: bool) -> None:
+def resume_other_kinds(comm: Any, path: str, folder: Path, use_fsdp: bool) -> None:
     """Resume from each kind of module as each other one."""
     kinds = ["", "inner outer"]
     parallel = ParallelConfig(use_fsdp, sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
@@ -144,4 +144,4 @@ def resumed(comm: Any, path: str, folder: Path, use_fsdp: bool) -> None:
 @pytest.mark.parametrize("use_fsdp", [False, True])
 def test_compiled_modules_resume_on_ranks(shm: RankPool, tmp_path: Path, use_fsdp: bool) -> None:
     path = str(tmp_path / "f")
-    shm.run(resumed, path, tmp_path / "run", use_fsdp, size=2, limit=120)
+    shm.run(resume_other_kinds, path, tmp_path / "run", use_fsdp, size=2, limit=120)

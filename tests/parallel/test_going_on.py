@@ -212,7 +212,7 @@ def full_disk(comm: Any, path: str, folder: str) -> str:
 def test_all_ranks_wait_for_the_file_of_rank_0(shm: RankPool, tmp_path: Path) -> None:
     first, second = shm.run(full_disk, str(tmp_path / "f"), str(tmp_path / "run"), size=2)
     assert first.startswith("the disk is full. The folder is")
-    assert "are refused by rank 0: CheckpointError: the disk is full" in second
+    assert second.startswith("rank 0: the disk is full. The folder is")
 
 
 class Fails(Callback):
@@ -223,7 +223,7 @@ class Fails(Callback):
             raise KeyError("a callback of rank 1")
 
 
-def failing(comm: Any, path: str, folder: str) -> str:
+def train_with_a_callback_that_fails(comm: Any, path: str, folder: str) -> str:
     with torch_group(comm, path, "gloo"), ParallelMixin(settings(folder)) as made:
         arguments: Any = {"epochs": 1, "batch_size": BATCH, "optimizer": SGD}
         with pytest.raises((KeyError, PeerLost)) as caught:
@@ -233,7 +233,7 @@ def failing(comm: Any, path: str, folder: str) -> str:
 
 def test_a_rank_that_waits_to_save_learns_of_an_error(shm: RankPool, tmp_path: Path) -> None:
     arguments = (str(tmp_path / "f"), str(tmp_path / "run"))
-    for text in shm.run(failing, *arguments, size=2, fresh=True):
+    for text in shm.run(train_with_a_callback_that_fails, *arguments, size=2, fresh=True):
         assert "a callback of rank 1" in text
 
 

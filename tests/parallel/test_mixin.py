@@ -123,7 +123,7 @@ def loaded(folder: str, model: Any, task: Any = None) -> Any:
     )
 
 
-def in_ranks(comm: Any, job: str, folder: str, kind: str) -> Any:
+def train_by_mixin(comm: Any, job: str, folder: str, kind: str) -> Any:
     """Train by one wrapper, in torch's group or by the launcher's variables."""
     if kind == "tagi":
         with launched(comm.rank, comm.size, job):
@@ -145,7 +145,7 @@ def test_ranks_train_as_one_process(shm: RankPool, kind: str, tmp_path: Path) ->
     losses, evaluation, seen = fit(settings(one, use_double_weight_precision=double), make(), task)
     assert losses[0] > losses[1]
     rtol = 1e-9 if double else 2e-4
-    answers = shm.run(in_ranks, secrets.token_hex(4), many, kind, size=2, limit=60)
+    answers = shm.run(train_by_mixin, secrets.token_hex(4), many, kind, size=2, limit=60)
     for found, evaluated, _ in answers:
         np.testing.assert_allclose(found, losses, rtol=rtol)
         np.testing.assert_allclose(evaluated, evaluation, rtol=rtol)

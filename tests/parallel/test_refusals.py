@@ -39,7 +39,7 @@ def test_ranks_without_samples_are_refused(shm: RankPool, tmp_path: Path) -> Non
     shm.run(short, str(tmp_path / "f"), str(tmp_path), size=2)
 
 
-def fail(comm: Any, path: str, folder: str, use_fsdp: bool) -> str:
+def train_a_task_that_fails(comm: Any, path: str, folder: str, use_fsdp: bool) -> str:
     task = Fit()
     task.fail_at = 1 if comm.rank == 1 else -1
     with torch_group(comm, path):
@@ -52,7 +52,9 @@ def fail(comm: Any, path: str, folder: str, use_fsdp: bool) -> str:
 
 @pytest.mark.parametrize("use_fsdp", [False, True])
 def test_ranks_learn_why_one_has_failed(shm: RankPool, use_fsdp: bool, tmp_path: Path) -> None:
-    told, failed = shm.run(fail, str(tmp_path / "f"), str(tmp_path / "run"), use_fsdp, size=2)
+    told, failed = shm.run(
+        train_a_task_that_fails, str(tmp_path / "f"), str(tmp_path / "run"), use_fsdp, size=2
+    )
     assert failed == "OSError: the disk is gone"
     assert "gave up: OSError: the disk is gone" in told
 

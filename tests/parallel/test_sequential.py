@@ -57,7 +57,7 @@ def shares(rank: int, size: int) -> list[tuple[Any, Any]]:
     return found
 
 
-def train(model: Any, rank: int, size: int) -> list[float]:
+def train_task_model(model: Any, rank: int, size: int) -> list[float]:
     task_model = model if isinstance(model, TaskModel) else TaskModel(Regression(), model)
     losses = []
     for batch in shares(rank, size):
@@ -71,7 +71,7 @@ def train(model: Any, rank: int, size: int) -> list[float]:
 def by_hand(comm: Any, sharded: bool) -> tuple[Any, list[float]]:
     net = make()
     with DDPSequential(net, average=False, communicator=comm, sharded=sharded) as model:
-        losses = train(model, comm.rank, comm.size)
+        losses = train_task_model(model, comm.rank, comm.size)
     return flat(net.state_dict()), losses
 
 
@@ -92,7 +92,7 @@ def wrap_all(comm: Any) -> int:
                     assert (model.model is net, model.average) == (True, False)
                     sharded = use_fsdp and strategy is not ShardingStrategy.NO_SHARD
                     assert model._reduction.sharded == sharded
-                    assert train(wrapped, comm.rank, comm.size) == losses
+                    assert train_task_model(wrapped, comm.rank, comm.size) == losses
                     state = full_state_dict(wrapped)
                     assert bool(state) == (comm.rank == 0)
                     if state:
@@ -136,7 +136,7 @@ def borrow(comm: Any, path: str) -> None:
             assert as_communicator(group).rank == group.rank()
         with DDPSequential(make(), average=False, communicator=dist.group.WORLD) as model:
             assert model.communicator is dist.group.WORLD.communicator
-            train(model, comm.rank, comm.size)
+            train_task_model(model, comm.rank, comm.size)
         tensor = torch.ones(3)
         dist.all_reduce(tensor)  # it is open still
         assert tensor.tolist() == [2.0] * 3
@@ -154,10 +154,10 @@ def test_one_process() -> None:
     assert dp(net, ParallelConfig()) is net
     task_model: TaskModel[Any, Any, Any, Any] = TaskModel(Regression(), net)
     assert dp(task_model, ParallelConfig(use_fsdp=True)) is task_model
-    losses = train(task_model, 0, 1)
+    losses = train_task_model(task_model, 0, 1)
     accelerated = make()
     with accelerate(accelerated) as model:
-        np.testing.assert_allclose(train(model, 0, 1), losses, rtol=1e-4)
+        np.testing.assert_allclose(train_task_model(model, 0, 1), losses, rtol=1e-4)
     np.testing.assert_allclose(
         flat(accelerated.state_dict()), flat(net.state_dict()), rtol=1e-3, atol=1e-5
     )

@@ -55,7 +55,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def train(
+def train_wrapped(
     model: nn.Module, rank: int, size: int, accumulation: str, device: str = "cpu"
 ) -> torch.optim.Optimizer:
     """Train on a rank's shares, each in one piece or in two; return the optimizer."""
@@ -75,7 +75,7 @@ def train(
     return optimizer
 
 
-def check(comm: Any, model: nn.Module, expected: nn.Module, what: str) -> None:
+def check_parameters(comm: Any, model: nn.Module, expected: nn.Module, what: str) -> None:
     """Compare the gathered parameters with serial training's, and the ranks with each other."""
     state = full_state_dict(model)
     assert bool(state) == (comm.rank == 0)
@@ -97,15 +97,15 @@ def check(comm: Any, model: nn.Module, expected: nn.Module, what: str) -> None:
 def train_all(comm: Any, path: str, sync: bool) -> int:
     """Train by every strategy, with and without offloading, in one and in several pieces."""
     expected = make(0)
-    train(expected, 0, 1, "none")
+    train_wrapped(expected, 0, 1, "none")
     tried = 0
     seed = comm.rank if sync else 0  # rank 0's weights win
 
     def attempt(wrap: Callable[[nn.Module], nn.Module], accumulation: str, what: str) -> None:
         nonlocal tried
         model = wrap(make(seed))
-        train(model, comm.rank, comm.size, accumulation)
-        check(comm, model, expected, f"{what} {accumulation}")
+        train_wrapped(model, comm.rank, comm.size, accumulation)
+        check_parameters(comm, model, expected, f"{what} {accumulation}")
         tried += 1
 
     with torch_group(comm, path):
@@ -136,7 +136,7 @@ def test_training_is_serial_training(shm: RankPool, size: int, sync: bool, tmp_p
     assert tried == [3 + 4 * (9 if size == 4 else 5)] * size
 
 
-def begin(comm: Any, path: str) -> None:
+def look_before_training(comm: Any, path: str) -> None:
     """Look at parameters and buffers before any training."""
     with torch_group(comm, path):
         for sync in (True, False):
@@ -164,13 +164,13 @@ def begin(comm: Any, path: str) -> None:
 
 
 def test_what_training_begins_with(shm: RankPool, tmp_path: Path) -> None:
-    shm.run(begin, str(tmp_path / "f"), size=2)
+    shm.run(look_before_training, str(tmp_path / "f"), size=2)
 
 
 def nested(comm: Any, path: str) -> None:
     """Wrap parts before the whole, and count the groups that nodes make."""
     expected = make(0)
-    train(expected, 0, 1, "none")
+    train_wrapped(expected, 0, 1, "none")
     with torch_group(comm, path):
         made = []
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
@@ -179,8 +179,8 @@ def nested(comm: Any, path: str) -> None:
                 model = make(comm.rank)
                 model.model[0] = fsdp(model.model[0], config, node_size=2)
                 wrapped = fsdp(model, config, node_size=2)
-                train(wrapped, comm.rank, comm.size, "none")
-                check(comm, wrapped, expected, "nested")
+                train_wrapped(wrapped, comm.rank, comm.size, "none")
+                check_parameters(comm, wrapped, expected, "nested")
                 made.append(len(dist.distributed_c10d._world.pg_map))
         assert made[2] == made[3] > made[1] == made[0] == 1
         shard, replicate = node_groups(2)
@@ -231,7 +231,7 @@ def lost(comm: Any, path: str) -> None:
         model = fsdp(make(0), ParallelConfig(True))
         refuse_lost_gradients(model)
         for set_to_none in (True, False):
-            train(model, comm.rank, comm.size, "no_sync")
+            train_wrapped(model, comm.rank, comm.size, "no_sync")
             model.zero_grad(set_to_none)
             model((x, y), None).backward()
             model.zero_grad(set_to_none)

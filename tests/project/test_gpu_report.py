@@ -129,14 +129,17 @@ def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:
 
 
 def test_all_that_there_is_for_gpus(program: ModuleType) -> None:
+    # The marker itself, and fixtures and parameters that have it.
+    marker = re.compile("mark[.]gpu|gpu=True|gpu: RankPool|devices: Devices|accelerator: str")
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__)
+        if marker.search(path.read_text()) and path != Path(__file__)
     }
     families = {path.stem for path in (ROOT / "benchmarks" / "families").glob("gpu_*.py")}
     steps = {
-        kind: {of for other, of, _ in program.STEPS if other == kind} for kind in ("tests", "rows")
+        kind: {name for other, of, _ in program.STEPS if other == kind for name in of.split()}
+        for kind in ("tests", "rows")
     }
     assert steps == {"tests": marked, "rows": families}
 

@@ -1,4 +1,4 @@
-"""The types that users see; `make lint` runs mypy on `support/typed_names.py`, too."""
+"""The types that users see; `make lint` runs mypy on `support/typed_*.py`, too."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def test_what_the_wrapped_network_has_is_declared() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(PYRIGHT is None, reason="no pyright; pip install 'pyright[nodejs]'")
-def test_pyright_finds_misspelt_names(tmp_path: Path) -> None:
+def test_pyright_finds_misspelt_names_and_knows_all_types(tmp_path: Path) -> None:
     settings = {
-        "include": ["typed_names.py"],
+        "include": ["typed_*.py"],
         "extraPaths": [str(ROOT)],
         "reportUnnecessaryTypeIgnoreComment": "error",
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    shutil.copy(ROOT / "tests" / "support" / "typed_names.py", tmp_path)
+    for name in ("typed_names.py", "typed_script.py"):
+        shutil.copy(ROOT / "tests" / "support" / name, tmp_path)
     done = subprocess.run(
         [str(PYRIGHT), "-p", str(tmp_path), "--pythonpath", sys.executable],
         capture_output=True,

@@ -51,7 +51,7 @@ def test_save_and_load(shm: RankPool, name: str, tmp_path: Path) -> None:
         assert same == "True"
 
 
-def collapse(comm: Any, compute: str) -> dict[str, int]:
+def make_variances_negative(comm: Any, compute: str) -> dict[str, int]:
     model = wrap(comm, "resnet", average=False, compute=compute)
     x, y = NETWORKS["resnet"].batch(comm.rank, 4)
     learn(model, x, y)
@@ -65,7 +65,7 @@ def collapse(comm: Any, compute: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("compute", ["engine", "torch"])
 def test_negative_variances_are_counted(shm: RankPool, compute: str) -> None:
-    for counts in shm.run(collapse, compute, size=1):
+    for counts in shm.run(make_variances_negative, compute, size=1):
         assert counts["Conv2d(4,6,8,8,3)"] == 7
         assert counts["Linear(96,5)"] == 0
 
@@ -134,6 +134,18 @@ def threads(comm: Any, chosen: int | None) -> tuple[int, int]:
 def test_threads(shm: RankPool, chosen: int | None) -> None:
     expected = chosen or max(1, len(os.sched_getaffinity(0)) // 2)
     assert shm.run(threads, chosen, size=2) == [(expected, expected)] * 2
+
+
+def test_torch_computes_with_all_cores() -> None:
+    """Threads of torch are the process's; the engine's layers have as many."""
+    import torch
+
+    before = torch.get_num_threads()
+    network = fresh("mlp")
+    accelerate(network, compute="torch")
+    cores = len(os.sched_getaffinity(0))
+    assert torch.get_num_threads() == network._cpp_backend.layers[0].num_threads == cores
+    torch.set_num_threads(before)
 
 
 def threads_in_a_part(comm: Any) -> int:

@@ -26,7 +26,7 @@ from tagi_ddp.sequential import many
 from tagi_ddp.sequential.many import _shares
 
 
-def train(item: int) -> dict[str, Any]:
+def train_item(item: int) -> dict[str, Any]:
     """Train a network that the engine draws, on batches that numpy draws; some items fail."""
     if item == 5:
         raise ValueError("a series without an end")
@@ -37,10 +37,10 @@ def train(item: int) -> dict[str, Any]:
     return {"item": item, "last": mean, "digest": model.check_replicas(), "count": np.int64(3)}
 
 
-def over_ranks(comm: Any, items: list[int], weights: list[float] | None) -> Any:
+def map_over_ranks(comm: Any, items: list[int], weights: list[float] | None) -> Any:
     calls = []
     results = map_networks(
-        train,
+        train_item,
         items,
         weights=weights,
         seed=np.uint8(11),
@@ -55,17 +55,17 @@ def over_ranks(comm: Any, items: list[int], weights: list[float] | None) -> Any:
 )
 def test_equal_to_one_alone(shm: RankPool, weights: Any) -> None:
     items = [3, 4, 6, 7, 8]
-    alone = [map_networks(train, [item], seed=11 + i)[0] for i, item in enumerate(items)]
+    alone = [map_networks(train_item, [item], seed=11 + i)[0] for i, item in enumerate(items)]
     assert [result["item"] for result in alone] == items
     assert len({result["digest"] for result in alone}) == len(items)
-    for results, calls in shm.run(over_ranks, items, weights, size=3):
+    for results, calls in shm.run(map_over_ranks, items, weights, size=3):
         assert results == alone
         assert calls == [(k + 1, len(calls)) for k in range(len(calls))]
 
 
 def with_errors(comm: Any) -> Any:
     try:
-        map_networks(train, [4, 5, 6, 5], communicator=comm)
+        map_networks(train_item, [4, 5, 6, 5], communicator=comm)
     except MapError as error:
         return str(error), error.errors, [r and r["item"] for r in error.results]
 
@@ -111,7 +111,7 @@ def test_an_interrupt_ends_the_map() -> None:
         map_networks(ends, ["a", "interrupt", "b"])
 
 
-def die(item: tuple[str, int]) -> Any:
+def end_badly(item: tuple[str, int]) -> Any:
     kind, number = item
     if kind == "exit":
         os._exit(number)
@@ -146,7 +146,7 @@ def test_a_rank_that_dies_takes_its_own_items_only(
     def task() -> None:
         with init(backend) as comm:
             try:
-                map_networks(die, items, communicator=comm)
+                map_networks(end_badly, items, communicator=comm)
             except MapError as error:
                 time.sleep(0.5)  # the launcher lets a rank go on after the map
                 (tmp_path / str(comm.rank)).write_text(repr((error.results, error.errors)))
@@ -205,7 +205,7 @@ def test_what_cannot_travel() -> None:
     with pytest.raises(MapError, match="train returned a object; return numbers"):
         map_networks(lambda _: object(), [0])
     with pytest.raises(ValueError, match="weights has 1 numbers for 2 items"):
-        map_networks(train, [0, 1], weights=[1])
+        map_networks(train_item, [0, 1], weights=[1])
 
 
 def different(comm: Any, own: dict[str, Any]) -> Report:

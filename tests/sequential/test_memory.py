@@ -20,7 +20,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def train(comm: Any, compute: Any, steps: int) -> list[int]:
+def train_and_watch_memory(comm: Any, compute: Any, steps: int) -> list[int]:
     """Return how much the memory grows in each quarter of the steps, after some to begin with."""
     from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
@@ -43,11 +43,11 @@ def train(comm: Any, compute: Any, steps: int) -> list[int]:
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer keeps what was freed"
 )
 @pytest.mark.parametrize(
-    ("backend", "compute", "steps"),
+    ("pool", "compute", "steps"),
     [("shm", "engine", 20_000), ("shm", "torch", 2_000), ("gloo", "engine", 800)],
+    indirect=["pool"],
 )
-def test_memory_is_flat(request: Any, backend: str, compute: str, steps: int) -> None:
-    pool: RankPool = request.getfixturevalue(backend)
-    for growths in pool.run(train, compute, steps, size=2, limit=120):
+def test_memory_is_flat(pool: RankPool, compute: str, steps: int) -> None:
+    for growths in pool.run(train_and_watch_memory, compute, steps, size=2, limit=120):
         # A leak is in all of them; threads take their first memory in one or another.
         assert min(growths) < 1 << 14, growths

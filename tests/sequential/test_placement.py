@@ -18,7 +18,9 @@ from tagi_ddp.sequential.placement import bring_together
 Place = tuple[str, str, list[str]]
 
 
-def place(comm: Any, backend: str, device_ids: list[int], device: str | None, job: str) -> Place:
+def place_replica(
+    comm: Any, backend: str, device_ids: list[int], device: str | None, job: str
+) -> Place:
     os.environ["TAGI_DDP_JOB"] = f"{job} at {os.environ['MASTER_PORT']}"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     for name, value in zip(names, 2 * [comm.rank] + 2 * [comm.size], strict=True):
@@ -50,7 +52,7 @@ def test_choice(
     nccl: RankPool, backend: str, device_ids: list[int], device: str | None, expected: list[Any]
 ) -> None:
     job = f"{backend} {device_ids} {device}"
-    answers = nccl.run(place, backend, device_ids, device, job, size=2)
+    answers = nccl.run(place_replica, backend, device_ids, device, job, size=2)
     assert answers == [(*pair, []) for pair in expected]
 
 
@@ -70,7 +72,7 @@ def test_ranks_that_the_launcher_did_not_start(
 def test_gpus_without_nccl(stand_in: dict[str, str], backend: str) -> None:
     pool = RankPool("shm", 2, environment={**stand_in, "TAGI_DDP_LIBNCCL": "/nowhere/libnccl.so"})
     for rank, (name, device, texts) in enumerate(
-        pool.run(place, backend, [0, 1], None if backend == "nccl" else "cuda:0", "job")
+        pool.run(place_replica, backend, [0, 1], None if backend == "nccl" else "cuda:0", "job")
     ):
         assert (name, device) == ("shm", f"cuda:{rank if backend == 'nccl' else 0}")
         (text,) = texts
@@ -79,14 +81,14 @@ def test_gpus_without_nccl(stand_in: dict[str, str], backend: str) -> None:
     pool.close()
 
 
-def refused(comm: Any, device_ids: list[int]) -> str:
+def place_in_vain(comm: Any, device_ids: list[int]) -> str:
     with pytest.raises((BackendUnavailable, ValueError)) as error:
-        place(comm, "nccl", device_ids, None, "refused")
+        place_replica(comm, "nccl", device_ids, None, "refused")
     return f"{error.type.__name__} {error.value}"
 
 
 def test_no_gpu(shm: RankPool) -> None:
-    for text in shm.run(refused, [], size=2):
+    for text in shm.run(place_in_vain, [], size=2):
         assert "BackendUnavailable" in text
         assert "libcuda.so.1" in text
 
@@ -98,7 +100,7 @@ def test_a_replica_on_the_host_is_refused_before_anything_is_exchanged() -> None
 
 
 def last_is_refused(comm: Any) -> str:
-    return refused(comm, [9]) if comm.rank == 1 else ""
+    return place_in_vain(comm, [9]) if comm.rank == 1 else ""
 
 
 def test_too_few_device_ids(nccl: RankPool) -> None:

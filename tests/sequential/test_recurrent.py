@@ -37,15 +37,15 @@ def series(number: int) -> np.ndarray:
     return np.sin(times).astype(np.float32)[:, None]
 
 
-def train(model: Any, values: np.ndarray, steps: range) -> None:
+def train_series(model: Any, values: np.ndarray, steps: range) -> None:
     for step in steps:
         learn(model, values[step], values[step + 1])
         model.step()
 
 
-def over_ranks(comm: Any, compute: Any) -> Any:
+def train_series_of_ranks(comm: Any, compute: Any) -> Any:
     model = DDPSequential(network(), average=False, communicator=comm, compute=compute)
-    train(model, series(comm.rank), range(STEPS))
+    train_series(model, series(comm.rank), range(STEPS))
     model.check_replicas()
     return parameters(model), model.get_lstm_states()
 
@@ -70,7 +70,7 @@ def in_turn(compute: Any, count: int) -> tuple[Any, list[Any]]:
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_each_rank_its_series(shm: RankPool, compute: str) -> None:
     alone, states = in_turn(compute, 3)
-    found = shm.run(over_ranks, compute, size=3)
+    found = shm.run(train_series_of_ranks, compute, size=3)
     for (ours, own_states), expected in zip(found, states, strict=True):
         assert distance(ours, alone) < 1e-5
         for index, parts in expected.items():
@@ -80,33 +80,33 @@ def test_each_rank_its_series(shm: RankPool, compute: str) -> None:
     assert not np.allclose(first, second)
 
 
-def interrupted(comm: Any, compute: Any, folder: str) -> bool:
+def train_and_resume_series(comm: Any, compute: Any, folder: str) -> bool:
     """Train, save, and go on in another model; return whether it is as without."""
     whole = DDPSequential(network(), average=False, communicator=comm, compute=compute)
     values = series(comm.rank)
-    train(whole, values, range(STEPS))
+    train_series(whole, values, range(STEPS))
     whole.save(f"{folder}/parameters")
     states = whole.get_lstm_states()
-    train(whole, values, range(STEPS, 2 * STEPS))
+    train_series(whole, values, range(STEPS, 2 * STEPS))
 
     resumed = DDPSequential(network(), average=False, communicator=comm, compute=compute)
     resumed.load(f"{folder}/parameters")
     resumed(values[0])  # states are of a batch's size
     resumed.set_lstm_states(states)
-    train(resumed, values, range(STEPS, 2 * STEPS))
+    train_series(resumed, values, range(STEPS, 2 * STEPS))
     return bool(resumed.check_replicas() == whole.check_replicas())
 
 
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_resumed(shm: RankPool, compute: str, tmp_path: Path) -> None:
-    assert all(shm.run(interrupted, compute, str(tmp_path), size=2))
+    assert all(shm.run(train_and_resume_series, compute, str(tmp_path), size=2))
 
 
 def smoothed(comm: Any, compute: Any) -> Any:
     model = DDPSequential(network(True), average=False, communicator=comm, compute=compute)
     model.num_samples = STEPS
     for _ in range(2):
-        train(model, series(comm.rank), range(STEPS))
+        train_series(model, series(comm.rank), range(STEPS))
         outputs = model.smoother()
     model.check_replicas()
     return outputs
@@ -126,13 +126,13 @@ def checkpointed(comm: Any, compute: Any, folder: str) -> bool:
     whole = DDPSequential(network(), average=False, communicator=comm, compute=compute)
     values = series(comm.rank)
     with Checkpoints(folder, whole) as checkpoints:
-        train(whole, values, range(STEPS))
+        train_series(whole, values, range(STEPS))
         checkpoints.save(STEPS)
-        train(whole, values, range(STEPS, 2 * STEPS))
+        train_series(whole, values, range(STEPS, 2 * STEPS))
 
     resumed = DDPSequential(network(), average=False, communicator=comm, compute=compute)
     with Checkpoints(folder, resumed) as checkpoints:
-        train(resumed, values, range(checkpoints.resume(), 2 * STEPS))
+        train_series(resumed, values, range(checkpoints.resume(), 2 * STEPS))
     return bool(resumed.check_replicas() == whole.check_replicas())
 
 

@@ -30,7 +30,7 @@ from tagi_ddp import (
 )
 
 
-def refuse(comm: Any, value: float, culprit: int, compute: str) -> tuple[Report, bool, bool]:
+def refuse_a_step(comm: Any, value: float, culprit: int, compute: str) -> tuple[Report, bool, bool]:
     model = wrap(comm, average=False, compute=compute)
     x, y = NETWORKS["mlp"].batch(comm.rank, 8)
     learn(model, x, y)
@@ -53,7 +53,7 @@ def refuse(comm: Any, value: float, culprit: int, compute: str) -> tuple[Report,
 def test_deltas_that_are_not_finite(
     shm: RankPool, value: float, size: int, culprit: int, compute: str
 ) -> None:
-    answers = shm.run(refuse, value, culprit, compute, size=size)
+    answers = shm.run(refuse_a_step, value, culprit, compute, size=size)
     for rank, (error, unchanged, goes_on) in enumerate(answers):
         kind, text, ranks = error
         assert (kind, ranks) == (NotFiniteError.__name__, (culprit,))

@@ -119,7 +119,7 @@ def test_a_value_travels_whole_or_is_refused_by_item(items: list[Any]) -> None:
             assert same(result, expected)
 
 
-def on_ranks(communicator: Any, items: list[Any]) -> Any:
+def map_on_ranks(communicator: Any, items: list[Any]) -> Any:
     return outcome(items, communicator)
 
 
@@ -134,7 +134,7 @@ def test_many_values_travel_whole_or_are_refused(items: list[Any]) -> None:
 @given(items=st.lists(values, min_size=1, max_size=4))
 def test_all_ranks_have_what_one_alone_has(shm: RankPool, items: list[Any]) -> None:
     results, errors = outcome(items)
-    for theirs, failed in shm.run(on_ranks, items, size=3):
+    for theirs, failed in shm.run(map_on_ranks, items, size=3):
         assert same(theirs, results)
         assert failed.keys() == errors.keys()
 

@@ -20,7 +20,7 @@ import tagi_ddp
 from tagi_ddp import DDPSequential, NotFiniteError
 from tagi_ddp.communicators.single import SingleCommunicator
 
-CATEGORIES, SAMPLES = 6, 12  # of the embedding; of the series
+CATEGORIES, SAMPLES = 6, 13  # of the embedding; of the series: 3 for each event, and the last step
 
 
 @dataclass(frozen=True)

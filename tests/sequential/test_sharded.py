@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.networks import NETWORKS, distance, learn, parameters
 from support.rank_pool import RankPool, doomed_pool
 from support.reports import Report, report, set_delta_variances, wrap
-from support.tasks import train
+from support.tasks import train_on_shares
 
 from tagi_ddp import DDPSequential, PeerLost
 from tagi_ddp._backend import shards
@@ -20,7 +20,9 @@ from tagi_ddp.communicators import Communicator
 SHARES = (9, 7, 8, 11, 5)
 
 
-def both(comm: Communicator, name: str, average: bool, options: dict[str, Any]) -> list[Any]:
+def train_plain_and_sharded(
+    comm: Communicator, name: str, average: bool, options: dict[str, Any]
+) -> list[Any]:
     """Train plain replicas and sharded ones alike; return what each has at the end."""
     found = []
     for sharded in (False, True):
@@ -34,7 +36,7 @@ def both(comm: Communicator, name: str, average: bool, options: dict[str, Any]) 
 def train_hard(model: DDPSequential, name: str) -> str:
     """Take plain steps, micro-batches, empty shares, and ranks that run out of data."""
     rank, size = model.communicator.rank, model.communicator.size
-    train(model, name, SHARES[:size])
+    train_on_shares(model, name, SHARES[:size])
     for step in range(2):
         with model.no_sync():
             learn(model, *NETWORKS[name].batch(10 * step + rank, 4))
@@ -59,7 +61,9 @@ def train_hard(model: DDPSequential, name: str) -> str:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_same_bits(shm: RankPool, name: str, compute: str, average: bool) -> None:
     size = 2 + list(NETWORKS).index(name) % 3
-    for plain, sharded in shm.run(both, name, average, {"compute": compute}, size=size, limit=60):
+    for plain, sharded in shm.run(
+        train_plain_and_sharded, name, average, {"compute": compute}, size=size, limit=60
+    ):
         assert plain[0] == sharded[0]
         assert plain[2] == sharded[2]
 
@@ -68,32 +72,35 @@ def test_same_bits_of_many_ranks() -> None:
     """More than those of which each reads all deltas of the engine."""
     pool = RankPool("shm", 5)
     try:
-        answers = pool.run(both, "resnet", False, {"compute": "engine"}, limit=60)
+        answers = pool.run(
+            train_plain_and_sharded, "resnet", False, {"compute": "engine"}, limit=60
+        )
     finally:
         pool.close()
     for plain, sharded in answers:
         assert plain[0] == sharded[0]
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)])
-def test_same_bits_over(backend: str, request: pytest.FixtureRequest) -> None:
-    pool = request.getfixturevalue(backend)
-    for plain, sharded in pool.run(both, "resnet", False, {}, size=2, limit=60):
+@pytest.mark.parametrize(
+    "pool", ["gloo", pytest.param("mpi", marks=pytest.mark.slow)], indirect=True
+)
+def test_same_bits_over(pool: RankPool) -> None:
+    for plain, sharded in pool.run(train_plain_and_sharded, "resnet", False, {}, size=2, limit=60):
         assert plain[0] == sharded[0]
 
 
-@pytest.mark.parametrize("pool", ["shm", "nccl"])
 @pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "batch_norm"])
-def test_replicas_on_devices(pool: str, name: str, request: pytest.FixtureRequest) -> None:
-    """By way of the hosts, and over the stand-in for NCCL."""
-    options = {"device": "cpu:0"}
-    answers = request.getfixturevalue(pool).run(both, name, True, options, size=3, limit=60)
+def test_replicas_on_devices(shm: RankPool, name: str) -> None:
+    """By way of the hosts; test_nccl.py has those that NCCL connects."""
+    answers = shm.run(train_plain_and_sharded, name, True, {"device": "cpu:0"}, size=3, limit=60)
     for plain, sharded in answers:
         assert distance(plain[1], sharded[1]) == 0
     assert len({answer[1][0][-1] for answer in answers}) == 1
 
 
-def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, dict[str, int]]]:
+def make_all_variances_negative(
+    comm: Communicator, compute: str, device: str
+) -> list[tuple[str, dict[str, int]]]:
     """Make variances of all parts negative; return the hashes and counts, plain and sharded."""
     found = []
     for sharded in (False, True):
@@ -124,11 +131,10 @@ def collapse(comm: Communicator, compute: str, device: str) -> list[tuple[str, d
         ("shm", "torch", "cpu:0"),
         ("nccl", "torch", "cpu:0"),
     ],
+    indirect=["pool"],
 )
-def test_all_ranks_count_negative_variances(
-    pool: str, compute: str, device: str, request: pytest.FixtureRequest
-) -> None:
-    answers = request.getfixturevalue(pool).run(collapse, compute, device, size=2, limit=60)
+def test_all_ranks_count_negative_variances(pool: RankPool, compute: str, device: str) -> None:
+    answers = pool.run(make_all_variances_negative, compute, device, size=2, limit=60)
     counts = answers[0][0][1]
     assert min(counts.values()) > 10
     for plain, sharded in answers:
@@ -136,7 +142,7 @@ def test_all_ranks_count_negative_variances(
         assert sharded[1] == counts
 
 
-def refuse(comm: Communicator) -> tuple[Report, bool]:
+def refuse_a_sharded_step(comm: Communicator) -> tuple[Report, bool]:
     model = wrap(comm, sharded=True)
     x, y = NETWORKS["mlp"].batch(comm.rank, 6)
     before = model.check_replicas()
@@ -144,9 +150,9 @@ def refuse(comm: Communicator) -> tuple[Report, bool]:
     return report(model.step), model.check_replicas() == before
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_refused_step_changes_nothing(backend: str, request: pytest.FixtureRequest) -> None:
-    for (kind, _, ranks), unchanged in request.getfixturevalue(backend).run(refuse, size=2):
+@pytest.mark.parametrize("pool", ["shm", "gloo"], indirect=True)
+def test_a_refused_step_changes_nothing(pool: RankPool) -> None:
+    for (kind, _, ranks), unchanged in pool.run(refuse_a_sharded_step, size=2):
         assert (kind, ranks) == ("NotFiniteError", (1,))
         assert unchanged
 
@@ -172,7 +178,7 @@ def test_a_rank_that_dies_is_named() -> None:
         assert (kind, ranks) == (PeerLost.__name__, (1,))
 
 
-def refused(comm: Communicator, differ: bool) -> Report:
+def wrap_with_wrong_options(comm: Communicator, differ: bool) -> Report:
     options = {"sharded": comm.rank == 0} if differ else {"reduction": "precision", "sharded": True}
     return report(lambda: wrap(comm, **options))
 
@@ -182,7 +188,7 @@ def refused(comm: Communicator, differ: bool) -> Report:
     [(False, "ValueError", "sharded"), (True, "ReplicaMismatch", "option sharded")],
 )
 def test_errors(shm: RankPool, differ: bool, kind: str, text: str) -> None:
-    for error in shm.run(refused, differ, size=2, fresh=True):
+    for error in shm.run(wrap_with_wrong_options, differ, size=2, fresh=True):
         assert error[0] == kind
         assert text in error[1]
 

@@ -14,7 +14,7 @@ from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.data import share_of
 
 
-def accumulate(comm: Any, name: str, splits: list[int]) -> tuple[float, float]:
+def train_with_micro_batches(comm: Any, name: str, splits: list[int]) -> tuple[float, float]:
     """Train with micro-batches, and on the same batches whole; return how far both are apart."""
     results = []
     for parts in (splits, [sum(splits)]):
@@ -35,7 +35,7 @@ def accumulate(comm: Any, name: str, splits: list[int]) -> tuple[float, float]:
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm"])
 @pytest.mark.parametrize("splits", [[130, 140], [5, 6, 7]], ids=str)
 def test_no_sync_sums_micro_batches(shm: RankPool, name: str, splits: list[int]) -> None:
-    for apart, moved in shm.run(accumulate, name, splits, size=2):
+    for apart, moved in shm.run(train_with_micro_batches, name, splits, size=2):
         assert apart < 1e-5
         assert moved > 1e-3
 
@@ -109,7 +109,7 @@ def test_last_micro_batch_may_be_outside(shm: RankPool) -> None:
     assert shm.run(last_micro_batch_outside, size=2) == [True, True]
 
 
-def join(comm: Any, batches: list[int], average: bool) -> tuple[str, int]:
+def join_with_batches(comm: Any, batches: list[int], average: bool) -> tuple[str, int]:
     model = wrap(comm, "batch_norm", average=average)
     x, y = NETWORKS["batch_norm"].batch(comm.rank, 12)
     steps = 0
@@ -128,7 +128,7 @@ def join(comm: Any, batches: list[int], average: bool) -> tuple[str, int]:
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("batches", [[3, 1], [0, 2], [0, 0], [2, 4, 1]], ids=str)
 def test_join(shm: RankPool, batches: list[int], average: bool) -> None:
-    answers = shm.run(join, batches, average, size=len(batches))
+    answers = shm.run(join_with_batches, batches, average, size=len(batches))
     assert [steps for _, steps in answers] == batches
     assert len({digest for digest, _ in answers}) == 1
 

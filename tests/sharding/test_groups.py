@@ -59,7 +59,7 @@ def memories() -> set[str]:
     return {line.split()[0] for line in lines if "memfd:tagi" in line}
 
 
-def over_process_groups(comm: Any, path: str) -> None:
+def sync_over_process_groups(comm: Any, path: str) -> None:
     before = memories()  # those of other tests that this process has run
     dist.init_process_group("gloo", f"file://{path}", rank=comm.rank, world_size=comm.size)
     try:
@@ -91,7 +91,7 @@ def over_process_groups(comm: Any, path: str) -> None:
 
 
 def test_process_groups(shm: RankPool, tmp_path: Path) -> None:
-    shm.run(over_process_groups, str(tmp_path / "store"), size=3)
+    shm.run(sync_over_process_groups, str(tmp_path / "store"), size=3)
 
 
 def unavailable(*_: Any) -> None:

@@ -27,14 +27,8 @@ from tagi_ddp.sharding import (
 Tensor = torch.Tensor
 
 EVERYWHERE = pytest.mark.parametrize(
-    "backend", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.slow)]
+    "pool", ["shm", "gloo", pytest.param("mpi", marks=pytest.mark.slow)], indirect=True
 )
-
-
-@pytest.fixture
-def pool(backend: str, request: pytest.FixtureRequest) -> RankPool:
-    found: RankPool = request.getfixturevalue(backend)
-    return found
 
 
 # Gradients.
@@ -81,7 +75,9 @@ def gradients(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi"))]
+    "pool",
+    ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "mpi"))],
+    indirect=True,
 )
 def test_gradients(pool: RankPool) -> None:
     pool.run(gradients, size=2)
@@ -159,7 +155,7 @@ def exact_sums(comm: Any) -> None:
         assert reduce_tensor(whole, comm).item() == 2.0**bits + 2, dtype
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("pool", ["shm", "gloo"], indirect=True)
 def test_sums_are_exact(pool: RankPool) -> None:
     pool.run(exact_sums, size=3)
 
@@ -226,7 +222,7 @@ def test_operations() -> None:
 # What is wrong.
 
 
-def refusals(comm: Any) -> list[str]:
+def refuse_wrong_shards(comm: Any) -> list[str]:
     one, rank = comm.rank == 1, comm.rank
     shapes = [[3, 2], [1, 2]]
     part, whole = torch.zeros(shapes[rank]), torch.zeros(4, 2)
@@ -276,7 +272,7 @@ def refusals(comm: Any) -> list[str]:
 
 @EVERYWHERE
 def test_refusals(pool: RankPool) -> None:
-    first, second = pool.run(refusals, size=2)
+    first, second = pool.run(refuse_wrong_shards, size=2)
     assert first[0] == f"rank 1: {second[0]}"
     for texts in (first, second):
         assert "more than dimension 0" in texts[0]
@@ -299,8 +295,8 @@ def test_refusals(pool: RankPool) -> None:
         assert "shapes[0] must be a shape or a size, got 3.0" in texts[32]
         assert "shapes[1] must be an integer, got True" in texts[33]
         assert "shapes[1] must begin with the sequence's length" in texts[34]
-    assert "rank 1 called reduce_tensor(float32, cpu, (2, 4))" in first[18]
-    assert "rank 1 called gather_tensor" in first[19]
+    assert "call of rank 1: reduce_tensor(float32, cpu, (2, 4))" in first[18]
+    assert "call of rank 1: gather_tensor" in first[19]
 
 
 @pytest.mark.parametrize("group", [None, SingleCommunicator()])

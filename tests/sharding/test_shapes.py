@@ -34,7 +34,7 @@ def test_shapes_over_a_communicator(shm: RankPool) -> None:
     assert shm.run(shards, size=3) == [expected] * 3
 
 
-def over_process_groups(comm: Any, path: str) -> tuple[Any, Any]:
+def find_shapes_over_process_groups(comm: Any, path: str) -> tuple[Any, Any]:
     dist.init_process_group("gloo", f"file://{path}", rank=comm.rank, world_size=comm.size)
     try:
         part = dist.new_group([1, 2])
@@ -50,7 +50,7 @@ def over_process_groups(comm: Any, path: str) -> tuple[Any, Any]:
 
 
 def test_shapes_over_a_process_group(shm: RankPool, tmp_path: Path) -> None:
-    answers = shm.run(over_process_groups, str(tmp_path / "store"), size=3)
+    answers = shm.run(find_shapes_over_process_groups, str(tmp_path / "store"), size=3)
     whole, part = [[2, 2], [1, 2], [1, 2]], [[2, 2], [2, 2]]
     assert answers == [(whole, None), (whole, part), (whole, part)]
 

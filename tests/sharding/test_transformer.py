@@ -68,7 +68,7 @@ def cases(ranks: int) -> Iterator[Case]:
         yield Case(lengths[:ranks], 3, (2, 3), layout="channels_last_3d")
 
 
-def check(comm: Any, case: Case, device: str) -> None:
+def check_transformer_case(comm: Any, case: Case, device: str) -> None:
     """Compare both functions, forward and backward, on a rank, with the unsharded tensors."""
     whole, gradient, rank = case.whole(0).to(device), case.whole(1).to(device), comm.rank
     sequence, heads = case.by_sequence, case.by_heads
@@ -92,28 +92,22 @@ def check(comm: Any, case: Case, device: str) -> None:
     expect("shard_sequence, backward of a sum", case, back, torch.ones_like(part))
 
 
-def check_all(comm: Any, device: str = "cpu") -> int:
-    return len([check(comm, case, device) for case in cases(comm.size)])
+def check_transformer(comm: Any, device: str = "cpu") -> int:
+    return len([check_transformer_case(comm, case, device) for case in cases(comm.size)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_shm(shm: RankPool, size: int) -> None:
-    assert min(shm.run(check_all, size=size)) > 30
+    assert min(shm.run(check_transformer, size=size)) > 30
 
 
 def test_gloo(gloo: RankPool) -> None:
-    assert min(gloo.run(check_all)) > 30
+    assert min(gloo.run(check_transformer)) > 30
 
 
 @pytest.mark.slow
 def test_mpi(mpi: RankPool) -> None:
-    assert min(mpi.run(check_all)) > 30
-
-
-@pytest.mark.slow
-def test_nccl(nccl: RankPool) -> None:
-    """On a stand-in for it."""
-    assert min(nccl.run(check_all, size=3)) > 30
+    assert min(mpi.run(check_transformer)) > 30
 
 
 def attention(comm: Any) -> None:
@@ -138,7 +132,7 @@ def test_attention(shm: RankPool, size: int) -> None:
     shm.run(attention, size=size)
 
 
-def refusals(comm: Any) -> list[str]:
+def refuse_wrong_heads(comm: Any) -> list[str]:
     lengths = (3, 2)
     shapes = [[length] for length in lengths]
     one = comm.rank == 1
@@ -164,9 +158,9 @@ def refusals(comm: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_refusals(backend: str, request: pytest.FixtureRequest) -> None:
-    first, second = request.getfixturevalue(backend).run(refusals, size=2)
+@pytest.mark.parametrize("pool", ["shm", "gloo"], indirect=True)
+def test_refusals(pool: RankPool) -> None:
+    first, second = pool.run(refuse_wrong_heads, size=2)
     wrong = "the local shard's sequence has length 4, but shapes[1][0], this rank's, is 2"
     assert (first[0], second[0]) == (f"rank 1: {wrong}", wrong)
     assert "(4, 5, 2)" in first[1]

@@ -28,7 +28,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from strategy.sharded import CHANNELS, NODES, Net, draw, members_of, split_loss, whole_loss
-from tagi_ddp.communicators.control import checked
+from tagi_ddp.communicators.network import checked
 from tagi_ddp.strategy import GroupLayout, group_seed
 
 PACKAGE = sys.argv[1]
@@ -245,8 +245,8 @@ def check_numbers_differ() -> None:
     """Numbers and seeds that differ between ranks are named on all of them, at once."""
     last = dist.get_rank() == RANKS - 1
     for model, seed, text in (
-        (4 if last else 2, 5, "num_gpus_per_model .* but rank 0 has 2 and rank 3 4"),
-        (2, 6 if last else 5, "seed must be the same on all ranks, but rank 0 has 5 and rank 3 6"),
+        (4 if last else 2, 5, "num_gpus_per_model of rank 3: 4; rank 0 has num_gpus_per_model: 2"),
+        (2, 6 if last else 5, "differ first at seed of rank 3: 6; rank 0 has seed: 5"),
     ):
         trainer = pl.Trainer(strategy=ours.DDPGroupStrategy(model, 1, seed=seed), **OPTIONS)
         begin = time.monotonic()

@@ -19,7 +19,7 @@ from tagi_ddp.strategy.gradients import remove_gradient_scale, scale_gradients
 from tagi_ddp.strategy.loaders import sample_group
 
 
-def place(comm: Any, model: int, ensemble: int | None) -> GroupLayout:
+def layout_of(comm: Any, model: int, ensemble: int | None) -> GroupLayout:
     if ensemble is None:
         return GroupLayout(comm.size, model, 1, comm.rank)
     return EnsembleLayout(comm.size, model, 1, comm.rank, ensemble)
@@ -30,7 +30,7 @@ def worst(comm: Any, model: int, ensemble: int | None, device: str = "cpu") -> d
 
     The model is on ``device``, and the unsplit one on the CPU.
     """
-    layout = place(comm, model, ensemble)
+    layout = layout_of(comm, model, ensemble)
     net = Net(seed=1).to(device)
     scale_gradients(net, GroupLayout(comm.size, comm.size, 1, comm.rank))  # undone by the next
     scale_gradients(net, layout)

@@ -21,7 +21,7 @@ from tagi_ddp.strategy import DDPEnsGroupStrategy, DDPGroupStrategy
 MLP = NETWORKS["mlp"]
 
 
-def train(model: DDPSequential, data: int, steps: int = 2) -> Any:
+def train_on_data(model: DDPSequential, data: int, steps: int = 2) -> Any:
     """Train on this rank's share of batches that are drawn from ``data``."""
     comm = model.communicator
     for step in range(steps):
@@ -35,7 +35,7 @@ def one_network(comm: Any) -> tuple[Any, Any, Any]:
     with DDPGroupStrategy(2, 1, communicator=comm, seed=3, average=False) as strategy:
         drawn = np.random.random()
         model = strategy.setup(MLP.build())
-        trained = train(model, 1)
+        trained = train_on_data(model, 1)
     comm.barrier()  # the user's communicator is still open
     return drawn, trained, (model.average, strategy.group is comm)
 
@@ -52,7 +52,7 @@ def test_one_network(shm: RankPool) -> None:
 
 def one_network_alone(comm: Any) -> Any:
     with DDPGroupStrategy(1, 1, communicator=comm, seed=3, average=False) as strategy:
-        return train(strategy.setup(MLP.build()), 1)
+        return train_on_data(strategy.setup(MLP.build()), 1)
 
 
 def ensemble(comm: Any, model_size: int, ensemble_size: int) -> tuple[int, Any, Any, Any, Any]:
@@ -62,7 +62,7 @@ def ensemble(comm: Any, model_size: int, ensemble_size: int) -> tuple[int, Any, 
     ) as strategy:
         model = strategy.setup(MLP.build())
         begin = parameters(model)
-        trained = train(model, strategy.layout.member)
+        trained = train_on_data(model, strategy.layout.member)
         own = [values.reshape(4, -1).copy() for values in model(MLP.batch(9, 4)[0])]
         share = np.arange(strategy.group.rank, 4, strategy.group.size)
         mixed = strategy.mixture(*(values[share] for values in own))
@@ -101,12 +101,12 @@ def member_by_hand(comm: Any) -> tuple[Any, Any]:
     with DDPEnsGroupStrategy(2, 4, 1, communicator=comm, seed=3, average=False) as strategy:
         net = MLP.build()
         state = net.state_dict()
-        trained = train(strategy.setup(net), strategy.layout.member)
+        trained = train_on_data(strategy.setup(net), strategy.layout.member)
     with comm.split(comm.rank // 2) as group:
         net = MLP.build()
         net.load_state_dict(state)
         model = DDPSequential(net, average=False, communicator=group)
-        return trained, train(model, comm.rank // 2)
+        return trained, train_on_data(model, comm.rank // 2)
 
 
 def test_a_member_is_a_ddp_sequential(shm: RankPool) -> None:
@@ -138,7 +138,7 @@ WRONG = {
 }
 
 
-def refused(comm: Any, sizes: tuple[int, int, int]) -> tuple[str, list[str]]:
+def create_groups_of_wrong_sizes(comm: Any, sizes: tuple[int, int, int]) -> tuple[str, list[str]]:
     texts = []
     for kind, numbers in ((DDPEnsGroupStrategy, sizes), (DDPGroupStrategy, (sizes[0], sizes[2]))):
         try:
@@ -150,58 +150,68 @@ def refused(comm: Any, sizes: tuple[int, int, int]) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize("text", WRONG)
 def test_wrong_divisors(shm: RankPool, text: str) -> None:
-    for own, everywhere in shm.run(refused, WRONG[text]):
+    for own, everywhere in shm.run(create_groups_of_wrong_sizes, WRONG[text]):
         assert text in own
         assert everywhere == [everywhere[0]] * 4
 
 
 DIFFERENT = {
-    "num_gpus_per_model must be the same on all ranks, but rank 0 has 1 and rank 1 2": (
+    "num_gpus_per_model of rank 1: 2; rank 0 has num_gpus_per_model: 1": (
         (1, 2, 1, 3),
         (2, 2, 1, 3),
     ),
-    "num_gpus_per_ensemble must be the same on all ranks, but rank 0 has 2 and rank 1 1": (
+    "num_gpus_per_ensemble of rank 1: 1; rank 0 has num_gpus_per_ensemble: 2": (
         (1, 2, 1, 3),
         (1, 1, 1, 3),
     ),
-    "num_gpus_per_ensemble must be the same on all ranks, but rank 0 has nothing and rank 1 2": (
+    "num_gpus_per_ensemble of rank 1: 2; rank 0 has seed: 3": (
         (1, None, 1, 3),
         (1, 2, 1, 3),
     ),
-    "read_group_size must be the same on all ranks, but rank 0 has 1 and rank 1 '1'": (
-        (1, 2, 1, 3),
-        (1, 2, "1", 3),
-    ),
-    "num_gpus_per_model must be the same on all ranks, but rank 0 has 1 and rank 1 True": (
-        (1, None, 1, 3),
-        (True, None, 1, 3),
-    ),
-    "seed must be the same on all ranks, but rank 0 has 3 and rank 1 4": (
+    "seed of rank 1: 4; rank 0 has seed: 3": (
         (1, None, 1, 3),
         (1, None, 1, 4),
     ),
-    "seed must be the same on all ranks, but rank 0 has 3 and rank 1 TypeError(": (
+}
+REFUSED = {
+    "read_group_size must be an integer, got '1'": (
+        (1, 2, 1, 3),
+        (1, 2, "1", 3),
+    ),
+    "num_gpus_per_model must be an integer, got True": (
+        (1, None, 1, 3),
+        (True, None, 1, 3),
+    ),
+    "base must be an integer, got 'x'": (
         (1, 2, 1, 3),
         (1, 2, 1, "x"),
     ),
 }
 
 
-def differ(comm: Any, calls: list[Any]) -> str:
+def create_groups_that_differ(comm: Any, calls: list[Any]) -> tuple[str, bool]:
     model, ensemble, reader, seed = calls[comm.rank]
     sizes = (model, reader) if ensemble is None else (model, ensemble, reader)
     kind = DDPGroupStrategy if ensemble is None else DDPEnsGroupStrategy
-    with pytest.raises(ValueError, match="must be the same on all ranks") as caught:
+    with pytest.raises((ValueError, TypeError)) as caught:
         kind(*sizes, communicator=comm, seed=seed)
-    assert isinstance(caught.value, AllRanksRaise)  # none tells the others, which know
     comm.barrier()  # the group goes on being usable
-    return str(caught.value)
+    return str(caught.value), isinstance(caught.value, AllRanksRaise)
 
 
 @pytest.mark.parametrize("text", DIFFERENT)
 def test_numbers_that_differ_between_ranks(shm: RankPool, text: str) -> None:
-    for found in shm.run(differ, DIFFERENT[text], size=2):
-        assert found.startswith(text)
+    for found, all_raise in shm.run(create_groups_that_differ, DIFFERENT[text], size=2):
+        assert found.startswith(f"the ranks' groups differ first at {text}. Give the same")
+        assert all_raise  # none tells the others, which know
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_numbers_that_are_wrong_on_one_rank(shm: RankPool, text: str) -> None:
+    (first, all_raise), (second, _) = shm.run(create_groups_that_differ, REFUSED[text], size=2)
+    assert second == text
+    assert first == f"rank 1: {text}"
+    assert all_raise
 
 
 def wrong_seed(comm: Any) -> str:
@@ -252,7 +262,7 @@ def test_no_member_waits_for_one_that_failed(shm: RankPool) -> None:
 def test_closed() -> None:
     with DDPEnsGroupStrategy(1, 1, 1, seed=3) as strategy:  # one process, without a launcher
         model = strategy.setup(MLP.build())
-        train(model, 0)
+        train_on_data(model, 0)
         mean, variance = model(MLP.batch(9, 4)[0])
         np.testing.assert_array_equal(strategy.mixture(mean, variance), (mean, variance))
     strategy.close()

@@ -67,7 +67,7 @@ REFUSED = {
 }
 
 
-def refuse(comm: Any, rank: int, wrong: Any) -> tuple[str, str]:
+def mix_wrong_moments(comm: Any, rank: int, wrong: Any) -> tuple[str, str]:
     try:
         mixture(comm, *(wrong if comm.rank == rank else ([0.0, 0.0], [1.0, 1.0])))
     except (TypeError, ValueError) as error:
@@ -80,13 +80,16 @@ def refuse(comm: Any, rank: int, wrong: Any) -> tuple[str, str]:
 @pytest.mark.parametrize("text", REFUSED)
 def test_refused_on_all_members(shm: RankPool, text: str, rank: int) -> None:
     kind, wrong = REFUSED[text]
-    for name, message in shm.run(refuse, rank, wrong, size=2):
-        assert name == kind.__name__
-        assert message.startswith(f"member {rank}: ")
-        assert text in message
+    answers = shm.run(mix_wrong_moments, rank, wrong, size=2)
+    name, own = answers[rank]
+    assert name == kind.__name__
+    assert text in own
+    name, other = answers[1 - rank]
+    assert name == ("OtherTypeError" if kind is TypeError else "RanksDiffer")
+    assert other == f"rank {rank}: {own}"
 
 
 def test_other_shapes(shm: RankPool) -> None:
-    for name, message in shm.run(refuse, 1, ([0.0], [1.0]), size=2):
-        assert name == "ValueError"
-        assert "have shapes [(2,), (1,)]" in message
+    for name, message in shm.run(mix_wrong_moments, 1, ([0.0], [1.0]), size=2):
+        assert name == "RanksDiffer"
+        assert "differ first at the shape of rank 1: (1,); rank 0 has the shape: (2,)" in message

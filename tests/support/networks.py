@@ -189,6 +189,15 @@ def parameters(model: Any) -> dict[str, list[np.ndarray]]:
     return {k: [np.asarray(v, np.float32) for v in t] for k, t in model.state_dict().items()}
 
 
+def parameters_and_averages(model: Any) -> dict[str, list[np.ndarray]]:
+    """Return the parameters, and the running averages of batch normalization, by layer."""
+    state = parameters(model)
+    if any(layer.startswith("BatchNorm2d") for layer in state):
+        for layer, (mean, variance, *_) in model.get_norm_mean_var().items():
+            state[f"running {layer}"] = 2 * [np.ravel(mean), np.ravel(variance)]
+    return state
+
+
 def distance(a: dict[str, list[np.ndarray]], b: dict[str, list[np.ndarray]]) -> float:
     """Return the greater of the relative distances (2-norm) of all means and of all variances."""
     assert a.keys() == b.keys()

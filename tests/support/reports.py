@@ -42,3 +42,8 @@ def set_delta_variances(model: DDPSequential, handle: Any, values: list[float]) 
 
 def wrap(comm: Any, name: str = "mlp", **options: Any) -> DDPSequential:
     return DDPSequential(fresh(name), communicator=comm, **options)
+
+
+def wrap_merging(comm: Any, name: str = "mlp", **options: Any) -> DDPSequential:
+    """Wrap a network whose replicas train apart, and are merged by precision."""
+    return wrap(comm, name, reduction="precision", **options)

@@ -19,7 +19,7 @@ def own_part(shares: Sequence[int], rank: int) -> slice:
     return slice(ends[rank], ends[rank + 1])
 
 
-def train(model: DDPSequential, name: str, shares: Sequence[int]) -> None:
+def train_on_shares(model: DDPSequential, name: str, shares: Sequence[int]) -> None:
     """Train on this rank's share; after each step the replicas must be equal."""
     part = own_part(shares, model.communicator.rank)
     for step in range(STEPS):
@@ -52,7 +52,7 @@ def compare_with_one_process(
 ) -> float:
     model = DDPSequential(fresh(name), average=False, communicator=comm, **options)
     start = parameters(model)
-    train(model, name, shares)
+    train_on_shares(model, name, shares)
     if comm.rank != 0:
         return 0.0
     alone = parameters(train_alone(name, start, sum(shares)))
@@ -65,7 +65,7 @@ def replicas(
 ) -> list[str]:
     model = DDPSequential(fresh(name), average=average, communicator=comm, **options)
     start = parameters(model)
-    train(model, name, shares)
+    train_on_shares(model, name, shares)
     state = parameters(model)
     assert distance(start, state) > 1e-4
     assert all(np.isfinite(v).all() for values in state.values() for v in values)

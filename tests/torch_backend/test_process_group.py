@@ -21,7 +21,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
-def on_both(comm: Any, path: str, carrier: str, task: Callable[..., Any], *args: Any) -> Any:
+def run_on_gloo_and_ours(
+    comm: Any, path: str, carrier: str, task: Callable[..., Any], *args: Any
+) -> Any:
     """Call ``task`` with a group on gloo, then with one on the backend; return both results."""
     import tagi_ddp.parallel  # noqa: F401  (registers)
 
@@ -176,18 +178,22 @@ def sparse() -> list[Any]:
 def test_shm(shm: RankPool, size: int, task: Callable[..., Any], tmp_path: Path) -> None:
     if size == 1 and task is unusual:
         pytest.skip("its messages go to others")
-    for gloo, ours in shm.run(on_both, str(tmp_path / "f"), "auto", task, size=size, limit=60):
+    for gloo, ours in shm.run(
+        run_on_gloo_and_ours, str(tmp_path / "f"), "auto", task, size=size, limit=60
+    ):
         same(ours, gloo)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("carrier", ["mpi", "gloo"])
 def test_between_hosts(mpi: RankPool, carrier: str, tmp_path: Path) -> None:
-    for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), carrier, collectives, limit=60):
+    for gloo, ours in mpi.run(
+        run_on_gloo_and_ours, str(tmp_path / "f"), carrier, collectives, limit=60
+    ):
         same(ours, gloo)
 
 
-def over_nccl(comm: Any, path: str) -> Any:
+def run_over_nccl(comm: Any, path: str) -> Any:
     """Collectives of tensors that the stand-in takes for a device's, on a group over NCCL."""
     from tagi_ddp.parallel import ProcessGroup
 
@@ -200,7 +206,7 @@ def over_nccl(comm: Any, path: str) -> Any:
             backend, f"file://{path}.{backend}", rank=comm.rank, world_size=comm.size
         )
         torch.manual_seed(comm.rank)
-        results.append([collectives(), train(ddp)])
+        results.append([collectives(), train_by_wrapper(ddp)])
         if backend == "gloo":
             dist.destroy_process_group()
     return results
@@ -208,7 +214,7 @@ def over_nccl(comm: Any, path: str) -> Any:
 
 def test_over_the_stand_in_for_nccl(stand_in: dict[str, str], tmp_path: Path) -> None:
     with doomed_pool("nccl", 2, environment=stand_in) as pool:
-        answers = pool.run(over_nccl, str(tmp_path / "f"), limit=60)
+        answers = pool.run(run_over_nccl, str(tmp_path / "f"), limit=60)
     for gloo, ours in answers:
         same(ours, gloo)
 
@@ -216,7 +222,7 @@ def test_over_the_stand_in_for_nccl(stand_in: dict[str, str], tmp_path: Path) ->
 # --- torch's own data parallelism ------------------------------------------------------------
 
 
-def train(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+def train_by_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 50), nn.Linear(50, 3)))
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -251,7 +257,9 @@ def fsdp2(model: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("wrap", [ddp, fsdp, fsdp2])
 def test_torchs_wrappers(shm: RankPool, wrap: Callable[..., Any], tmp_path: Path) -> None:
-    answers = shm.run(on_both, str(tmp_path / "f"), "auto", train, wrap, size=3, limit=60)
+    answers = shm.run(
+        run_on_gloo_and_ours, str(tmp_path / "f"), "auto", train_by_wrapper, wrap, size=3, limit=60
+    )
     for gloo, ours in answers:
         same(ours, gloo)
 
@@ -259,14 +267,16 @@ def test_torchs_wrappers(shm: RankPool, wrap: Callable[..., Any], tmp_path: Path
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("wrap", [ddp, fsdp, fsdp2])
 def test_torchs_wrappers_over_mpi(mpi: RankPool, wrap: Callable[..., Any], tmp_path: Path) -> None:
-    for gloo, ours in mpi.run(on_both, str(tmp_path / "f"), "mpi", train, wrap, limit=60):
+    for gloo, ours in mpi.run(
+        run_on_gloo_and_ours, str(tmp_path / "f"), "mpi", train_by_wrapper, wrap, limit=60
+    ):
         same(ours, gloo)
 
 
 # --- what goes wrong -------------------------------------------------------------------------
 
 
-def refuse(comm: Any, path: str) -> list[str]:
+def make_calls_that_are_refused(comm: Any, path: str) -> list[str]:
     import tagi_ddp.parallel  # noqa: F401
 
     texts = []
@@ -291,13 +301,13 @@ def refuse(comm: Any, path: str) -> list[str]:
 
 
 def test_what_is_refused(shm: RankPool, tmp_path: Path) -> None:
-    [texts] = shm.run(refuse, str(tmp_path / "f"), size=1)
+    [texts] = shm.run(make_calls_that_are_refused, str(tmp_path / "f"), size=1)
     assert "TAGI_DDP_TORCH_CARRIER must be one of auto, shm, mpi, gloo, got 'pigeon'" in texts[0]
     assert "op must be one of SUM, AVG, MIN, MAX for the backend 'tagi_ddp', got" in texts[1]
     assert "src must be a rank" in texts[2]
 
 
-def die(comm: Any, path: str) -> str:
+def die_before_backward(comm: Any, path: str) -> str:
     import tagi_ddp.parallel  # noqa: F401
 
     dist.init_process_group("tagi_ddp", f"file://{path}", rank=comm.rank, world_size=comm.size)
@@ -312,6 +322,6 @@ def die(comm: Any, path: str) -> str:
 
 
 def test_a_rank_that_dies_is_named(shm: RankPool, tmp_path: Path) -> None:
-    text, died = shm.run(die, str(tmp_path / "f"), size=2, dying=(1,), fresh=True)
+    text, died = shm.run(die_before_backward, str(tmp_path / "f"), size=2, dying=(1,), fresh=True)
     assert isinstance(died, Died)
     assert "rank 1" in text

@@ -80,7 +80,7 @@ def test_what_rounding_drops_is_sent_later(shm: RankPool, compress: str) -> None
     assert answers[0][2] == answers[1][2] == answers[2][2]
 
 
-def train(comm: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def train_and_merge(comm: Any, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     model = DDPSequential(fresh("mlp"), communicator=comm, reduction="precision", **options)
     scheduled = isinstance(options["sync_every"], SyncSchedule)
     if scheduled:
@@ -114,20 +114,21 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     ids=["one level", "device", "two levels", "schedule"],
 )
 @pytest.mark.parametrize(
-    "backend", ["shm", "gloo", *(pytest.param(b, marks=pytest.mark.slow) for b in ("mpi", "nccl"))]
+    "pool",
+    ["shm", "gloo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpi", "nccl"))],
+    indirect=True,
 )
 def test_training_ends_where_it_does_without(
-    request: Any, backend: str, options: dict[str, Any], compress: str
+    pool: RankPool, options: dict[str, Any], compress: str
 ) -> None:
-    pool: RankPool = request.getfixturevalue(backend)
-    if backend == "nccl":
+    if pool.backend == "nccl":
         options = {**options, "device": "cpu:0"}
     size = 2
     if "node_size" in options:
         size = min(4, pool.size)
         options = {**options, "node_size": size // 2}
-    exact = pool.run(train, options, size=size)[0][0]
-    answers = pool.run(train, {**options, "compress": compress}, size=size)
+    exact = pool.run(train_and_merge, options, size=size)[0][0]
+    answers = pool.run(train_and_merge, {**options, "compress": compress}, size=size)
     assert len({digest for _, digest in answers}) == 1
     assert 0 < apart(answers[0][0], exact) < 0.05
 
@@ -187,7 +188,7 @@ def test_the_posterior_is_the_exact_one_once_all_is_sent(
         assert distances[-1] < 1e-5
 
 
-def forget(comm: Any) -> tuple[bool, bool]:
+def load_after_compressed_merges(comm: Any) -> tuple[bool, bool]:
     """Load what was before merges that have dropped something; then merge nothing."""
     model = DDPSequential(
         fresh("mlp"), communicator=comm, reduction="precision", sync_every=2, compress="int8"
@@ -205,7 +206,7 @@ def forget(comm: Any) -> tuple[bool, bool]:
 
 
 def test_loading_forgets_what_has_not_been_sent(shm: RankPool) -> None:
-    assert shm.run(forget, size=2) == [(True, True)] * 2
+    assert shm.run(load_after_compressed_merges, size=2) == [(True, True)] * 2
 
 
 def test_a_residual_in_the_units_of_an_earlier_version_is_dropped() -> None:

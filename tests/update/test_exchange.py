@@ -10,7 +10,7 @@ from contract.data import caught
 from support.networks import NETWORKS, distance, learn, parameters
 from support.rank_pool import RankPool
 from support.reports import wrap
-from support.tasks import train
+from support.tasks import train_on_shares
 
 from tagi_ddp.update import exchange
 
@@ -36,7 +36,7 @@ def exchange_by(comm: Any, compute: str, way: str, average: bool) -> tuple[str, 
     else:
         shared = comm.empty(2 * model._local.replica.parameters.size) if bucket is None else bucket
         model._ranks.exchange = exchange.InSharedMemory(setting, comm, shared)
-    train(model, name, SHARES)
+    train_on_shares(model, name, SHARES)
     with model.join():
         for step in range(3 * comm.rank):
             learn(model, *NETWORKS[name].batch(step, 11))
@@ -119,7 +119,7 @@ def test_a_step_is_one_collective(shm: RankPool, compute: str, sharded: bool) ->
 
 def five_ranks(comm: Any) -> tuple[str, str]:
     model = wrap(comm)
-    train(model, "mlp", [3, 4, 5, 6, 7])
+    train_on_shares(model, "mlp", [3, 4, 5, 6, 7])
     return type(model._ranks.exchange).__name__, model.check_replicas()
 
 

@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, distance, fresh, learn, parameters, parameters_and_averages
 from support.rank_pool import RankPool
-from support.reports import NO_ERROR, Report, report, report_if_any, set_delta_variances
+from support.reports import (
+    NO_ERROR,
+    Report,
+    report,
+    report_if_any,
+    set_delta_variances,
+    wrap_merging,
+)
 
 from tagi_ddp import DDPSequential, NotFiniteError, ReplicaMismatch, accelerate
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.optim import SyncSchedule
 
 Options = dict[str, Any]
-
-
-def wrap(comm: Any, name: str = "mlp", **options: Any) -> DDPSequential:
-    return DDPSequential(fresh(name), communicator=comm, reduction="precision", **options)
 
 
 def schedule(**options: Any) -> SyncSchedule:
@@ -36,9 +39,9 @@ def schedule(**options: Any) -> SyncSchedule:
 def test_one_process_just_trains(device: str) -> None:
     models = [
         accelerate(fresh("mlp"), device=device),
-        wrap(SingleCommunicator(), device=device),
-        wrap(SingleCommunicator(), device=device, sync_every=3),
-        wrap(SingleCommunicator(), device=device, sync_every=schedule()),
+        wrap_merging(SingleCommunicator(), device=device),
+        wrap_merging(SingleCommunicator(), device=device, sync_every=3),
+        wrap_merging(SingleCommunicator(), device=device, sync_every=schedule()),
     ]
     models[3].begin_epoch(5)
     for step in range(5):
@@ -53,9 +56,11 @@ def test_one_process_just_trains(device: str) -> None:
 # --- many ranks ------------------------------------------------------------------------------
 
 
-def train(comm: Any, name: str, options: Options, shares: int) -> dict[str, list[np.ndarray]]:
+def train_between_merges(
+    comm: Any, name: str, options: Options, shares: int
+) -> dict[str, list[np.ndarray]]:
     """Micro-batches, shares that differ, and more steps than merges."""
-    model = wrap(comm, name, **options)
+    model = wrap_merging(comm, name, **options)
     scheduled = isinstance(options.get("sync_every"), SyncSchedule)
     for epoch in range(2):
         if scheduled:
@@ -78,11 +83,7 @@ def train(comm: Any, name: str, options: Options, shares: int) -> dict[str, list
             model.end_epoch(1.0)
     model.merge()
     model.check_replicas()
-    state = parameters(model)
-    if name == "batch_norm":
-        running = model.get_norm_mean_var()["BatchNorm2d()_1"][:2]
-        state["running averages"] = 2 * [np.ravel(values) for values in running]
-    return state
+    return parameters_and_averages(model)
 
 
 WAYS: list[Options] = [
@@ -101,7 +102,7 @@ def test_devices_and_engine_agree(shm: RankPool, name: str, options: Options) ->
     answers = {}
     for key in ("cpu", "cpu:0", "engine"):
         how = {"compute": "engine"} if key == "engine" else {"device": key}
-        answers[key] = shm.run(train, name, {**options, **how}, 4, size=4, limit=60)
+        answers[key] = shm.run(train_between_merges, name, {**options, **how}, 4, size=4, limit=60)
     for rank in range(4):
         expected = answers["cpu"][rank]
         assert distance(answers["cpu:0"][rank], expected) < 1e-4
@@ -110,13 +111,16 @@ def test_devices_and_engine_agree(shm: RankPool, name: str, options: Options) ->
 
 def test_over_nccl_as_over_memory(nccl: RankPool, shm: RankPool) -> None:
     options = {**WAYS[2], "device": "cpu:0"}
-    answers = [pool.run(train, "batch_norm", options, 4, size=4, limit=60) for pool in (nccl, shm)]
+    answers = [
+        pool.run(train_between_merges, "batch_norm", options, 4, size=4, limit=60)
+        for pool in (nccl, shm)
+    ]
     for ours, other in zip(*answers, strict=True):
         assert distance(ours, other) < 1e-5
 
 
-def join(comm: Any) -> tuple[str, int]:
-    model = wrap(comm, sync_every=3)
+def join_between_merges(comm: Any) -> tuple[str, int]:
+    model = wrap_merging(comm, sync_every=3)
     with model.join():
         for step in range(2 + 3 * comm.rank):
             learn(model, *NETWORKS["mlp"].batch(step + 100 * comm.rank, 5))
@@ -125,12 +129,12 @@ def join(comm: Any) -> tuple[str, int]:
 
 
 def test_ranks_run_out_of_data(shm: RankPool) -> None:
-    answers = shm.run(join, size=3)
+    answers = shm.run(join_between_merges, size=3)
     assert answers == [(answers[0][0], 0)] * 3
 
 
 def load(comm: Any, path: str) -> list[bool]:
-    model = wrap(comm, sync_every=4)
+    model = wrap_merging(comm, sync_every=4)
     first = model.check_replicas()
     model.save(path)
     kept = model.state_dict()
@@ -157,7 +161,7 @@ def test_loading_begins_anew(shm: RankPool, tmp_path: Path) -> None:
 
 def widen(comm: Any, device: str) -> tuple[dict[str, int], bool, str]:
     """A step after which all ranks know a parameter four times less: merged, less than nothing."""
-    model = wrap(comm, device=device)
+    model = wrap_merging(comm, device=device)
     learn(model, *NETWORKS["mlp"].batch(comm.rank, 4))
     deltas = model._local.replica.parameters.deltas if device != "cpu" else model.compute.bucket
     deltas[:] = 0
@@ -177,8 +181,8 @@ def test_merges_that_are_taken_in_part_are_counted(shm: RankPool, device: str) -
 # --- what is refused -------------------------------------------------------------------------
 
 
-def refuse(comm: Any, options: Options) -> tuple[list[Report], bool, bool]:
-    model = wrap(comm, **options)
+def refuse_between_merges(comm: Any, options: Options) -> tuple[list[Report], bool, bool]:
+    model = wrap_merging(comm, **options)
     scheduled = isinstance(options["sync_every"], SyncSchedule)
     if scheduled:
         model.begin_epoch(4)
@@ -211,7 +215,7 @@ def refuse(comm: Any, options: Options) -> tuple[list[Report], bool, bool]:
     ids=["steps", "device", "schedule"],
 )
 def test_all_ranks_learn_of_deltas_that_are_not_finite(shm: RankPool, options: Options) -> None:
-    for rank, (errors, finite, same) in enumerate(shm.run(refuse, options, size=3)):
+    for rank, (errors, finite, same) in enumerate(shm.run(refuse_between_merges, options, size=3)):
         assert errors[:3] == [NO_ERROR] * 3
         kind, text, ranks = errors[3]
         assert (kind, ranks) == (NotFiniteError.__name__, (1,))
@@ -223,8 +227,8 @@ def test_all_ranks_learn_of_deltas_that_are_not_finite(shm: RankPool, options: O
         assert same
 
 
-def fail(comm: Any, options: Options) -> tuple[Report, float]:
-    model = wrap(comm, **options)
+def fail_between_merges(comm: Any, options: Options) -> tuple[Report, float]:
+    model = wrap_merging(comm, **options)
     scheduled = isinstance(options["sync_every"], SyncSchedule)
     if scheduled:
         model.begin_epoch(40)
@@ -245,7 +249,7 @@ def fail(comm: Any, options: Options) -> tuple[Report, float]:
     ids=["steps", "nodes of 1", "nodes of 2", "nodes of 4"],
 )
 def test_a_rank_that_fails_keeps_nobody_waiting(shm: RankPool, options: Options) -> None:
-    answers = shm.run(fail, options, size=4, fresh=True)
+    answers = shm.run(fail_between_merges, options, size=4, fresh=True)
     assert answers[2][0][0] == "RuntimeError"
     for rank in (0, 1, 3):
         (kind, _, _), seconds = answers[rank]
@@ -255,7 +259,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting(shm: RankPool, options: Options)
 
 def miss_one(comm: Any) -> Report:
     """Rank 3 does not come to the merge of its node, 2 comes late; 0 waits for 1, 1 for 2."""
-    model = wrap(comm, node_size=2)
+    model = wrap_merging(comm, node_size=2)
     exchange: Any = model._ranks.exchange
     merge, levels = exchange._merge_node, exchange._levels_of_world
 
@@ -279,14 +283,14 @@ def test_the_rank_that_all_wait_for_is_blamed(shm: RankPool) -> None:
 
 def leave_early(comm: Any) -> tuple[bool, bool]:
     """Close while a node's change is under way."""
-    model = wrap(comm, sync_every=schedule(), node_size=1)
+    model = wrap_merging(comm, sync_every=schedule(), node_size=1)
     with model:
         model.begin_epoch(9)
         learn(model, *NETWORKS["mlp"].batch(comm.rank, 6))
         model.step()
         under_way = model._ranks.exchange._sender is not None
     comm.barrier()
-    again = wrap(comm, sync_every=schedule(), node_size=1)
+    again = wrap_merging(comm, sync_every=schedule(), node_size=1)
     again.begin_epoch(1)
     learn(again, *NETWORKS["mlp"].batch(comm.rank, 6))
     again.step()
@@ -333,7 +337,7 @@ def test_wrong_calls() -> None:
 
 def test_a_schedule_needs_epochs() -> None:
     def ready() -> DDPSequential:
-        model = wrap(SingleCommunicator(), sync_every=schedule())
+        model = wrap_merging(SingleCommunicator(), sync_every=schedule())
         learn(model, *NETWORKS["mlp"].batch(0, 4))
         return model
 
@@ -361,16 +365,16 @@ def test_a_schedule_needs_epochs() -> None:
         joining.__exit__(None, None, None)
 
 
-def differ(comm: Any) -> list[Report]:
+def wrap_with_other_merges(comm: Any) -> list[Report]:
     rules: list[Any] = ["agreement", "bayes"]
     return [
-        report(lambda: wrap(comm, sync_every=2 + comm.rank)),
-        report(lambda: wrap(comm, merge=rules[comm.rank])),
+        report(lambda: wrap_merging(comm, sync_every=2 + comm.rank)),
+        report(lambda: wrap_merging(comm, merge=rules[comm.rank])),
     ]
 
 
 def test_ranks_must_agree_on_the_scheme(shm: RankPool) -> None:
-    for scheme, rule in shm.run(differ, size=2):
+    for scheme, rule in shm.run(wrap_with_other_merges, size=2):
         assert scheme[0] == rule[0] == "ReplicaMismatch"
         assert "the option sync_every of rank 1: 3" in scheme[1]
         assert "the option merge of rank 1: bayes" in rule[1]

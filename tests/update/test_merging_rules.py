@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, fresh, learn, parameters
+from support.networks import NETWORKS, learn, parameters
 from support.rank_pool import RankPool
-from support.reports import report
+from support.reports import report, wrap_merging
 
-from tagi_ddp import DDPSequential
 from tagi_ddp._backend import cap_factor
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.elastic.exchange import ElasticMerging
@@ -20,10 +19,6 @@ from tagi_ddp.update.reduction import Reduction
 Options = dict[str, Any]
 
 
-def wrap(comm: Any, **options: Any) -> DDPSequential:
-    return DDPSequential(fresh("mlp"), communicator=comm, reduction="precision", **options)
-
-
 def learn_alike(
     comm: Any, device: str, options: Options, steps: int = 4
 ) -> tuple[list[float], list[float], list[float]]:
@@ -31,7 +26,7 @@ def learn_alike(
 
     Returns how far each layer's means moved by the rank's own steps, then merged; the agreement.
     """
-    model = wrap(comm, device=device, **options)
+    model = wrap_merging(comm, device=device, **options)
     before = parameters(model)
     for step in range(steps):
         x, y = NETWORKS["mlp"].batch(step, 6)
@@ -81,7 +76,7 @@ def tremble(comm: Any, device: str, options: Options, shares: int, local: int) -
 
     They merge after so many shares, each of so many steps.
     """
-    model = wrap(comm, device=device, sync_every=shares, **options)
+    model = wrap_merging(comm, device=device, sync_every=shares, **options)
     x, y = NETWORKS["mlp"].batch(comm.rank, 6)
     for merge in range(6):
         for _ in range(shares):
@@ -112,7 +107,7 @@ class NoCalls:
 
 def fall_behind(comm: Any) -> int:
     """Rank 1 has made two steps that rank 0 knows nothing of, and goes on from where that is."""
-    with wrap(comm) as model:
+    with wrap_merging(comm) as model:
         reduction = Reduction("precision", sync_every=4)
         setting = Setting(comm, model._local.replica, average=False, rollback=model._local.rollback)
         exchange = ElasticMerging(setting, reduction, NoCalls())
@@ -134,7 +129,7 @@ def learn_locally(comm: Any, sizes: list[int]) -> tuple[str, str, int]:
     """Shares of a batch in local batches, and the same by as many steps."""
     x, y = NETWORKS["mlp"].batch(comm.rank, 40)
     share = np.arange(sizes[comm.rank])
-    locally, by_steps = wrap(comm), wrap(comm, sync_every=7)
+    locally, by_steps = wrap_merging(comm), wrap_merging(comm, sync_every=7)
     for _ in range(2):
         for part in locally.local_batches(share, 5):
             learn(locally, x[part], y[part])
@@ -155,7 +150,7 @@ def test_local_batches_are_steps_of_one_share(shm: RankPool, sizes: list[int]) -
 
 
 def merged_after(comm: Any, options: Options) -> list[int]:
-    model, found = wrap(comm, **options), []
+    model, found = wrap_merging(comm, **options), []
     for step in range(1, 161):
         learn(model, *NETWORKS["mlp"].batch(step, 2))
         model.step()
@@ -175,7 +170,7 @@ def test_networks_that_know_little_merge_more_often(shm: RankPool) -> None:
 
 
 def cut_wrongly(comm: Any) -> tuple[str, str]:
-    model = wrap(comm)
+    model = wrap_merging(comm)
     if comm.rank == 1:
         return report(lambda: next(model.local_batches(np.arange(4), 0)))[:2]
     return report(model.merge)[:2]

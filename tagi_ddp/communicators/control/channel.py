@@ -1,4 +1,4 @@
-"""The control channel: the connections of a rank that carry messages about calls, not data.
+"""The control channel: the connections of a rank for messages about calls, not for data.
 
 By these messages each rank of an operation knows that the others call the same before data moves.
 A rank that is late, differs, fails or dies is known by its number.
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 from tagi_ddp.communicators.control import mesh
 from tagi_ddp.communicators.control.notes import Failure, Notes
-from tagi_ddp.communicators.operation_queue import started
+from tagi_ddp.communicators.operations import Helper
 
 _LENGTH = struct.Struct("!I")  # before each message of those that are sent together
 _IDLE = 0.02  # seconds without an operation before the thread reads messages
@@ -57,17 +57,14 @@ class ControlChannel:
         self._reading = False
         self._used = False  # by an operation, since the helper looked
         self._helping = False
-        self._closing = threading.Event()
-        self._helper = threading.Thread(
-            target=_pass_on, args=(weakref.ref(self), self._closing), daemon=True
-        )
+        self._closing = False
         # A selector refers to itself, and would keep a forgotten channel's connections.
         self._release = weakref.finalize(
             self, _release, self._selector, self._alarm, list(connections.values())
         )
         self._release.atexit = False
         try:
-            started(self._helper)
+            self._helper = Helper(self.help, _IDLE)
         except BaseException:
             self._release()
             raise
@@ -115,7 +112,7 @@ class ControlChannel:
         """Forward messages of other ranks while this rank computes."""
         with self._changed:
             busy, self._used = self._used or self._reading, False
-            if busy or self._closing.is_set():
+            if busy or self._closing:
                 return
             self._helping = True
             try:
@@ -148,7 +145,13 @@ class ControlChannel:
             self._reading = False
             self._changed.notify_all()
         for rank, message in received:
-            self._take(rank, message)
+            if message is None:
+                self.notes.lose(rank)
+                continue
+            try:
+                self.notes.receive(rank, message)
+            except _NONSENSE:
+                mesh.cut(self._connections[rank])  # The next read finds the end.
 
     def _receive(self, rank: int | None) -> list[tuple[int, bytes | None]]:
         """Return the messages of ``rank``, None for its end; the alarm has rank None."""
@@ -164,15 +167,6 @@ class ControlChannel:
             self._selector.unregister(connection)
             received.append((rank, None))
         return received
-
-    def _take(self, rank: int, message: bytes | None) -> None:
-        if message is not None:
-            try:
-                self.notes.take(rank, message)
-            except _NONSENSE:
-                mesh.cut(self._connections[rank])  # The next read finds the end.
-        else:
-            self.notes.lose(rank)
 
     def _flush(self) -> None:
         """Send what ``outbox`` holds, but for ranks without a connection."""
@@ -207,11 +201,11 @@ class ControlChannel:
 
     def close(self) -> None:
         """Send all ranks the end, and close. No thread may wait here any more."""
-        self._closing.set()
+        self._closing = True
         os.eventfd_write(self._alarm, 1)
-        self._helper.join()
+        self._helper.close()
         with self.sending() as notes:
-            notes.bye()
+            notes.close()
         for connection in self._connections.values():
             # Unread bytes would make the kernel reset the connection, and lose the last message.
             with contextlib.suppress(OSError):
@@ -251,19 +245,6 @@ def _release(
     os.close(alarm)
     for connection in connections:
         connection.close()
-
-
-def _pass_on(reference: weakref.ref[ControlChannel], closing: threading.Event) -> None:
-    """Help a channel until it closes or is garbage."""
-
-    def exists() -> bool:
-        channel = reference()
-        if channel is not None:
-            channel.help()
-        return channel is not None
-
-    while not closing.wait(_IDLE) and exists():
-        pass
 
 
 def _messages(several: bytes) -> Iterator[bytes]:

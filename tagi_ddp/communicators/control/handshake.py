@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tagi_ddp.communicators import errors
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control import overlay
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.mesh import SILENCE
 from tagi_ddp.communicators.control.notes import Series
 from tagi_ddp.communicators.errors import CommunicatorError, Mismatch, PeerLost, Timeout
+from tagi_ddp.communicators.operations import Call, Ready
 
 _SLICE = 0.02  # seconds in the library between two reads of the control channel
 _PATIENCE = 0.1  # seconds for the library to compare calls before the control channel does, too
@@ -23,10 +23,8 @@ _PATIENCE = 0.1  # seconds for the library to compare calls before the control c
 # silence of a host.
 _GRACE, _GRACE_OF_HOSTS = 2.0, SILENCE + 2.0
 _SHARED = {kind.__name__: kind for kind in (Timeout, PeerLost, Mismatch)}
-
-
-Ready = Callable[[float], bool]
-"""Waits up to some seconds for a library; returns whether it is done; raises its RuntimeError."""
+# The series in which a rank and its peer number a message.
+_MESSAGES = {"send": (Series.SEND, Series.RECV), "recv": (Series.RECV, Series.SEND)}
 
 
 class Differ(Exception):
@@ -34,10 +32,10 @@ class Differ(Exception):
 
 
 class Handshake:
-    """One operation of this rank with ``peers``; its errors name the ranks at fault.
+    """One operation of this rank with its peers; errors name the ranks at fault.
 
-    ``series`` are those in which this rank and its peers number the operation. ``failure`` returns
-    the error that has broken this rank's communicator, if one has.
+    ``where`` begins their texts. ``failure`` returns the error that has broken this rank's
+    communicator, if one has.
     """
 
     def __init__(
@@ -45,25 +43,26 @@ class Handshake:
         channel: ControlChannel,
         where: str,
         call: Call,
-        peers: list[int],
-        series: tuple[Series, Series],
         failure: Callable[[], CommunicatorError | None],
     ) -> None:
         """Prepare; nothing is sent yet."""
+        self.call = call
         self._channel = channel
         self._notes = channel.notes
-        self._where = where
+        self.where = where
         self._rank = channel.rank
-        self._call = call
-        self._peers = peers
-        self._own, self._theirs = series
         self._failure = failure
         self._announced = False
-        # Two ranks exchange their calls; many do so in rounds between neighbours.
+        # All ranks exchange their calls in rounds between neighbours; two do so in one round.
         self._rounds, self._round = self._notes.rounds, self._notes.all_others
-        if call.peer:
-            self._round = overlay.Round(1, tuple(peers), tuple(peers))
+        self._own = self._theirs = Series.COLLECTIVE
+        if call.peer is not None:
+            self._round = overlay.Round(1, (call.peer,), (call.peer,))
             self._rounds = (self._round,)
+            self._own, self._theirs = _MESSAGES[call.name]
+        elif call.name == "init" and call.number:
+            self._own = self._theirs = Series.SETUP
+        self._peers = self._round.senders
         self._present = {channel.rank}  # the ranks that have begun the operation
         self._message = b""
         # The exchange of calls that helps the library's comparison from a time on.
@@ -92,17 +91,16 @@ class Handshake:
 
         If that takes long, or fails, the control channel compares them, too.
         """
-        self._call.waits_for = self._missing
+        self.call.waits_for = self._missing
         if self._notes.failures:  # What those ranks have sent could complete this operation.
             self.check()
         self._exchange = self._exchanging({})
-        self._exchange_at = time.monotonic() + min(_PATIENCE, self._call.limit / 4)
+        self._exchange_at = time.monotonic() + min(_PATIENCE, self.call.limit / 4)
 
     @property
     def digest(self) -> bytes:
         """8 bytes that are equal for equal calls."""
-        call = f"{self._call.name}({self._call.arguments})"
-        return hashlib.blake2b(call.encode(), digest_size=8).digest()
+        return hashlib.blake2b(str(self.call).encode(), digest_size=8).digest()
 
     def conclude(self, agreed: bool = True) -> None:
         """End the comparison; unless ``agreed``, raise Mismatch that names what differs."""
@@ -111,24 +109,25 @@ class Handshake:
             self._present.update(self._peers)
             if self._notes.entered:  # by ranks that sent their calls, too
                 with self._channel.sending() as notes:
-                    notes.forget(self._call.number)
+                    notes.forget(self.call.number)
         elif exchange is not None:
             self._finish(exchange)
 
     def gather(self, content: Any) -> dict[int, Any]:
-        """Compare the calls, and return the small ``content`` of each peer."""
+        """Compare the calls, and return the small ``content`` of each rank."""
         contents = {self._rank: content}
         self._finish(self._exchanging(contents))
-        return {rank: content for rank, content in contents.items() if rank != self._rank}
+        return contents
 
     def _finish(self, exchange: Iterator[None]) -> None:
-        self._call.waits_for = self._missing
+        self.call.waits_for = self._missing
         for _ in exchange:
-            self._await_senders()
+            if not self._until(self._senders_here, self.call.deadline):
+                self._time_out(self._missing())
 
     def _exchanging(self, contents: dict[int, Any]) -> Iterator[None]:
         """Send this call in rounds, and gather ``contents``; yield while messages are missing."""
-        call, notes = self._call, self._notes
+        call, notes = self.call, self._notes
         for step in self._rounds:
             self._round = step
             self._message = json.dumps([call.name, call.arguments, contents]).encode()
@@ -143,13 +142,9 @@ class Handshake:
                     received = json.loads(message)[2]
                     contents |= {int(other): content for other, content in received.items()}
 
-    def _await_senders(self) -> None:
-        if not self._until(self._senders_here, self._call.deadline):
-            self._time_out(self._missing())
-
     def _until(self, ready: Callable[[], bool], end: float) -> bool:
         """Wait for messages until ``end`` at most; after half of the limit, report that."""
-        call, until = self._call, self._channel.until
+        call, until = self.call, self._channel.until
         half = call.deadline - call.limit / 2
         until(lambda: ready() or self._is_asked(), min(end, half))
         if ready():
@@ -159,12 +154,8 @@ class Handshake:
         return until(ready, end)
 
     def _known_to(self, rank: int) -> list[int]:
-        """Return the ranks for which a message of ``rank`` speaks."""
+        """Return the ranks that have begun the operation if a message of ``rank`` is here."""
         return overlay.span(rank, self._round.known, self._notes.size)
-
-    def left(self) -> float:
-        """Return the seconds before the deadline, at least a few."""
-        return self._call.left()
 
     def check(self) -> None:
         """Raise the error, if there is one already, that would end the operation."""
@@ -177,7 +168,7 @@ class Handshake:
 
     def wait_for(self, ready: Ready) -> None:
         """Wait until the library is done, and read messages meanwhile."""
-        self._call.waits_for = self._missing
+        self.call.waits_for = self._missing
         while True:
             try:
                 if ready(_SLICE):
@@ -189,11 +180,11 @@ class Handshake:
     def leave(self) -> None:
         """Complete the operation; report that to the peer of a message."""
         with self._channel.sending() as notes:
-            notes.leave(self._own, self._call.number, self._peer())
+            notes.leave(self._own, self.call.number, self.call.peer)
 
     def poll(self) -> None:
         """Raise the error of the operation, or Timeout at its deadline."""
-        call = self._call
+        call = self.call
         exchange = self._exchange if time.monotonic() > self._exchange_at else None
         if exchange is None or next(exchange, True):  # True: it has ended
             self._channel.until(self._interrupted, 0.0)
@@ -204,11 +195,11 @@ class Handshake:
             self._time_out(call.waits_for())
 
     def _announce(self) -> None:
-        """Report once that this rank waits: those that do not are at fault."""
+        """Report once that this rank waits: ranks that do not report that are at fault."""
         if self._announced:
             return
         self._announced = True
-        call, peer = self._call, self._peer()
+        call, peer = self.call, self.call.peer
         with self._channel.sending() as notes:
             notes.wait(self._own, call.number, peer)
             if peer is not None and peer not in self._present:
@@ -218,26 +209,23 @@ class Handshake:
         """Return whether another rank has reported that it waits."""
         if self._announced or self._own is not Series.COLLECTIVE:
             return False
-        number = self._call.number
+        number = self.call.number
         waiting = self._notes.waiting
         return any(s is self._own and waiting[r, s] >= number for r, s in list(waiting))
 
-    def _peer(self) -> int | None:
-        return self._peers[0] if self._call.peer else None
-
     def _gone(self) -> set[int]:
-        return self._notes.gone(self._own, self._call.number)
+        return self._notes.gone(self._own, self.call.number)
 
     def _absent(self) -> list[int]:
         entered, present = self._notes.entered, set(self._present)
         for rank in self._round.senders:
-            if (rank, self._theirs, self._call.number) in entered:
+            if (rank, self._theirs, self.call.number) in entered:
                 present.update(self._known_to(rank))
         return [rank for rank in self._peers if rank not in present]
 
     def _unfinished(self) -> list[int]:
-        through = self._notes.through
-        return [r for r in self._peers if through.get((r, self._theirs), -1) < self._call.number]
+        completed = self._notes.completed
+        return [r for r in self._peers if completed.get((r, self._theirs), -1) < self.call.number]
 
     def _missing(self) -> list[int]:
         """Return the ranks for which the others wait."""
@@ -246,12 +234,12 @@ class Handshake:
 
     def _at_fault(self, ranks: list[int]) -> list[int]:
         """Return those of ``ranks`` that have not reported that they wait."""
-        through, waiting = self._notes.through, self._notes.waiting
-        series = self._theirs
-        return [r for r in ranks if waiting.get((r, series), -1) <= through.get((r, series), -1)]
+        completed, waiting = self._notes.completed, self._notes.waiting
+        keys = [(rank, self._theirs) for rank in ranks]
+        return [key[0] for key in keys if waiting.get(key, -1) <= completed.get(key, -1)]
 
     def _senders_here(self) -> bool:
-        call, notes = self._call, self._notes
+        call, notes = self.call, self._notes
         complete = True
         others: dict[int, str] = {}
         for rank in self._round.senders:
@@ -261,13 +249,17 @@ class Handshake:
             elif message != self._message:
                 name, arguments, _ = json.loads(message)
                 # The series of messages pair a send with a recv, whose names differ.
-                if arguments != call.arguments or (name != call.name and not call.peer):
+                if arguments != call.arguments or (name != call.name and call.peer is None):
                     others |= dict.fromkeys(self._known_to(rank), f"{name}({arguments})")
         if others:
-            what = errors.mismatch_text(others, f"{call.name}({call.arguments})")
-            raise Mismatch(f"{self._where}: {what}", sorted(others))
+            raise self._mismatch(others)
         self._check([] if complete else self._absent(), self._gone())
         return complete
+
+    def _mismatch(self, others: dict[int, str]) -> Mismatch:
+        """Return the error for the calls of ``others``, by rank."""
+        what = errors.mismatch_text(others, str(self.call))
+        return Mismatch(f"{self.where}: {what}", sorted(others))
 
     def _interrupted(self) -> bool:
         # A rank that took part and then closed had done its share before.
@@ -275,35 +267,34 @@ class Handshake:
         self._check(self._unfinished(), self._notes.died | closed)
         return False
 
-    def _check(self, needed: list[int], gone: set[int]) -> None:
+    def _check(self, needed: Sequence[int], gone: set[int]) -> None:
         """Raise if this rank or another has failed, or if a needed one is gone."""
         failure = self._failure()
         if failure is not None:
-            raise type(failure)(f"{self._where}: stopped ({failure})", failure.ranks)
+            raise type(failure)(f"{self.where}: stopped ({failure})", failure.ranks)
         if self._notes.failures:
             self._check_failures()
         if died := [rank for rank in needed if rank in gone & self._notes.died]:
-            raise PeerLost(f"{self._where}: {errors.died_text(died)}", died)
+            raise PeerLost(f"{self.where}: {errors.died_text(died)}", died)
         if closed := [rank for rank in needed if rank in gone]:
-            raise PeerLost(f"{self._where}: {errors.closed_text(closed[0])}", closed)
+            raise PeerLost(f"{self.where}: {errors.closed_text(closed[0])}", closed)
 
     def _check_failures(self) -> None:
         # A peer that has completed this operation failed in a later one.
-        through = set(self._peers).difference(self._unfinished())
-        failures = {r: f for r, f in self._notes.failures.items() if r not in through}
-        own = f"{self._call.name}({self._call.arguments})"
+        completed = set(self._peers).difference(self._unfinished())
+        failures = {r: f for r, f in self._notes.failures.items() if r not in completed}
         for rank, failure in failures.items():
             kind, ranks = _SHARED.get(failure.error, PeerLost), list(failure.ranks) or [rank]
             called = errors.own_call(failure.reason)
-            if called not in (None, own) and self._rank not in ranks and not self._call.peer:
-                # Its call differs from that of this rank, too, of which it had not heard.
-                what = errors.mismatch_text({rank: str(called)}, own)
-                raise Mismatch(f"{self._where}: {what}", [rank])
+            differs = called is not None and called != str(self.call) and self.call.peer is None
+            if differs and self._rank not in ranks:
+                # Its call differs from that of this rank, too, which it had not received.
+                raise self._mismatch({rank: str(called)})
             if self._rank in ranks:  # They gave up on this rank, or differ from it.
                 kind = Mismatch if kind is Mismatch else PeerLost
                 ranks = [r for r, f in failures.items() if self._rank in f.ranks]
             what = errors.forwarded(kind, failure.ranks or [rank], rank, failure.reason, self._rank)
-            raise kind(f"{self._where}: {what}", ranks)
+            raise kind(f"{self.where}: {what}", ranks)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -315,7 +306,7 @@ class Handshake:
 
     def explain(self, error: RuntimeError) -> NoReturn:
         """Raise the cause of a library's error, as messages know it; else the error itself."""
-        call = self._call
+        call = self.call
         late = time.monotonic() > call.deadline - _SLICE  # The library has the same limit.
         try:
             grace = _GRACE if self._channel.one_host else _GRACE_OF_HOSTS
@@ -330,12 +321,12 @@ class Handshake:
         except CommunicatorError as reason:
             raise reason from None  # The library's error follows from it.
         if isinstance(error, CommunicatorError):
-            raise type(error)(f"{self._where}: {error}", error.ranks) from error
-        raise CommunicatorError(f"{self._where}: the backend failed: {error}") from error
+            raise type(error)(f"{self.where}: {error}", error.ranks) from error
+        raise CommunicatorError(f"{self.where}: the backend failed: {error}") from error
 
     def _time_out(self, missing: list[int]) -> NoReturn:
-        limit = self._call.limit
+        limit = self.call.limit
         what = f"all ranks came, but the data did not within {limit:g} s. Look at the network."
         if missing:
             what = errors.timeout_text(missing, limit)
-        raise Timeout(f"{self._where}: {what}", missing)
+        raise Timeout(f"{self.where}: {what}", missing)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from tagi_ddp.communicators.control.overlay import neighbours
-from tagi_ddp.communicators.operation_queue import started
+from tagi_ddp.communicators.operations import start_thread
 
 _SIOCGIFADDR = 0x8915
 _RANK = struct.Struct("!I")
@@ -68,7 +68,7 @@ class Listener:
         self._accepted: dict[int, Connection] = {}
         self._changed = threading.Condition()
         self._closed = False
-        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor: threading.Thread | None = None
         port = self._server.getsockname()[1]
         addresses = [] if one_host else _addresses()
         record = Record(host=host_id(), addresses=addresses, port=port, nonce=nonce)
@@ -79,7 +79,7 @@ class Listener:
         """Close the port; callers that are not accepted yet are refused."""
         with self._changed:
             self._closed = True
-        if self._acceptor.is_alive():
+        if self._acceptor is not None:
             with contextlib.suppress(OSError):
                 self._server.shutdown(socket.SHUT_RDWR)  # It wakes the thread.
             self._acceptor.join()
@@ -96,7 +96,7 @@ class Listener:
         others = neighbours(rank, len(records))
         above = {r for r in others if r > rank}
         if above:
-            started(self._acceptor)
+            self._start_accepting()
         called = {
             r: call(rank, json.loads(records[r]), self._secret, deadline)
             for r in others
@@ -108,9 +108,12 @@ class Listener:
 
     def accept(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
         """Return the connections of the ``ranks`` that have called before the deadline."""
-        if not self._acceptor.is_alive():
-            started(self._acceptor)
+        self._start_accepting()
         return self._await(ranks, deadline)
+
+    def _start_accepting(self) -> None:
+        if self._acceptor is None:
+            self._acceptor = start_thread(self._accept)
 
     def _await(self, ranks: set[int], deadline: float) -> dict[int, Connection]:
         with self._changed:
@@ -124,7 +127,7 @@ class Listener:
         while not self._closed:
             try:
                 caller, _ = self._server.accept()
-                threading.Thread(target=self._authenticate, args=(caller,), daemon=True).start()
+                start_thread(self._authenticate, caller)
             except (OSError, RuntimeError):  # It is gone, or the system has no thread left now.
                 time.sleep(0.01)
 

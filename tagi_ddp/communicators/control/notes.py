@@ -16,19 +16,20 @@ from enum import IntEnum
 
 from tagi_ddp.communicators.control import overlay
 
-_HEADER = struct.Struct("!BBBIIQ")  # kind, series, way, origin, target, number; the content follows
+# kind, series, backwards, origin, target, number; the content follows
+_HEADER = struct.Struct("!BBBIIQ")
 _ALL = 2**32 - 1  # as a target
 
 
 class Kind(IntEnum):
-    """The kinds of message, in the words of their sender."""
+    """The kinds of message, each with what its sender states."""
 
     ENTER = 1  # I call this operation with these arguments, and so do the ranks I know of.
-    THROUGH = 2  # I have completed this operation and all before it.
+    COMPLETED = 2  # I have completed this operation and all before it.
     WAITING = 3  # I am still in this operation, though it takes long.
     FAIL = 4  # I failed, or gave up.
     KEEP = 5  # Keep this value under this key.
-    BYE = 6  # I close my communicator.
+    CLOSE = 6  # I close my communicator.
     DIED = 7  # The connection to this rank has ended.
     ACKNOWLEDGED = 8  # I have completed this operation, and so have the ranks I know of.
 
@@ -65,7 +66,7 @@ class Notes:
         """Messages to send, each with the neighbour that receives it."""
         self.entered: dict[tuple[int, Series, int], bytes] = {}
         """The messages of operations that this rank has not begun, by rank, series and number."""
-        self.through: dict[tuple[int, Series], int] = {}
+        self.completed: dict[tuple[int, Series], int] = {}
         """The number of the last operation that a rank is known to have completed."""
         self.waiting: dict[tuple[int, Series], int] = {}
         """The number of the last operation in which a rank reported that it waits."""
@@ -93,7 +94,7 @@ class Notes:
     def resend(self, rank: int, series: Series, number: int, content: bytes) -> None:
         """Resend by the opposite route, in case a rank on the first route is stuck."""
         if rank not in self._neighbours:
-            self._send(Kind.ENTER, series, number, content, rank, way=1)
+            self._send(Kind.ENTER, series, number, content, rank, backwards=True)
 
     def wait(self, series: Series, number: int, rank: int | None = None) -> None:
         """Report to ``rank``, or to all, that this rank waits and is not at fault."""
@@ -102,9 +103,9 @@ class Notes:
 
     def leave(self, series: Series, number: int, rank: int | None = None) -> None:
         """Complete an operation; report it to ``rank``, or to the ranks that ask."""
-        _raise(self.through, (self.rank, series), number)
+        _raise(self.completed, (self.rank, series), number)
         if rank is not None:
-            self._send(Kind.THROUGH, series, number, b"", rank)
+            self._send(Kind.COMPLETED, series, number, b"", rank)
         if self.waiting or self._asked >= 0:
             self._answer()
 
@@ -113,26 +114,26 @@ class Notes:
         for key in [k for k in self.entered if k[1] is Series.COLLECTIVE and k[2] <= number]:
             del self.entered[key]
 
-    def acknowledge(self, number: int) -> None:
-        """Ask all ranks to acknowledge a collective; see ``acknowledged``."""
-        self._asked = max(self._asked, number)
+    def acknowledge(self) -> None:
+        """Ask all ranks to acknowledge the last collective of this one; see ``acknowledged``."""
+        self._asked = max(self._asked, self.own)
         self._answer()
 
     def fail(self, failure: Failure) -> None:
         """Send all ranks the failure of this one."""
         content = json.dumps([failure.error, failure.ranks, failure.reason]).encode()
-        self._send(Kind.FAIL, Series.COLLECTIVE, self._own() + 1, content)
+        self._send(Kind.FAIL, Series.COLLECTIVE, self.own + 1, content)
 
     def keep(self, key: str, value: bytes) -> None:
         """Ask all ranks to keep ``value``."""
         self.values[key] = value
         content = json.dumps([key, value.hex()]).encode()
         message = self._pack(Kind.KEEP, Series.SETUP, 0, content)
-        self.outbox += [(r, message) for r in overlay.children(self.rank, self.rank, self.size)]
+        self._send_to_children(message, self.rank)
 
-    def bye(self) -> None:
+    def close(self) -> None:
         """Send all ranks that this one closes."""
-        self._send(Kind.BYE, Series.COLLECTIVE, self._own() + 1)
+        self._send(Kind.CLOSE, Series.COLLECTIVE, self.own + 1)
 
     # Messages of other ranks.
 
@@ -143,22 +144,20 @@ class Notes:
             self.died.add(neighbour)
             self._spread(self._pack(Kind.DIED, Series.SETUP, 0, origin=neighbour), neighbour)
 
-    def take(self, neighbour: int, message: bytes) -> None:
+    def receive(self, neighbour: int, message: bytes) -> None:
         """Read a message that a neighbour has sent or forwarded.
 
         Raises ValueError or struct.error if it is none.
         """
-        code, count, way, origin, target, number = _HEADER.unpack_from(message)
+        code, count, backwards, origin, target, number = _HEADER.unpack_from(message)
         kind, series, content = Kind(code), Series(count), message[_HEADER.size :]
         if target not in (self.rank, _ALL):
-            hop = overlay.next_hop(self.rank, target, self.size, self._lost, bool(way))
-            if hop is not None:
-                self.outbox.append((hop, message))
+            self._forward(message, target, bool(backwards))
             return
         news = self._note(kind, series, origin, number, content)
         if news and target == _ALL:
             if kind is Kind.KEEP:
-                self.outbox += [(r, message) for r in self._children(origin)]
+                self._send_to_children(message, origin)
             else:
                 self._spread(message, neighbour)
         self._answer()
@@ -173,10 +172,10 @@ class Notes:
             self._asked = max(self._asked, number)
         elif kind is Kind.WAITING:
             return _raise(self.waiting, key, number)
-        elif kind is Kind.THROUGH:
-            return _raise(self.through, key, number)
+        elif kind is Kind.COMPLETED:
+            return _raise(self.completed, key, number)
         elif kind is Kind.FAIL:
-            _raise(self.through, key, number - 1)
+            _raise(self.completed, key, number - 1)
             if origin in self.failures:
                 return False
             error, ranks, reason = json.loads(content)
@@ -187,7 +186,7 @@ class Notes:
         else:
             if origin in self.closed | self.died:
                 return False
-            _raise(self.through, key, number - 1)
+            _raise(self.completed, key, number - 1)
             (self.died if kind is Kind.DIED else self.closed).add(origin)
         return True
 
@@ -196,21 +195,23 @@ class Notes:
         return self.died | {
             rank
             for rank in self.closed
-            if series is not Series.COLLECTIVE or self.through.get((rank, series), -1) < number
+            if series is not Series.COLLECTIVE or self.completed.get((rank, series), -1) < number
         }
 
     # Sending.
 
-    def _own(self) -> int:
-        return self.through.get((self.rank, Series.COLLECTIVE), -1)
+    @property
+    def own(self) -> int:
+        """The number of the last collective that this rank has completed."""
+        return self.completed.get((self.rank, Series.COLLECTIVE), -1)
 
     def _answer(self) -> None:
         """Report the last complete collective if a rank waits for it or asks all for it."""
-        own = self._own()
+        own = self.own
         for (_, series), number in self.waiting.items():
             if series is Series.COLLECTIVE and self._reported < number <= own:
                 self._reported = own
-                self._send(Kind.THROUGH, series, own)
+                self._send(Kind.COMPLETED, series, own)
         level = own
         for i, (sent, step) in enumerate(zip(self._acknowledgements, self.rounds, strict=True)):
             if sent < self._asked <= level:
@@ -220,9 +221,6 @@ class Notes:
             level = min([level, *(self._acknowledged_by.get(rank, -1) for rank in step.senders)])
         self.acknowledged = level
 
-    def _children(self, origin: int) -> list[int]:
-        return overlay.children(self.rank, origin, self.size)
-
     def _send(
         self,
         kind: Kind,
@@ -230,18 +228,26 @@ class Notes:
         number: int,
         content: bytes = b"",
         rank: int | None = None,
-        way: int = 0,
+        backwards: bool = False,
     ) -> None:
         """Send a message that begins at this rank to ``rank``, or to all."""
-        message = self._pack(kind, series, number, content, target=rank, way=way)
+        message = self._pack(kind, series, number, content, target=rank, backwards=backwards)
         if rank is None:
             self._spread(message)
-            return
+        else:
+            self._forward(message, rank, backwards)
+
+    def _forward(self, message: bytes, rank: int, backwards: bool) -> None:
+        """Send a message for ``rank`` to it or to a neighbour that is nearer to it."""
         hop: int | None = rank
         if rank not in self._neighbours:
-            hop = overlay.next_hop(self.rank, rank, self.size, self._lost, bool(way))
+            hop = overlay.next_hop(self.rank, rank, self.size, self._lost, backwards)
         if hop is not None:
             self.outbox.append((hop, message))
+
+    def _send_to_children(self, message: bytes, origin: int) -> None:
+        """Send a message that began at ``origin``, which all ranks get once."""
+        self.outbox += [(r, message) for r in overlay.children(self.rank, origin, self.size)]
 
     def _spread(self, message: bytes, source: int | None = None) -> None:
         """Send a message to all neighbours but its sender."""
@@ -254,12 +260,12 @@ class Notes:
         number: int,
         content: bytes = b"",
         target: int | None = None,
-        way: int = 0,
+        backwards: bool = False,
         origin: int | None = None,
     ) -> bytes:
         origin = self.rank if origin is None else origin
         target = _ALL if target is None else target
-        return _HEADER.pack(kind, series, way, origin, target, number) + content
+        return _HEADER.pack(kind, series, backwards, origin, target, number) + content
 
 
 def _raise(numbers: dict[tuple[int, Series], int], key: tuple[int, Series], number: int) -> bool:

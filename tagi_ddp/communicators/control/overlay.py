@@ -31,8 +31,8 @@ def rounds(rank: int, size: int) -> tuple[Round, ...]:
     return tuple(
         Round(
             step,
-            tuple((rank + many * step) % size for many in _multiples(step, size)),
-            tuple((rank - many * step) % size for many in _multiples(step, size)),
+            tuple((rank + factor * step) % size for factor in _factors(step, size)),
+            tuple((rank - factor * step) % size for factor in _factors(step, size)),
         )
         for step in _steps(size)
     )
@@ -52,10 +52,10 @@ def children(rank: int, origin: int, size: int) -> list[int]:
     """Return the ranks to which ``rank`` forwards a broadcast of ``origin``: all get it once."""
     distance = (rank - origin) % size
     return [
-        (rank + many * step) % size
+        (rank + factor * step) % size
         for step in _steps(size)
         if distance % (_RADIX * step) == 0
-        for many in _multiples(step, size - distance)
+        for factor in _factors(step, size - distance)
     ]
 
 
@@ -82,5 +82,5 @@ def _steps(size: int) -> list[int]:
     return found
 
 
-def _multiples(step: int, size: int) -> range:
+def _factors(step: int, size: int) -> range:
     return range(1, min(_RADIX, -(-size // step)))

@@ -14,11 +14,9 @@ from tagi_ddp.communicators.buffers import (
     FLOATS,
     INTEGERS,
     Elements,
+    dtype_of_tensor,
     elements,
-    item_size,
-    not_aligned,
-    not_contiguous,
-    not_writable,
+    unfit,
     unsupported,
 )
 from tagi_ddp.communicators.communicator import Buffer
@@ -99,13 +97,7 @@ def import_torch(what: str) -> Any:
 
 
 def _of_tensor(tensor: Any, name: str, torch: Any) -> DeviceElements:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in FLOATS + INTEGERS:
-        raise TypeError(unsupported(name, dtype))
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(not_contiguous(name))
-    if tensor.data_ptr() % tensor.element_size():
-        raise ValueError(not_aligned(name))
+    dtype = dtype_of_tensor(tensor, name, torch)
     stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
     return DeviceElements(dtype, tensor.numel(), tensor.data_ptr(), tensor, stream)
 
@@ -116,19 +108,17 @@ def _of_interface(buffer: Any, name: str, writable: bool) -> DeviceElements:
     dtype = np.dtype(interface["typestr"])
     if dtype.name not in FLOATS + INTEGERS or not dtype.isnative:
         raise TypeError(unsupported(name, str(dtype)))
-    address, read_only = interface["data"]
-    if address % dtype.itemsize:
-        raise ValueError(not_aligned(name))
-    if writable and read_only:
-        raise ValueError(not_writable(name))
     shape = interface["shape"]
     count, strides = math.prod(shape), interface.get("strides")
+    contiguous, expected = True, dtype.itemsize
     if count and strides is not None:
-        expected = item_size(dtype.name)
         for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-            if length != 1 and stride != expected:
-                raise ValueError(not_contiguous(name))
+            contiguous = contiguous and (length == 1 or stride == expected)
             expected *= length
+    address, read_only = interface["data"]
+    aligned = address % dtype.itemsize == 0
+    if not contiguous or not aligned or (writable and read_only):
+        raise ValueError(unfit(name, contiguous, aligned))
     stream = interface.get("stream") or _LEGACY_STREAM
     return DeviceElements(
         dtype.name, count, address, buffer, 0 if stream == _LEGACY_STREAM else stream

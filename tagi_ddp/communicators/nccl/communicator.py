@@ -13,24 +13,22 @@ import json
 import math
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from tagi_ddp._backend import Device, NcclRank
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.notes import Series
-from tagi_ddp.communicators.errors import CommunicatorError, what_happened
+from tagi_ddp.communicators.errors import CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
-from tagi_ddp.communicators.nccl.handshake import StreamHandshake
 from tagi_ddp.communicators.nccl.libraries import open_nccl
-from tagi_ddp.communicators.nccl.work import NcclWork
-from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members, opened
-from tagi_ddp.communicators.operation_queue import OperationQueue, Ticket
+from tagi_ddp.communicators.nccl.work import NcclWork, StreamHandshake
+from tagi_ddp.communicators.network.checked import CheckedCommunicator, Connect, opened
+from tagi_ddp.communicators.operations import Call, Helper, Ticket
 
 # NCCL rounds to 16 bits after each addition, and has no integers of 16 bits.
 _WIDE = {"float16": "float32", "bfloat16": "float32", "int16": "int32", "uint16": "int32"}
@@ -58,13 +56,9 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         self._beginning: StreamHandshake | None = None  # of a call from which NCCL has not returned
         self._enqueueing = threading.RLock()  # It keeps operations in the order of the calls.
         self._pending: deque[NcclWork] = deque()
-        self._completed = -1  # the last collective that is complete here with all before it
         self._polling = threading.Lock()
         self._grouped: list[tuple[Call, NcclWork]] | None = None
-        self._ending = threading.Event()
-        self._helper = threading.Thread(
-            target=_look_after, args=(weakref.ref(self), self._ending), daemon=True
-        )
+        self._helper: Helper | None = None
 
     def open(self, call: Call) -> None:
         """Connect the ranks' devices; errors name ``call``."""
@@ -73,7 +67,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with handshake.explaining():
             connection.make_blocking()
         handshake.wait_for(connection.ready)
-        self._helper.start()
+        self._helper = Helper(self.look_after, _TICK)
 
     # Groups of operations, and objects of the host.
 
@@ -96,7 +90,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             finally:
                 self._grouped = None
             if calls:
-                arguments = "; ".join(f"{call.name}({call.arguments})" for call, _ in calls)
+                arguments = "; ".join(str(call) for call, _ in calls)
                 call = Call("group", arguments, max(call.limit for call, _ in calls))
                 group.gather([work for _, work in calls])
                 self._start(call, group, awaited=False)
@@ -108,7 +102,7 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
 
         def gather() -> list[Any]:
             handshake = self._handshake(call)
-            values = {**handshake.gather(own), self.rank: own}
+            values = handshake.gather(own)
             handshake.leave()
             return [values[r] for r in range(self.size)]
 
@@ -174,12 +168,13 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         def fits(a: int, b: int) -> str:
             return f"sends {a} elements and expects {b}"
 
+        others = [rank for rank in range(self.size) if rank != self.rank]
         return NcclWork(
             source.stream,
             [lambda: self._all_ranks.all_to_all(source.memory, target.memory, sent, received)],
             [source, target],
-            messages={r: fits(sent[r], received[r]) for r in self._others},
-            expected={r: fits(received[r], sent[r]) for r in self._others},
+            messages={r: fits(sent[r], received[r]) for r in others},
+            expected={r: fits(received[r], sent[r]) for r in others},
         )
 
     def _barrier(self, call: Call) -> None:
@@ -187,31 +182,22 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             work.await_end()
         super()._barrier(call)
 
-    def _library_send(self, handshake: Handshake, data: DeviceElements, dst: int) -> None:
-        pair = self._connect(handshake, f"{self.rank} to {dst}", 0, 2)
-        self._transfer(handshake, pair, data, lambda: pair.send(data.memory, 1))
-
-    def _library_recv(self, handshake: Handshake, data: DeviceElements, src: int) -> None:
-        pair = self._connect(handshake, f"{src} to {self.rank}", 1, 2)
-        self._transfer(handshake, pair, data, lambda: pair.recv(data.memory, 0))
-
-    def _transfer(
-        self,
-        handshake: Handshake,
-        connection: NcclRank,
-        data: DeviceElements,
-        enqueue: Callable[[], None],
-    ) -> None:
+    def _transfer(self, handshake: Handshake, data: DeviceElements, peer: int) -> None:
+        if handshake.call.name == "send":
+            pair = self._connect(handshake, f"{self.rank} to {peer}", 0, 2)
+            enqueue = partial(pair.send, data.memory, 1)
+        else:
+            pair = self._connect(handshake, f"{peer} to {self.rank}", 1, 2)
+            enqueue = partial(pair.recv, data.memory, 0)
         with handshake.explaining():
-            operation = connection.group(data.stream, enqueue)
+            operation = pair.group(data.stream, enqueue)
         handshake.wait_for(operation.enqueued)
         handshake.wait_for(operation.complete)
 
-    def _part(self, call: Call, members: Members) -> NcclCommunicator:
-        part = NcclCommunicator(
-            members.rank, len(members.ranks), self.timeout, members.connect(), self._device
-        )
-        return opened(part, NcclCommunicator.open, call)
+    def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> NcclCommunicator:
+        rank = ranks.index(self.rank)
+        part = NcclCommunicator(rank, len(ranks), self.timeout, connect(), self._device)
+        return opened(part, part.open, call)
 
     def _widened(self, narrow: DeviceElements) -> DeviceElements:
         """Return a copy in the dtype of its sums."""
@@ -249,17 +235,11 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         handshake.wait_for(made.ready)
         return made
 
-    def _submit(
-        self,
-        call: Call,
-        operation: Callable[[], T],
-        async_op: bool,
-        queue: OperationQueue | None = None,
-    ) -> Ticket[T]:
+    def _submit(self, call: Call, operation: Callable[[], T], async_op: bool) -> Ticket[T]:
         with self._enqueueing:  # While one thread has a group, the others wait.
             if self._grouped is not None:
                 raise RuntimeError(f"{call.name}() inside of group(): end the block before")
-        return super()._submit(call, operation, async_op, queue)
+        return super()._submit(call, operation, async_op)
 
     def _collective(
         self, call: Call, operation: Callable[[], NcclWork], async_op: bool
@@ -284,7 +264,8 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
             self._number(call)
         self._check_failure(call)
         call.deadline = time.monotonic() + call.limit
-        handshake = self._stream_handshake(call)
+        where = self._where(call.title)
+        handshake = StreamHandshake(self._channel, where, call, lambda: self._failure)
         try:
             handshake.enter(work.messages, work.expected, awaited)
             if work.messages and not self._pairs_connected:
@@ -304,36 +285,27 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         finally:
             self._beginning = None
         call.deadline = math.inf  # Its limit counts once it begins.
-        work.begin(call, operation, handshake, self._where(call.title), self._inside, self._fail)
+        work.begin(operation, handshake, self._inside, self._fail)
         self._pending.append(work)
         work.finish()
-
-    def _stream_handshake(self, call: Call) -> StreamHandshake:
-        return StreamHandshake(
-            self._channel,
-            self._where(call.title),
-            call,
-            self._others,
-            (Series.COLLECTIVE, Series.COLLECTIVE),
-            lambda: self._failure,
-        )
 
     def look_after(self) -> None:
         """Drop complete operations, and report the last one to ranks that wait for it.
 
-        Raises the error of an operation that failed.
+        The next call raises the error of an operation that has failed.
         """
-        with self._polling:
+        completed = -1
+        with self._polling, contextlib.suppress(CommunicatorError):
             if (beginning := self._beginning) is not None:
                 try:
                     beginning.poll()
                 except CommunicatorError as error:
-                    self._fail(error, what_happened(error))  # This ends NCCL's call, too.
+                    self._fail(error)  # This ends NCCL's call, too.
                     raise
             while self._pending and self._pending[0].poll():
-                self._completed = self._pending.popleft().number
+                completed = self._pending.popleft().call.number
         with self._channel.sending() as notes:
-            notes.leave(Series.COLLECTIVE, self._completed)
+            notes.leave(Series.COLLECTIVE, completed)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         super()._announce(error, reason)
@@ -343,12 +315,10 @@ class NcclCommunicator(CheckedCommunicator[DeviceElements, NcclWork]):
         with contextlib.suppress(CommunicatorError):
             for work in list(self._pending):
                 work.wait()
-            self.look_after()
-        self._copied = self._completed
+        self.look_after()
         # The helper must not use a closed channel, nor be in NCCL when the interpreter ends.
-        self._ending.set()
-        if self._helper.is_alive():
-            self._helper.join(self.timeout)
+        if self._helper is not None:
+            self._helper.close(self.timeout)
         super()._leave()
 
     def _library_close(self, clean: bool) -> None:
@@ -365,17 +335,3 @@ def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
 def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> list[Callable[[], object]]:
     """Return the step that copies a wide result to the caller's buffer, if that is another."""
     return [] if wide is narrow else [lambda: narrow.tensor().copy_(wide.tensor())]
-
-
-def _look_after(reference: weakref.ref[NcclCommunicator], ending: threading.Event) -> None:
-    """Look after a communicator now and then, until it closes or is garbage."""
-
-    def exists() -> bool:
-        comm = reference()
-        if comm is not None:
-            with contextlib.suppress(CommunicatorError):
-                comm.look_after()
-        return comm is not None
-
-    while not ending.wait(_TICK) and exists():
-        pass

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tagi_ddp._backend import Device
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.mesh import host_id
 from tagi_ddp.communicators.errors import BackendUnavailable
 from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
 from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
 from tagi_ddp.communicators.network.checked import open_channel, opened
+from tagi_ddp.communicators.operations import Call
 
 
 def create(
@@ -53,4 +53,4 @@ def create(
     channel = open_channel(where, rank, hosts, call, exchange_records)
     assert found is not None, "else exchange_records has raised"
     comm = NcclCommunicator(rank, world_size, timeout, channel, found)
-    return opened(comm, NcclCommunicator.open, call)
+    return opened(comm, comm.open, call)

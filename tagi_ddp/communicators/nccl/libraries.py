@@ -12,6 +12,7 @@ from tagi_ddp.engine.loader import LIBNCCL, STUB, loaded_libraries, nccl_candida
 from tagi_ddp.environment import setting
 
 _INSTALL = "pip install nvidia-nccl-cu12, or nvidia-nccl-cu13, as the driver's CUDA is 12 or 13"
+_open_cuda, _open_nccl = functools.cache(Cuda), functools.cache(Nccl)
 
 
 class NcclMissing(BackendUnavailable):
@@ -88,13 +89,3 @@ def _candidates() -> Iterator[str]:
     if loaded != STUB:
         yield loaded
     yield from nccl_candidates()
-
-
-@functools.cache
-def _open_cuda(path: str) -> Cuda:
-    return Cuda(path)
-
-
-@functools.cache
-def _open_nccl(path: str) -> Nccl:
-    return Nccl(path)

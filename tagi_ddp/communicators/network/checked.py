@@ -14,12 +14,11 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from tagi_ddp.communicators.base import BaseCommunicator, E, R
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
@@ -27,24 +26,16 @@ from tagi_ddp.communicators.control.mesh import Listener, best_address
 from tagi_ddp.communicators.control.notes import Failure, Series
 from tagi_ddp.communicators.errors import CommunicatorError, Timeout, timeout_text
 from tagi_ddp.communicators.guard import uncaught_error
+from tagi_ddp.communicators.operations import Call
 
 W = TypeVar("W", bound="CheckedCommunicator[Any, Any]")
 
-_SETUP = 1  # the number of the handshake that opens a library; 0 is that of its channel
+# The numbers of the handshakes that open a channel and a library; those after it are the library's.
+_CHANNEL, _LIBRARY = 1, 2
 
 
-@dataclass(frozen=True)
-class Members:
-    """Some ranks of a communicator, of which this one is number ``rank``.
-
-    ``ranks`` are their numbers in the whole. ``connect`` makes their control channel. No other
-    rank knows ``token``.
-    """
-
-    rank: int
-    ranks: list[int]
-    token: str
-    connect: Callable[[], ControlChannel]
+Connect = Callable[[], ControlChannel]
+"""Makes the control channel of some ranks, all of which call this."""
 
 
 class CheckedCommunicator(BaseCommunicator[E, R]):
@@ -54,22 +45,16 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         """Make rank ``rank`` of ``size``; its library is not open yet."""
         super().__init__(rank, size, timeout)
         self._channel = channel
-        self._others = [r for r in range(size) if r != rank]
-        self._copied = 0  # the last collective that used the library
         self._sent: defaultdict[int, int] = defaultdict(int)
         _open.add(self)
 
     @abstractmethod
-    def _library_send(self, handshake: Handshake, data: E, dst: int) -> None:
-        """Send to ``dst``, which receives now; ``handshake`` waits for the library."""
+    def _transfer(self, handshake: Handshake, data: E, peer: int) -> None:
+        """Send to ``peer`` or receive from it, as the call says; the peer does the reverse now."""
 
     @abstractmethod
-    def _library_recv(self, handshake: Handshake, data: E, src: int) -> None:
-        """Receive from ``src``, which sends now."""
-
-    @abstractmethod
-    def _part(self, call: Call, members: Members) -> Communicator:
-        """Return a communicator of some of the ranks, all of which call this now."""
+    def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
+        """Return a communicator of ``ranks``, which call this now, and alone know ``token``."""
 
     @abstractmethod
     def _library_close(self, clean: bool) -> None:
@@ -80,17 +65,14 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         super().check()
         self._handshake(Call("check", "", 0.0, number=self._numbers["collectives"] + 1)).check()
 
-    def _send(self, call: Call, data: E, dst: int) -> None:
-        handshake = self._handshake(call, [dst], (Series.SEND, Series.RECV))
+    def _message(self, call: Call, data: E, peer: int) -> None:
+        handshake = self._handshake(call)
         handshake.compare()
-        self._library_send(handshake, data, dst)
-        self._sent[dst] = call.number
-
-    def _recv(self, call: Call, data: E, src: int) -> None:
-        handshake = self._handshake(call, [src], (Series.RECV, Series.SEND))
-        handshake.compare()
-        self._library_recv(handshake, data, src)
-        handshake.leave()
+        self._transfer(handshake, data, peer)
+        if call.name == "send":
+            self._sent[peer] = call.number
+        else:
+            handshake.leave()
 
     def _barrier(self, call: Call) -> None:
         handshake = self._handshake(call)
@@ -101,15 +83,14 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
         with closing(Listener(one_host=self._channel.one_host)) as listener:
             own = [color, key, listener.record.decode(), secrets.token_hex(16)]
             handshake = self._handshake(call)
-            others = {**handshake.gather(own), self.rank: own}
+            all_ranks = handshake.gather(own)
             part: Communicator | None = None
             if color is not None:
-                order = sorted((others[r][1], r) for r in others if others[r][0] == color)
+                order = sorted((all_ranks[r][1], r) for r in all_ranks if all_ranks[r][0] == color)
                 ranks = [rank for _, rank in order]
-                records = [others[rank][2].encode() for rank in ranks]
+                records = [all_ranks[rank][2].encode() for rank in ranks]
                 connect = partial(self._connect_part, listener, ranks, records, call)
-                members = Members(ranks.index(self.rank), ranks, others[ranks[0]][3], connect)
-                part = self._part(call, members)
+                part = self._part(call, ranks, all_ranks[ranks[0]][3], connect)
         handshake.leave()
         return part
 
@@ -127,21 +108,8 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
 
     # Handshakes, and the end.
 
-    def _handshake(
-        self,
-        call: Call,
-        peers: list[int] | None = None,
-        series: tuple[Series, Series] = (Series.COLLECTIVE, Series.COLLECTIVE),
-    ) -> Handshake:
-        """Return the handshake for ``call`` with ``peers``, or with all other ranks."""
-        return Handshake(
-            self._channel,
-            self._where(call.title),
-            call,
-            self._others if peers is None else peers,
-            (Series.SETUP, Series.SETUP) if call.name == "init" and call.number else series,
-            lambda: self._failure,
-        )
+    def _handshake(self, call: Call) -> Handshake:
+        return Handshake(self._channel, self._where(call.title), call, lambda: self._failure)
 
     def _announce(self, error: CommunicatorError, reason: str) -> None:
         self._channel.fail(Failure(type(error).__name__, error.ranks, reason))
@@ -149,19 +117,19 @@ class CheckedCommunicator(BaseCommunicator[E, R]):
     def _leave(self) -> None:
         # The others may still be reading data that this rank has sent.
         with self._channel.sending() as notes:
-            notes.acknowledge(self._copied)
-        self._channel.until(self._all_through, time.monotonic() + self.timeout)
+            notes.acknowledge()
+        self._channel.until(self._is_all_received, time.monotonic() + self.timeout)
         clean = self._failure is None and not notes.failures
         self._library_close(clean)
         self._channel.close()
         _open.discard(self)
 
-    def _all_through(self) -> bool:
+    def _is_all_received(self) -> bool:
         notes = self._channel.notes
         if self._failure is not None or notes.failures or notes.died:
             return True
-        return notes.acknowledged >= self._copied and all(
-            notes.through.get((rank, Series.RECV), 0) >= sent
+        return notes.acknowledged >= notes.own and all(
+            notes.completed.get((rank, Series.RECV), 0) >= sent
             for rank, sent in self._sent.items()
             if rank not in notes.closed
         )
@@ -207,10 +175,8 @@ def open_channel(
     if missing:
         raise Timeout(f"{where}: {timeout_text(missing, call.limit)}", missing)
     # Only neighbours on other hosts know this host's address, and not every rank has one.
-    others = [r for r in range(len(hosts)) if r != rank]
-    series = Series.SETUP, Series.SETUP
-    handshake = Handshake(channel, where, call, others, series, lambda: None)
-    addresses = {**handshake.gather(channel.address), rank: channel.address}
+    handshake = Handshake(channel, where, replace(call, number=_CHANNEL), lambda: None)
+    addresses = handshake.gather(channel.address)
     channel.address = best_address(a for r, a in addresses.items() if hosts[r] == hosts[rank])
     return channel
 
@@ -228,11 +194,11 @@ def _connect(
     return channel, missing
 
 
-def opened(communicator: W, open_library: Callable[[W, Call], None], call: Call) -> W:
+def opened(communicator: W, open_library: Callable[[Call], None], call: Call) -> W:
     """Return ``communicator`` once ``open_library`` has run; report a failure to all ranks."""
-    call = replace(call, name="init", number=_SETUP)
+    call = replace(call, name="init", number=_LIBRARY)
     try:
-        open_library(communicator, call)
+        open_library(call)
         handshake = communicator._handshake(replace(call, number=0))
         handshake.compare()
         handshake.leave()

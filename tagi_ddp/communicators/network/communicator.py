@@ -2,26 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.communicators.buffers import HostElements, cut, elements
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.errors import Mismatch
-from tagi_ddp.communicators.network.checked import CheckedCommunicator, Members
-from tagi_ddp.communicators.network.library import Library
+from tagi_ddp.communicators.network.checked import CheckedCommunicator, Connect
+from tagi_ddp.communicators.operations import Call, Ready
 from tagi_ddp.communicators.reduce import encode, finish, reduce_rows, same_nan, widen
 from tagi_ddp.communicators.topology import Topology
 
-PartOf = Callable[["NetworkCommunicator", Call, Members], Communicator]
-"""Connects some ranks of a communicator, all of which call this."""
+
+class Library(Protocol):
+    """The collectives and messages of a library, over connections of their own.
+
+    Arrays are flat and of one dtype. All ranks make the same calls, which have been compared. Each
+    method begins an operation, which may take ``limit`` seconds, and returns a function that waits
+    for it and may raise a RuntimeError.
+    """
+
+    concurrent: bool
+    """True if operations may be called from another thread than that of the script."""
+
+    @property
+    def reducible(self) -> Collection[str]:
+        """The dtypes, by numpy's names, that it can reduce by sum, minimum and maximum."""
+        ...
+
+    few: int
+    """The bytes of each rank that `compare` can gather at the same time; 0: none."""
+
+    def compare(
+        self, handshake: Handshake, data: np.ndarray | None = None
+    ) -> tuple[Ready | None, np.ndarray]:
+        """Begin to compare the digests of all ranks' handshakes, and to gather their ``data``.
+
+        Either all ranks pass ``data``, at most ``few`` bytes each, or none does. Returns a function
+        that waits and may raise `Differ`, and the data in rows of ``few`` bytes, by rank. None for
+        the function: the control channel compares calls faster.
+        """
+        ...
+
+    def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
+        """Reduce the arrays of all ranks in place, of a dtype that is `reducible`.
+
+        A mean remains a sum. All ranks get the same bits, except those of a NaN.
+        """
+        ...
+
+    def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
+        """Copy the array of ``root`` to all."""
+        ...
+
+    def all_gather(
+        self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
+    ) -> Ready:
+        """Concatenate the arrays of all ranks, of ``counts`` elements, in ``out``."""
+        ...
+
+    def all_to_all(
+        self,
+        array: np.ndarray,
+        out: np.ndarray,
+        sent: list[int],
+        received: list[int],
+        most: int,
+        limit: float,
+    ) -> Ready:
+        """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` from it.
+
+        No rank sends more than ``most`` elements to another. ``most`` is equal on all ranks.
+        """
+        ...
+
+    def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
+        """Send to ``dst``, which receives now."""
+        ...
+
+    def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
+        """Receive from ``src``, which sends now."""
+        ...
+
+    def part(self, ranks: list[int], channel: ControlChannel, call: Call) -> Library:
+        """Connect some of the ranks, all of which call this now; ``channel`` is theirs."""
+        ...
+
+    def close(self, clean: bool) -> None:
+        """Free everything; unless ``clean``, do not wait for operations that may be stuck."""
+        ...
+
+
+PartOf = Callable[["NetworkCommunicator", Call, list[int], str, Connect], Communicator]
+"""Connects some ranks of a communicator; see `CheckedCommunicator._part`."""
 
 OpenLibrary = Callable[[ControlChannel, Call], Library]
 """Connects the ranks of a control channel by a library; errors name the call."""
@@ -87,7 +166,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         def allocate() -> npt.NDArray[Any]:
             handshake = self._enter(call)
             zeros = self._zeros(handshake, like)
-            self._done(handshake, call)
+            handshake.leave()
             return zeros
 
         like = np.empty(shape, dtype)
@@ -119,7 +198,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         result = finish(total, target.dtype, op, self.size)
         if result is not target.array:
             target.array[...] = result
-        self._done(handshake, call)
+        handshake.leave()
 
     def _reduce_scatter(
         self,
@@ -143,13 +222,13 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             handshake.wait_for(exchange(packed, flat, sent, received, max(sent), call.left()))
             out = target.array[begin : begin + step]
             reduce_rows(list(rows), source.dtype, op, out, self.size)
-        self._done(handshake, call)
+        handshake.leave()
 
     def _broadcast(self, call: Call, data: HostElements, root: int) -> None:
         handshake = self._enter(call)
         if data.count:
             handshake.wait_for(self.library.broadcast(data.array, root, call.left()))
-        self._done(handshake, call)
+        handshake.leave()
 
     def _all_gather(
         self, call: Call, source: HostElements, target: HostElements, counts: list[int]
@@ -164,7 +243,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
             handshake.wait_for(
                 self.library.all_gather(source.array, target.array, counts, call.left())
             )
-        self._done(handshake, call)
+        handshake.leave()
 
     def _all_to_all(
         self,
@@ -175,7 +254,7 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
         received: list[int],
     ) -> None:
         handshake = self._handshake(call)
-        tables = {**handshake.gather([sent, received]), self.rank: [sent, received]}
+        tables = handshake.gather([sent, received])
         for a in range(self.size):
             for b in range(self.size):
                 sends, expects = tables[a][0][b], tables[b][1][a]
@@ -191,36 +270,29 @@ class NetworkCommunicator(CheckedCommunicator[HostElements, None]):
                     source.array, target.array, sent, received, most, call.left()
                 )
             )
-        self._done(handshake, call)
+        handshake.leave()
 
-    def _library_send(self, handshake: Handshake, data: HostElements, dst: int) -> None:
+    def _transfer(self, handshake: Handshake, data: HostElements, peer: int) -> None:
+        transfer = self.library.send if handshake.call.name == "send" else self.library.recv
         if data.count:
-            handshake.wait_for(self.library.send(data.array, dst, handshake.left()))
+            handshake.wait_for(transfer(data.array, peer, handshake.call.left()))
 
-    def _library_recv(self, handshake: Handshake, data: HostElements, src: int) -> None:
-        if data.count:
-            handshake.wait_for(self.library.recv(data.array, src, handshake.left()))
-
-    def _part(self, call: Call, members: Members) -> Communicator:
-        return self._part_of(self, call, members)
+    def _part(self, call: Call, ranks: list[int], token: str, connect: Connect) -> Communicator:
+        return self._part_of(self, call, ranks, token, connect)
 
     def _enter(self, call: Call) -> Handshake:
         """Return the handshake for ``call`` once all ranks have made the same call."""
         handshake = self._handshake(call)
-        handshake.compare(self.library.compare(handshake.digest)[0])
+        handshake.compare(self.library.compare(handshake)[0])
         return handshake
 
     def _gather_few(self, call: Call, array: np.ndarray, most: int) -> list[np.ndarray]:
         """Return ``most`` elements of each rank, gathered in one step with the comparison."""
         handshake = self._handshake(call)
-        ready, rows = self.library.compare(handshake.digest, array.view(np.uint8))
+        ready, rows = self.library.compare(handshake, array.view(np.uint8))
         handshake.compare(ready)
-        self._done(handshake, call)
-        return [row[: most * array.itemsize].view(array.dtype) for row in rows]
-
-    def _done(self, handshake: Handshake, call: Call) -> None:
-        self._copied = call.number
         handshake.leave()
+        return [row[: most * array.itemsize].view(array.dtype) for row in rows]
 
     def _library_close(self, clean: bool) -> None:
         if hasattr(self, "library"):  # Else `open` has failed.

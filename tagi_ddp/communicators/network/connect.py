@@ -11,11 +11,11 @@ from dataclasses import astuple, replace
 from functools import partial
 
 from tagi_ddp.communicators import shm
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.network.checked import Members, open_channel, opened
+from tagi_ddp.communicators.network.checked import Connect, open_channel, opened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary, Sites
+from tagi_ddp.communicators.operations import Call
 from tagi_ddp.communicators.topology import Location, Topology, remember
 from tagi_ddp.communicators.two_level import TwoLevelCommunicator
 from tagi_ddp.environment import two_levels
@@ -82,12 +82,15 @@ def connect(
     return _on_network(backend, channel, sites, open_library, call, call.limit)
 
 
-def part_of(whole: NetworkCommunicator, call: Call, members: Members) -> Communicator:
-    """Return the communicator of some ranks of ``whole``; a call of all of them."""
-    sites = whole.sites.part(members.ranks)
+def part_of(
+    whole: NetworkCommunicator, call: Call, ranks: list[int], token: str, connect: Connect
+) -> Communicator:
+    """Return the communicator of some ranks of ``whole``; see `CheckedCommunicator._part`."""
+    sites = whole.sites.part(ranks)
     if sites.in_memory:
-        return _in_memory(whole.backend, members.rank, sites, members.token, call, whole.timeout)
-    channel, open_part = members.connect(), partial(whole.library.part, members.ranks)
+        rank = ranks.index(whole.rank)
+        return _in_memory(whole.backend, rank, sites, token, call, whole.timeout)
+    channel, open_part = connect(), partial(whole.library.part, ranks)
     return _on_network(whole.backend, channel, sites, open_part, call, whole.timeout)
 
 
@@ -114,4 +117,4 @@ def _on_network(
     kind = TwoLevelCommunicator if sites.two_levels else NetworkCommunicator
     found = kind(backend, timeout, channel, sites, part_of)
     remember(found, sites.topology)
-    return opened(found, lambda found, call: found.open(open_library, call), call)
+    return opened(found, partial(found.open, open_library), call)

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from tagi_ddp.communicators.buffers import cut
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Ready
+from tagi_ddp.communicators.control.handshake import Handshake
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
-from tagi_ddp.communicators.operation_queue import OperationQueue
+from tagi_ddp.communicators.operations import Call, OperationQueue, Ready
 
 if not dist.is_available() or not hasattr(dist, "ProcessGroupGloo"):
     raise ImportError("this torch was built without gloo")
@@ -37,6 +36,7 @@ _ADDRESS = 30.0  # seconds in which the addresses of all ranks must arrive
 _STUCK = 1.0  # seconds after which a thread that still waits on cut connections is abandoned
 _MORE = 60.0  # seconds that gloo waits longer than its caller, which names the late ranks
 _MESSAGE, _UNUSED = 0, 1  # tags
+_NOTHING = np.empty((0, 0), np.uint8)
 # A gather that padding would lengthen by more than this factor is done by broadcasts.
 _PADDED = 1.25
 _OPS: dict[str, Any] = {
@@ -50,7 +50,6 @@ _OPS: dict[str, Any] = {
 class GlooLibrary:
     """Gloo's connections between the ranks of a control channel, made on first use."""
 
-    name = "gloo"
     concurrent = True
     few = 0
     reducible = ("float32", "float64", "int8", "uint8", "int32", "int64")
@@ -70,9 +69,9 @@ class GlooLibrary:
         _groups.add(self)
 
     def compare(
-        self, digest: bytes, data: np.ndarray | None = None
+        self, handshake: Handshake, data: np.ndarray | None = None
     ) -> tuple[Ready | None, np.ndarray]:
-        return None, np.empty((0, 0), np.uint8)
+        return None, _NOTHING
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
         options = dist.AllreduceOptions()
@@ -159,18 +158,10 @@ class GlooLibrary:
         self, name: str, operation: Callable[..., Any], array: np.ndarray, other: int, limit: float
     ) -> Ready:
         self._require()
-        queue, longer = self._messages[name], timedelta(seconds=limit + _MORE)
-        ticket = queue.ticket(_Early)
-        queue.start(ticket, lambda: operation([_bytes(array)], other, _MESSAGE).wait(longer))
-
-        def ready(seconds: float) -> bool:
-            try:
-                ticket.wait(seconds)
-            except _Early:
-                return False
-            return True
-
-        return ready
+        longer = timedelta(seconds=limit + _MORE)
+        return self._messages[name].begin(
+            lambda: operation([_bytes(array)], other, _MESSAGE).wait(longer)
+        )
 
     def _require(self) -> None:
         if self._cut:
@@ -247,10 +238,6 @@ class _ChannelStore(c10d.Store):
         )
         if missing := [key for key in keys if key not in notes.values]:
             raise RuntimeError(f"no address arrived for {missing}")
-
-
-class _Early(Exception):
-    """The error of a wait for a message that is not complete yet."""
 
 
 def _devices(address: str) -> Sequence[Any]:

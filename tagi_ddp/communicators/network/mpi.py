@@ -13,24 +13,36 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
 
 from tagi_ddp.communicators.buffers import cut
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator, ReduceOp
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.control.handshake import Differ, Ready
+from tagi_ddp.communicators.control.handshake import Differ, Handshake
 from tagi_ddp.communicators.errors import BackendUnavailable, Timeout
 from tagi_ddp.communicators.network.checked import close_all
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator
 from tagi_ddp.communicators.network.connect import connect
-from tagi_ddp.communicators.network.mpi_library import MPI, start
-from tagi_ddp.communicators.operation_queue import OperationQueue
+from tagi_ddp.communicators.operations import Call, OperationQueue, Ready, in_time
+from tagi_ddp.engine.loader import LIBMPI, STUB, holds_other_mpi, loaded_libraries
 from tagi_ddp.environment import LaunchEnvironment, warn_if_launcher_disagrees
+
+if loaded_libraries().get(LIBMPI) == STUB and not holds_other_mpi():
+    raise ImportError("no MPI library was found when the engine was loaded")
+
+import mpi4py
+
+if "mpi4py.MPI" not in sys.modules:
+    # `start` initializes MPI, which may wait for other ranks. MPI ends with the process.
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+
+from mpi4py import MPI  # This loads the library.
+
+__all__ = ["MPI", "create", "outlive_ranks", "start", "world_environment", "wrap"]
 
 _MOST = (1 << 31) - 1  # elements of one call: MPI's counts are C's ints
 # Bytes beyond which a thread waits in MPI's blocking call. Sites tune those, and Open MPI's other
@@ -56,7 +68,6 @@ _made: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class MpiLibrary:
     """MPI communicators of the same ranks: for collectives, small gathers, and messages."""
 
-    name = "mpi"
     reducible = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
     def __init__(self, *communicators: MPI.Intracomm) -> None:
@@ -69,12 +80,14 @@ class MpiLibrary:
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._thread = OperationQueue("tagi_ddp MPI")
 
-    def compare(self, digest: bytes, data: np.ndarray | None = None) -> tuple[Ready, np.ndarray]:
+    def compare(
+        self, handshake: Handshake, data: np.ndarray | None = None
+    ) -> tuple[Ready, np.ndarray]:
         if data is not None:
-            return self._gather_few(digest, data)
-        own = np.frombuffer(digest, np.uint64)
+            return self._gather_few(handshake.digest, data)
+        own = np.frombuffer(handshake.digest, np.uint64)
         least = np.array([own[0], ~own[0]])
-        ready = self._begin("allreduce", 0, MPI.IN_PLACE, least, MPI.MIN)
+        ready = self._begin("allreduce", 0, [(MPI.IN_PLACE, least, MPI.MIN)])
         return _compared(ready, lambda: least[0] == ~least[1]), np.empty((0, 0), np.uint8)
 
     def _gather_few(self, digest: bytes, data: np.ndarray) -> tuple[Ready, np.ndarray]:
@@ -87,25 +100,23 @@ class MpiLibrary:
         return _compared(ready, lambda: all(each.tobytes() == digest for each in digests)), data
 
     def all_reduce(self, array: np.ndarray, op: ReduceOp, limit: float) -> Ready:
-        return self._in_parts(
-            lambda part: self._begin("allreduce", part.nbytes, MPI.IN_PLACE, part, _OPS[op]), array
-        )
+        calls = product([MPI.IN_PLACE], _parts(array), [_OPS[op]])
+        return self._begin("allreduce", array.nbytes, calls)
 
     def broadcast(self, array: np.ndarray, root: int, limit: float) -> Ready:
-        data = _unsigned(array)
-        return self._in_parts(lambda part: self._begin("bcast", part.nbytes, part, root), data)
+        calls = product(_parts(_unsigned(array)), [root])
+        return self._begin("bcast", array.nbytes, calls)
 
     def all_gather(
         self, array: np.ndarray, out: np.ndarray, counts: list[int], limit: float
     ) -> Ready:
         source, target = _unsigned(array), _unsigned(out)
         if out.size <= _MOST:
-            return self._begin("allgatherv", out.nbytes, source, [target, counts])
-        parts = cut(target, counts)
-        parts[self._collectives.rank][...] = source
-        return _one_by_one(
-            [partial(self.broadcast, part, root, limit) for root, part in enumerate(parts)]
-        )
+            return self._begin("allgatherv", out.nbytes, [(source, [target, counts])])
+        wholes = cut(target, counts)
+        wholes[self._collectives.rank][...] = source
+        calls = [(part, root) for root, whole in enumerate(wholes) for part in _parts(whole)]
+        return self._begin("bcast", out.nbytes, calls)
 
     def all_to_all(
         self,
@@ -117,42 +128,21 @@ class MpiLibrary:
         limit: float,
     ) -> Ready:
         source, target = _unsigned(array), _unsigned(out)
-        step = _MOST // len(sent)
-        if most <= step:
+        if most * len(sent) <= _MOST:
             size = most * len(sent) * array.itemsize
-            return self._begin("alltoallv", size, [source, sent], [target, received])
-        sources, targets = cut(source, sent), cut(target, received)
-
-        def exchange(begin: int) -> Ready:
-            now = [part[begin : begin + step] for part in sources]
-            into = [part[begin : begin + step] for part in targets]
-            packed = np.empty(sum(part.size for part in into), target.dtype)
-            lengths = [part.size for part in into]
-            ready = self._begin(
-                "alltoallv",
-                _LARGE + 1,
-                [np.concatenate(now), [part.size for part in now]],
-                [packed, lengths],
-            )
-
-            def unpack(seconds: float) -> bool:
-                if not ready(seconds):
-                    return False
-                for part, received_now in zip(into, cut(packed, lengths), strict=True):
-                    part[...] = received_now
-                return True
-
-            return unpack
-
-        return _one_by_one([partial(exchange, begin) for begin in range(0, most, step)])
+            return self._begin("alltoallv", size, [([source, sent], [target, received])])
+        group, requests = self._collectives, []
+        for rank, part in enumerate(cut(target, received)):
+            requests += _messages(group.Irecv, part, rank)
+        for rank, part in enumerate(cut(source, sent)):
+            requests += _messages(group.Isend, part, rank)
+        return _Poll(requests).ready
 
     def send(self, array: np.ndarray, dst: int, limit: float) -> Ready:
-        begin = self._messages.Isend
-        return _Poll([begin(part, dst, _MESSAGE) for part in _parts(_unsigned(array))]).ready
+        return _Poll(_messages(self._messages.Isend, _unsigned(array), dst)).ready
 
     def recv(self, array: np.ndarray, src: int, limit: float) -> Ready:
-        begin = self._messages.Irecv
-        return _Poll([begin(part, src, _MESSAGE) for part in _parts(_unsigned(array))]).ready
+        return _Poll(_messages(self._messages.Irecv, _unsigned(array), src)).ready
 
     def part(self, ranks: list[int], channel: ControlChannel, call: Call) -> MpiLibrary:
         group = self._collectives.group.Incl(ranks)
@@ -163,27 +153,16 @@ class MpiLibrary:
         finally:
             group.Free()
 
-    def _begin(self, name: str, size: int, *arguments: Any) -> Ready:
-        """Begin one of MPI's collectives, which moves ``size`` bytes, the same on all ranks."""
+    def _begin(self, name: str, size: int, calls: Iterable[tuple[Any, ...]]) -> Ready:
+        """Begin ``calls`` of one of MPI's collectives, by their arguments.
+
+        They move ``size`` bytes, the same on all ranks.
+        """
         if size <= _LARGE or not self.concurrent:
-            return _Poll([getattr(self._collectives, f"I{name}")(*arguments)]).ready
-        call = partial(getattr(self._collectives, name.capitalize()), *arguments)
-        ticket = self._thread.ticket(_Early)
-        self._thread.start(ticket, call)
-
-        def ready(seconds: float) -> bool:
-            try:
-                ticket.wait(seconds)
-            except _Early:
-                return False
-            return True
-
-        return ready
-
-    def _in_parts(self, begin: Callable[[np.ndarray], Ready], array: np.ndarray) -> Ready:
-        if array.size <= _MOST:
-            return begin(array)
-        return _one_by_one([partial(begin, part) for part in _parts(array)])
+            begin = getattr(self._collectives, f"I{name}")
+            return _Poll(list(starmap(begin, calls))).ready
+        call = getattr(self._collectives, name.capitalize())
+        return self._thread.begin(lambda: list(starmap(call, calls)))
 
     def close(self, clean: bool) -> None:
         global _broken
@@ -226,10 +205,6 @@ class _Poll:
         return False
 
 
-class _Early(Exception):
-    """The error of a wait for a call that is not complete yet."""
-
-
 def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:
     """Return a function that waits for ``ready`` and then raises Differ unless ``same()``."""
 
@@ -243,31 +218,48 @@ def _compared(ready: Ready, same: Callable[[], bool]) -> Ready:
     return compared
 
 
-def _one_by_one(begins: Sequence[Callable[[], Ready]]) -> Ready:
-    """Return a function that waits for operations, which begin one after the other."""
-    left = list(reversed(begins))
-    under_way: list[Ready] = []
-
-    def ready(seconds: float) -> bool:
-        while under_way or left:
-            if not under_way:
-                under_way.append(left.pop()())
-            if not under_way[0](seconds):
-                return False
-            under_way.clear()
-        return True
-
-    return ready
-
-
 def _parts(array: np.ndarray) -> list[np.ndarray]:
-    """Split a flat array into parts for one call of MPI each; an empty one has none."""
+    """Split a flat array into parts for one call of MPI each."""
+    if array.size <= _MOST:
+        return [array]
     return [array[begin : begin + _MOST] for begin in range(0, array.size, _MOST)]
+
+
+def _messages(
+    begin: Callable[..., MPI.Request], array: np.ndarray, other: int
+) -> list[MPI.Request]:
+    """Begin to send an array to another rank, or to receive it from there."""
+    return [begin(part, other, _MESSAGE) for part in _parts(array)]
 
 
 def _unsigned(array: np.ndarray) -> np.ndarray:
     """Return the same memory as unsigned integers, which every MPI supports."""
     return array.view(f"uint{8 * array.itemsize}")
+
+
+def start(where: str, timeout: float) -> None:
+    """Start MPI unless it has been started; this waits for all ranks.
+
+    ``timeout`` limits it, unless only this thread may use MPI. ``where`` begins an error's text.
+    """
+    if MPI.Is_initialized():
+        return
+    name = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    level: int = getattr(MPI, f"THREAD_{name.upper()}")
+    if level < MPI.THREAD_MULTIPLE:  # The script allows MPI on this thread only.
+        MPI.Init_thread(level)
+        return
+    # ctypes, unlike mpi4py, lets other threads run meanwhile.
+    library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
+    arguments = (None, None, ctypes.c_int(level), ctypes.byref(provided))
+    late = Timeout(
+        f"{where}: MPI did not start within {timeout:g} s: a rank has not called init, nor "
+        "imported mpi4py.MPI. Look at the ranks' output; raise timeout= if they are only slow. "
+        "End this process: MPI cannot be started again."
+    )
+    in_time(lambda: library.MPI_Init_thread(*arguments), timeout, late)
+    for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py does so, too.
 
 
 def world_environment(timeout: float) -> LaunchEnvironment:
@@ -347,10 +339,6 @@ def outlive_ranks() -> None:
     _outlives = True
 
 
-def _has_failed(communicator: Communicator) -> bool:
-    return bool(getattr(communicator, "failed", False)) and not _outlives
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -367,10 +355,10 @@ def _end_job() -> None:
             _flush()
             os._exit(1)  # MPI_Finalize would wait for threads that a fork lacks.
         return
-    failed = error is not None or _broken or any(_has_failed(each) for each in _made)
+    broken = _broken or (not _outlives and any(getattr(each, "failed", False) for each in _made))
     if not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
-    if failed:
+    if error is not None or broken:
         _flush()
         MPI.COMM_WORLD.Abort(1)
     elif _outlives:

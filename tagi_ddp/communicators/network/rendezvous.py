@@ -20,13 +20,18 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT, Communicator
 from tagi_ddp.communicators.control.mesh import chosen_interfaces
-from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout, timeout_text
+from tagi_ddp.communicators.errors import (
+    BackendUnavailable,
+    CommunicatorError,
+    PeerLost,
+    Timeout,
+    timeout_text,
+)
 from tagi_ddp.communicators.network.connect import connect as connect_ranks
 from tagi_ddp.communicators.network.gloo import GlooLibrary
-from tagi_ddp.communicators.network.in_time import Late, in_time
+from tagi_ddp.communicators.operations import Call, in_time
 from tagi_ddp.environment import job_secret, rendezvous_endpoint
 
 _STORE_SLICE = 0.01  # seconds between two reads of the store
@@ -98,12 +103,11 @@ class _Rendezvous:
 
     def _exchange(self, record: bytes) -> Sequence[bytes]:
         assert self._store is not None
-        store, left = self._store, self._call.left()
+        store, limit = self._store, self._call.left() + _MORE
+        what = "the store at which the ranks find each other, perhaps rank 0's, is silent"
+        silent = Timeout(f"{self._where}: {what}", [0])
         try:
-            return in_time(lambda: self._exchange_in(store, record.decode()), left + _MORE)
-        except Late:
-            what = "the store at which the ranks find each other, perhaps rank 0's, is silent"
-            raise Timeout(f"{self._where}: {what}", [0]) from None
+            return in_time(lambda: self._exchange_in(store, record.decode()), limit, silent)
         except dist.DistError as error:
             what = f"the store of the ranks' rendezvous is gone, perhaps with rank 0: {error}"
             raise PeerLost(f"{self._where}: {what}", [0]) from error
@@ -211,11 +215,10 @@ def _environment_store(rank: int, deadline: float) -> Store:
             master_listen_fd=_loopback_port(address, port) if hosts else None,
         )
 
+    silent = Timeout(f"{no_store}: what listens there is silent", blamed)
     try:
-        return in_time(connect, limit.total_seconds() + _MORE)
-    except Late:
-        raise Timeout(f"{no_store}: what listens there is silent", blamed) from None
-    except BackendUnavailable:
+        return in_time(connect, limit.total_seconds() + _MORE, silent)
+    except CommunicatorError:
         raise
     except RuntimeError as error:
         raise Timeout(f"{no_store}: {error}", blamed) from error
@@ -226,13 +229,11 @@ def _loopback_port(address: str, port: int) -> int | None:
 
     None if ranks of other hosts may connect, or if this process has a store there already.
     """
-    if address in ("127.0.0.1", "localhost"):
-        with contextlib.suppress(OSError):
-            return socket.create_server(("127.0.0.1", port), backlog=4096).detach()
-    if address in ("::1", "localhost"):
-        with contextlib.suppress(OSError):
-            server = socket.create_server(("::1", port), family=socket.AF_INET6, backlog=4096)
-            return server.detach()
+    for loopback, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+        if address in (loopback, "localhost"):
+            with contextlib.suppress(OSError):
+                server = socket.create_server((loopback, port), family=family, backlog=4096)
+                return server.detach()
     return None
 
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.errors import BackendUnavailable, PeerLost, Timeout
-from tagi_ddp.communicators.network.in_time import Late, in_time
-from tagi_ddp.communicators.network.mpi import outlive_ranks, wrap
-from tagi_ddp.communicators.network.mpi_library import MPI, start
+from tagi_ddp.communicators.network.mpi import MPI, outlive_ranks, start, wrap
+from tagi_ddp.communicators.operations import in_time
 from tagi_ddp.environment import detect
 
 T = TypeVar("T")
@@ -81,10 +80,8 @@ class Survivors:
 
 def _in_time(call: Callable[[], T], limit: float) -> T:
     """Return the result of a call that has no limit of its own, or raise Timeout."""
-    try:
-        return in_time(call, limit)
-    except Late:
-        raise Timeout(
-            f"a rank did not come within {limit:g} s, and MPI "
-            "cannot go on without one that is not dead: end its process"
-        ) from None
+    late = (
+        f"a rank did not come within {limit:g} s, and MPI cannot go on without one that is not "
+        "dead: end its process"
+    )
+    return in_time(call, limit, Timeout(late))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, Mismatch
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import AllRanksRaise
 from tagi_ddp.communicators.levels import Levels
 
@@ -48,11 +48,8 @@ class Batches:
 
     def begin(self) -> None:
         """Raise NotSet or RanksDiffer, on all ranks, unless all have set the same total."""
-
-        def described() -> Iterable[Entry]:
-            yield "last_batch", str(self.known())
-
-        require_equal(self._world, described, "the ranks' epochs", _REMEDY)
+        with all_or_none(self._world, "the ranks' epochs", _REMEDY) as same:
+            same("last_batch", self.known())
 
     def known(self) -> int:
         """Return the number of batches; raise NotSet if it is None."""
@@ -74,12 +71,9 @@ class Batches:
 
         Raises Mismatch if another rank makes another call at this time.
         """
-
-        def described() -> Iterable[Entry]:
-            yield "the last step", f"number {steps}"
-
         for level in self._levels:
-            require_equal(level, described, "the ranks' epochs", _REMEDY, BatchesDiffer)
+            with all_or_none(level, "the ranks' epochs", _REMEDY, BatchesDiffer) as same:
+                same("the last step", f"number {steps}")
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tagi_ddp.optim.daso.optimizer import DASO
-from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
+from tagi_ddp.optim.models import Wrapper, check_not_wrapped
 
 
 class DataParallelMultiGPU(Wrapper):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import broadcast_in_place, mean_in_place
-from tagi_ddp.optim.sparse import refuse_sparse
+from tagi_ddp.optim.models import all_params, refuse_sparse
 
 
 class Tensors:
@@ -21,17 +21,18 @@ class Tensors:
     parameters: the optimizer's, without frozen ones.
     floats: the model's other trainable parameters, and its buffers of floats.
     integers: its other buffers.
+    all: these, other parameters of both, and frozen ones.
     shapes: of all parameters of the optimizer, and of ``floats``, by name.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Collect them."""
-        known: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        known = all_params(optimizer)
         numbers = {id(parameter) for parameter in known}
         named = list(model.named_parameters())
         buffers = list(model.named_buffers())
         others = [pair for pair in named if id(pair[1]) not in numbers]
-        self._all = [*known, *(tensor for _, tensor in (*others, *buffers))]
+        self.all = [*known, *(tensor for _, tensor in (*others, *buffers))]
         self.parameters: list[Tensor] = [p for p in known if p.requires_grad]
         self.floats: list[Tensor] = [p for _, p in others if p.requires_grad]
         self.floats += [buffer for _, buffer in buffers if buffer.is_floating_point()]
@@ -46,10 +47,6 @@ class Tensors:
         }
         for number, tensor in enumerate(self.floats):
             self.shapes[f"buffer or other parameter {number}"] = list(tensor.shape)
-
-    def begin(self, world: Communicator, limit: int) -> None:
-        """Copy rank 0's tensors, frozen ones too, to all ranks; a collective call."""
-        broadcast_in_place(self._all, world, 0, limit)
 
 
 class Node:

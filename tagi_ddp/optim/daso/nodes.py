@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.communicators.levels import Levels
-from tagi_ddp.optim.chunks import broadcast_in_place
+from tagi_ddp.optim.chunks import Flat, broadcast_in_place
 from tagi_ddp.optim.daso.compressed_mean import CompressedMean, Residual, no_residual
 from tagi_ddp.optim.daso.finite import NotFinite, all_finite
-from tagi_ddp.optim.flat import Flat
 
 
 @dataclass

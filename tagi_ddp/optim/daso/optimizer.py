@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tagi_ddp.communicators import Communicator, CommunicatorError, init
-from tagi_ddp.communicators.equality import require_equal
+from tagi_ddp.communicators import Communicator, CommunicatorError
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.levels import Levels
+from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso.batches import Batches
-from tagi_ddp.optim.daso.loss import average_loss
+from tagi_ddp.optim.daso.finite import average_loss
 from tagi_ddp.optim.daso.node import Node, Tensors
 from tagi_ddp.optim.daso.nodes import Nodes
 from tagi_ddp.optim.daso.settings import Settings, adopt, check_same
 from tagi_ddp.optim.daso.update import Update
-from tagi_ddp.optim.models import describe_model
+from tagi_ddp.optim.models import all_params, compare_models
 from tagi_ddp.optim.schedule import Skips, Stability, Sync
 
 _SAME = "Give the same on all ranks."
@@ -92,8 +92,9 @@ class DASO(Settings, Closing):
         self._sent = 0  # The batch after which copies were last sent.
         self._apart = False  # True once the ranks of a node have stepped alone.
         with ExitStack() as made:
-            self.comm = adopt(self.comm, made) or made.enter_context(init())
-            require_equal(self.comm, self.describe, "the ranks' arguments", _SAME)
+            self.comm = adopt(self.comm, made)
+            with all_or_none(self.comm, "the ranks' arguments", _SAME) as same:
+                self.compare(same)
             self._levels = Levels(self.comm, self.node_size)
             made.callback(self._levels.close)
             self._made = made.pop_all()
@@ -108,23 +109,19 @@ class DASO(Settings, Closing):
 
     def _begin(self, model: nn.Module) -> None:
         """Begin with the parameters of rank 0 on all ranks, if their models are the same."""
-        optimizers = {"local_optimizer": self.local_optimizer}
-        described = partial(describe_model, "model", model, optimizers)
-        require_equal(self.comm, described, "the ranks' models", _SAME)
-        with self._or_abort():
-            self._synchronize(model)
-
-    def _synchronize(self, model: nn.Module) -> None:
+        with all_or_none(self.comm, "the ranks' models", _SAME) as same:
+            compare_models(same, "model", model, {"local_optimizer": self.local_optimizer})
         levels, limit = self._levels, self.sending_chunk_size
-        tensors = Tensors(model, self.local_optimizer)
-        tensors.begin(self.comm, limit)
-        self._shapes = tensors.shapes
-        self._node = Node(levels.node, tensors, limit)
-        self._nodes: Nodes | None = None
-        if levels.nodes > 1:
-            floats, cast = [*tensors.parameters, *tensors.floats], self.downcast_type
-            weight = self.local_weight
-            self._nodes = Nodes(levels, floats, tensors.integers, cast, limit, weight)
+        with self._or_abort():
+            tensors = Tensors(model, self.local_optimizer)
+            broadcast_in_place(tensors.all, self.comm, 0, limit)
+            self._shapes = tensors.shapes
+            self._node = Node(levels.node, tensors, limit)
+            self._nodes: Nodes | None = None
+            if levels.nodes > 1:
+                floats, cast = [*tensors.parameters, *tensors.floats], self.downcast_type
+                weight = self.local_weight
+                self._nodes = Nodes(levels, floats, tensors.integers, cast, limit, weight)
 
     # --- settings and progress ----------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class DASO(Settings, Closing):
     @property
     def params_ref(self) -> list[Tensor]:
         """The parameters of the optimizer."""
-        return [p for group in self.local_optimizer.param_groups for p in group["params"]]
+        return all_params(self.local_optimizer)
 
     @property
     def split(self) -> bool | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from inspect import signature
@@ -13,9 +13,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tagi_ddp.checks import integer, real
-from tagi_ddp.communicators import Communicator, as_communicator
-from tagi_ddp.communicators.equality import Entry
-from tagi_ddp.communicators.init import is_made_for
+from tagi_ddp.communicators import Communicator, init
+from tagi_ddp.communicators.equality import Same
+from tagi_ddp.communicators.init import adopted
 from tagi_ddp.optim.schedule import SyncSchedule
 
 CASTS = (torch.bfloat16, torch.half, torch.float)
@@ -47,14 +47,14 @@ class Settings:
     node_size: int | None = field(default=None, kw_only=True)
     local_weight: float = field(default=2.0, kw_only=True)
 
-    def describe(self) -> Iterator[Entry]:
-        """Check all but ``comm``; yield the settings that must be the same on all ranks."""
+    def compare(self, same: Same) -> None:
+        """Check all but ``comm``; compare those that must be the same on all ranks."""
         Settings.__post_init__(self)
-        yield "scheduler", "None" if self.scheduler is None else type(self.scheduler).__name__
+        same("scheduler", None if self.scheduler is None else type(self.scheduler).__name__)
         own = ("local_optimizer", "comm", "scheduler", "use_mpi_groups", "verbose")
         for each in fields(Settings):
             if each.name not in own:
-                yield each.name, str(getattr(self, each.name))
+                same(each.name, getattr(self, each.name))
 
     @property
     def max_gs(self) -> int:
@@ -119,19 +119,17 @@ def check_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             )
 
 
-def adopt(comm: Any, made: ExitStack) -> Communicator | None:
-    """Return ``comm`` as a communicator, None as None; ``made`` closes one that wraps it."""
+def adopt(comm: Any, made: ExitStack) -> Communicator:
+    """Return ``comm`` as a communicator; None: a new one. ``made`` closes what is connected."""
     if comm is None:
-        return None
+        return made.enter_context(init())
     try:
-        communicator = as_communicator(comm)
+        return made.enter_context(adopted(comm))
     except TypeError:
         raise TypeError(
             "comm must be a communicator, a torch.distributed.ProcessGroup or one of mpi4py, got "
             f"{comm!r}"
         ) from None
-    own = is_made_for(communicator, comm)
-    return made.enter_context(communicator) if own else communicator
 
 
 def _check_optimizer(optimizer: object) -> None:

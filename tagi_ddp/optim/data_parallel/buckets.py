@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tagi_ddp.communicators import Communicator
-from tagi_ddp.optim.chunks import Reduction, as_real, start_reduction
-from tagi_ddp.optim.flat import Flat
+from tagi_ddp.optim.chunks import Flat, Reduction, as_real, start_reduction
 
 _ELEMENTS = 2**20  # The size of a bucket: small enough that it is full before backward ends.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # By the bytes of an element.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, as_communicator
-from tagi_ddp.communicators.equality import Entry, require_equal
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.init import is_made_for
 from tagi_ddp.optim.changes import Changes
@@ -21,9 +21,7 @@ from tagi_ddp.optim.chunks import broadcast_in_place
 from tagi_ddp.optim.daso import DASO
 from tagi_ddp.optim.data_parallel.optimizer import DataParallelOptimizer, check_blocking
 from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, buffers_of
-from tagi_ddp.optim.models import describe_model
-from tagi_ddp.optim.sparse import refuse_sparse
-from tagi_ddp.optim.wrapped import Wrapper, check_not_wrapped
+from tagi_ddp.optim.models import Wrapper, check_not_wrapped, compare_models, refuse_sparse
 
 # The open DataParallel that wrapped each module last.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DataParallel]] = (
@@ -97,24 +95,26 @@ class DataParallel(Closing, Wrapper):
 
     def _check(self, module: Any, optimizer: Any, blocking: Any) -> None:
         """Keep the arguments if they are the same on all ranks."""
-
-        def described() -> Iterator[Entry]:
+        remedy = "Give the same module, optimizer and blocking on all ranks."
+        with all_or_none(self._parent, "the ranks' arguments", remedy) as same:
             check_blocking(blocking)
             self._optimizers, twice = _checked(optimizer)
             self.blocking = blocking or twice
-            yield "blocking", str(self.blocking)
-            titles = (f"optimizer {number}" for number in range(len(self._optimizers)))
-            inner = (optimizer.torch_optimizer for optimizer in self._optimizers)
-            yield from describe_model("module", module, dict(zip(titles, inner, strict=False)))
+            same("blocking", self.blocking)
+            numbered = enumerate(self._optimizers)
+            inner = {f"optimizer {number}": each.torch_optimizer for number, each in numbered}
+            compare_models(same, "module", module, inner)
             self._former = _owner_of(module, self._optimizers)
-            yield "wrapped before", str(self._former is not None)
+            same("wrapped before", self._former is not None)
             check_not_wrapped("module", module)
             if not self.blocking:
                 refuse_sparse("module", module, "give blocking=True, or sparse=False to the layer")
-            _check_owner(module, self._optimizers)
-
-        remedy = "Give the same module, optimizer and blocking on all ranks."
-        require_equal(self._parent, described, "the ranks' arguments", remedy)
+            own = set(module.parameters())
+            if own and own.isdisjoint(p for each in self._optimizers for p in each.params_ref):
+                raise ValueError(
+                    "optimizer must hold parameters of module, got those of another model: make it "
+                    "of module.parameters()"
+                )
         self._modules["module"] = module
 
     @property
@@ -244,23 +244,13 @@ class DataParallel(Closing, Wrapper):
         self.catch_up()
         return super().load_state_dict(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters, after catching up."""
-        self.catch_up()
-        return super().named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the buffers, after catching up."""
-        self.catch_up()
-        return super().named_buffers(*args, **kwargs)
-
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the wrapped module, after catching up."""
         self.catch_up()
         return super().named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Return all modules, after catching up."""
+        """Return all modules, after catching up; torch finds parameters and buffers by this."""
         self.catch_up()
         named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return named
@@ -353,7 +343,7 @@ def _checked(optimizer: Any) -> tuple[list[DataParallelOptimizer], bool]:
     if twice := len(once) < len(optimizers):
         warnings.warn(
             "optimizer holds the same DataParallelOptimizer twice: it is used once, and blocking",
-            stacklevel=6,
+            stacklevel=4,
         )
     return once, twice
 
@@ -370,13 +360,3 @@ def _owner_of(
     if any(one.attached and one not in own for one in optimizers):
         raise ValueError("optimizer belongs to another module's DataParallel; close that before")
     return owner
-
-
-def _check_owner(module: nn.Module, optimizers: Sequence[DataParallelOptimizer]) -> None:
-    """Raise ValueError if no optimizer holds a parameter of the module."""
-    own = set(module.parameters())
-    if own and own.isdisjoint(param for one in optimizers for param in one.params_ref):
-        raise ValueError(
-            "optimizer must hold parameters of module, got those of another model: make it of "
-            "module.parameters()"
-        )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates, all_params
+from tagi_ddp.optim.data_parallel.updates import BlockingUpdates, LaggingUpdates
+from tagi_ddp.optim.models import all_params
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -47,7 +48,7 @@ class DataParallelOptimizer:
                 " needs one, to evaluate the model several times a step"
             )
         self.torch_optimizer = torch_optimizer
-        self.blocking_parameter_updates = blocking
+        self.blocking_parameter_updates: bool = blocking
         self._updates: weakref.ref[BlockingUpdates | LaggingUpdates] | None = None
         self._guard: Guard = nullcontext
 

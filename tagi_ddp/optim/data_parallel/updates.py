@@ -16,6 +16,7 @@ from tagi_ddp.communicators import Communicator
 from tagi_ddp.optim.changes import Changes, Vote
 from tagi_ddp.optim.chunks import mean_in_place, start_reduction
 from tagi_ddp.optim.data_parallel.buckets import Round
+from tagi_ddp.optim.models import all_params
 from tagi_ddp.optim.sparse import no_rows, sparse_sum
 
 _DENSE = 255  # The vote for a dense gradient; that for a sparse one is its sparse dimensions.
@@ -138,22 +139,18 @@ class LaggingUpdates:
         if update is None:
             return
         if not update.reduced:
-            if update.wait():
-                self._reduce_in_step()
+            if update.wait():  # Changed gradients must be reduced a second time.
+                self._overlap = False
+                warnings.warn(
+                    "gradients were changed between backward and step, by clipping or another "
+                    "backward: from now on step() reduces them, not backward",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             self._round.early = self._overlap
         update.apply(params)
         if not update.left:
             self._update = None
-
-    def _reduce_in_step(self) -> None:
-        """Reduce gradients in `step` from now on: changed ones must be reduced a second time."""
-        self._overlap = False
-        warnings.warn(
-            "gradients were changed between backward and step, by clipping or another backward: "
-            "from now on step() reduces them, not backward",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
     def begin_again(self) -> None:
         """Begin a new round if parameters have been cast, on all ranks; no update is pending."""
@@ -213,17 +210,14 @@ class _Update:
             self._gradients.again()
         means = [pair for bucket in self._gradients.buckets for pair in bucket.means()]
         self.left = {} if overflow else dict(compress(means, has_gradient))
-        self._write_buffers(has_changed)
-        self.reduced = True
-        return bool(changed)
-
-    def _write_buffers(self, has_changed: list[int]) -> None:
         self._buffer_reduction.wait()
         pairs = zip(self._averaged, self._buffer_means, strict=True)
         with torch.inference_mode(False), torch.no_grad():
             for buffer, mean in compress(pairs, has_changed):
                 buffer.copy_(mean)
         self._buffers.note(has_changed)
+        self.reduced = True
+        return bool(changed)
 
     def apply(self, params: Iterable[Tensor] | None) -> None:
         """Update ``params`` and no others by the optimizer, with the settings of the step."""
@@ -243,11 +237,6 @@ class _Update:
             self._optimizer.param_groups = own_groups
             for param, gradient in zip(chosen, own_gradients, strict=True):
                 param.grad = gradient
-
-
-def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _kind(gradient: Tensor | None) -> int:

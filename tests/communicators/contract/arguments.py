@@ -126,7 +126,6 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 }
 
 
-# On a device the copies of these are aligned.
 MISALIGNED: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "array": (("buffer", "aligned"), lambda c: c.all_reduce(misaligned())),
     "out": (("out", "aligned"), lambda c: c.all_reduce(zeros(4), out=misaligned())),
@@ -142,20 +141,25 @@ def raise_and_go_on(comm: Any, call: Callable[[Any], Any]) -> tuple[bool, str]:
     return isinstance(error, TypeError | ValueError), f"{type(error).__name__}: {error}"
 
 
+def check_refused(
+    pool: RankPool, size: int, words: tuple[str, ...], call: Callable[[Any], Any]
+) -> None:
+    for right_type, text in pool.run(raise_and_go_on, call, size=size):
+        assert right_type, text
+        assert all(word in text for word in words), text
+
+
 class ArgumentsContract:
     """At every number of ranks."""
 
     @pytest.mark.parametrize("case", CASES)
     def test_wrong_argument(self, pool: RankPool, size: int, case: str) -> None:
-        self.check(pool, size, *CASES[case])
+        check_refused(pool, size, *CASES[case])
+
+
+class AlignmentContract:
+    """At every number of ranks; not for copies of buffers on a device, which are aligned."""
 
     @pytest.mark.parametrize("case", MISALIGNED)
     def test_misaligned(self, pool: RankPool, size: int, case: str) -> None:
-        self.check(pool, size, *MISALIGNED[case])
-
-    def check(
-        self, pool: RankPool, size: int, words: tuple[str, ...], call: Callable[[Any], Any]
-    ) -> None:
-        for right_type, text in pool.run(raise_and_go_on, call, size=size):
-            assert right_type, text
-            assert all(word in text for word in words), text
+        check_refused(pool, size, *MISALIGNED[case])

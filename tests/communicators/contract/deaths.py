@@ -29,14 +29,14 @@ def work_until(comm: Any, victim: int, way: str, delay: float) -> tuple[type, An
     started = time.monotonic()
     if comm.rank == victim and way.startswith("SIG"):
         threading.Timer(delay, os.kill, (os.getpid(), getattr(signal, way))).start()
-    error = caught(lambda: work(comm, victim, way, started + delay))
+    error = caught(lambda: work_in_a_loop(comm, victim, way, started + delay))
     if isinstance(error, Uncaught):
         raise error
     ranks = getattr(error, "ranks", None)
     return type(error), ranks, str(error), time.monotonic() - started - delay
 
 
-def work(comm: Any, victim: int, way: str, end: float) -> None:
+def work_in_a_loop(comm: Any, victim: int, way: str, end: float) -> None:
     small, large = np.ones(100, np.float32), np.ones(300_000, np.float32)
     gathered = np.empty(100 * comm.size, np.float32)
     while True:

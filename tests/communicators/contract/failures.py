@@ -100,6 +100,26 @@ def report(call: Callable[[], Any]) -> Report:
     return type(error), error.ranks, str(error), time.monotonic() - started
 
 
+Timed = tuple[float, Report]  # when the call began, on a clock that all ranks share
+
+
+def timed(call: Callable[[], Any]) -> Timed:
+    return time.monotonic(), report(call)
+
+
+def check_timeouts(answers: list[Timed], late: int, words: str) -> None:
+    """Check that all ranks but ``late`` give up on it, one limit after the first began to wait.
+
+    A rank that began later than another hears of the end earlier.
+    """
+    first = min(began for began, _ in answers)
+    for began, (kind, ranks, text, seconds) in answers:
+        assert (kind, ranks) == (Timeout, (late,)), text
+        assert words in text
+        assert began + seconds - first > LIMIT * 0.9
+        assert seconds < LIMIT + SLACK
+
+
 def come_late(comm: Any, call: Callable[[Any], Any], folder: Path) -> list[Report]:
     """Make the last rank call after the others have given up; return the errors of this rank."""
     if comm.rank == comm.size - 1:
@@ -110,12 +130,12 @@ def come_late(comm: Any, call: Callable[[Any], Any], folder: Path) -> list[Repor
     return [first, report(lambda: comm.all_reduce(ones())), report(comm.barrier)]
 
 
-def late_for_one(comm: Any) -> Report | None:
+def late_for_one(comm: Any) -> Timed | None:
     comm.barrier()  # so that only the last rank is late
     if comm.rank == comm.size - 1:
         time.sleep(2 * LIMIT)
         return None
-    return report(lambda: comm.all_reduce(ones(), timeout=LIMIT))
+    return timed(lambda: comm.all_reduce(ones(), timeout=LIMIT))
 
 
 def give_up_first(comm: Any) -> Report | None:
@@ -127,17 +147,19 @@ def give_up_first(comm: Any) -> Report | None:
     return report(lambda: comm.broadcast(ones(), 0, timeout=limit))
 
 
-def late_for_all(comm: Any) -> Report | None:
+def late_for_all(comm: Any) -> Timed | None:
     comm.barrier()
     comm.timeout = LIMIT
     assert comm.timeout == LIMIT
     if comm.rank == comm.size - 1:
         time.sleep(2 * LIMIT)
         return None
-    return report(comm.barrier)
+    return timed(comm.barrier)
 
 
-def differ(comm: Any, last: Callable[[Any], Any], others: Callable[[Any], Any]) -> list[Report]:
+def make_calls_that_differ(
+    comm: Any, last: Callable[[Any], Any], others: Callable[[Any], Any]
+) -> list[Report]:
     call = last if comm.rank == comm.size - 1 else others
     return [report(lambda: call(comm)), report(comm.barrier)]
 
@@ -220,7 +242,7 @@ def fail_later(comm: Any) -> Report | None:
     return first
 
 
-def forget(comm: Any) -> Report | None:
+def forget_a_part(comm: Any) -> Report | None:
     part = comm.split(0)
     part.all_reduce(ones())
     if comm.rank < comm.size - 1:
@@ -238,12 +260,12 @@ def forget(comm: Any) -> Report | None:
     return None
 
 
-def init_without_last(comm: Any, settings: dict[str, Any]) -> Report | None:
+def init_without_last(comm: Any, settings: dict[str, Any]) -> Timed | None:
     if comm.rank == comm.size - 1:
         comm.barrier(timeout=10)
         return None
     where = {"rank": comm.rank, "world_size": comm.size, "timeout": LIMIT}
-    answer = report(lambda: init(**{**settings, **where}))
+    answer = timed(lambda: init(**{**settings, **where}))
     comm.barrier(timeout=10)
     return answer
 
@@ -253,11 +275,8 @@ class InitContract:
 
     def test_late_for_init(self, pool: RankPool, size: int) -> None:
         settings = pool.settings(f"{size} ranks, but one")
-        for answer in pool.run(init_without_last, settings, size=size)[:-1]:
-            kind, ranks, text, seconds = answer
-            assert (kind, ranks) == (Timeout, (size - 1,)), text
-            assert "init" in text
-            assert LIMIT * 0.9 < seconds < LIMIT + SLACK
+        answers = pool.run(init_without_last, settings, size=size)[:-1]
+        check_timeouts(answers, size - 1, "init")
 
 
 class ClosedContract:
@@ -302,11 +321,8 @@ class FailuresContract:
             assert seconds < SLACK
 
     def test_limit_of_one_call(self, pool: RankPool, size: int) -> None:
-        for answer in pool.run(late_for_one, size=size, fresh=True)[:-1]:
-            kind, ranks, text, seconds = answer
-            assert (kind, ranks) == (Timeout, (size - 1,)), text
-            assert f"{LIMIT:g} s" in text
-            assert LIMIT * 0.9 < seconds < LIMIT + SLACK
+        answers = pool.run(late_for_one, size=size, fresh=True)[:-1]
+        check_timeouts(answers, size - 1, f"{LIMIT:g} s")
 
     def test_those_that_wait_longer_are_not_blamed(self, pool: RankPool, size: int) -> None:
         for answer in pool.run(give_up_first, size=size, fresh=True)[:-1]:
@@ -314,16 +330,13 @@ class FailuresContract:
             assert (kind, ranks) == (Timeout, (size - 1,)), text
 
     def test_a_limit_that_is_set_later(self, pool: RankPool, size: int) -> None:
-        for answer in pool.run(late_for_all, size=size, fresh=True)[:-1]:
-            kind, ranks, text, seconds = answer
-            assert (kind, ranks) == (Timeout, (size - 1,)), text
-            assert f"{LIMIT:g} s" in text
-            assert LIMIT * 0.9 < seconds < LIMIT + SLACK
+        answers = pool.run(late_for_all, size=size, fresh=True)[:-1]
+        check_timeouts(answers, size - 1, f"{LIMIT:g} s")
 
     @pytest.mark.parametrize("what", DIFFERENT)
     def test_mismatch(self, pool: RankPool, size: int, what: str) -> None:
         for rank, (first, second) in enumerate(
-            pool.run(differ, *DIFFERENT[what], size=size, fresh=True)
+            pool.run(make_calls_that_differ, *DIFFERENT[what], size=size, fresh=True)
         ):
             kind, ranks, text, seconds = first
             assert kind is Mismatch, text
@@ -373,7 +386,7 @@ class FailuresContract:
             assert seconds < 5
 
     def test_forgotten(self, pool: RankPool, size: int) -> None:
-        for kind, ranks, text, seconds in pool.run(forget, size=size, fresh=True)[:-1]:
+        for kind, ranks, text, seconds in pool.run(forget_a_part, size=size, fresh=True)[:-1]:
             assert (kind, ranks) == (PeerLost, (size - 1,)), text
             assert seconds < 5
 

@@ -33,7 +33,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def fork(comm: Any) -> None:
+def fork_in_between(comm: Any) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -51,7 +51,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
     "close": lambda c: c.close(),
     "abort": lambda c: c.abort("a test"),
     "check": lambda c: c.check(),
-    "fork": fork,
+    "fork": fork_in_between,
 }
 
 
@@ -64,7 +64,7 @@ def ended(call: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-def interrupted(comm: Any, operation: str, action: str, by: str) -> tuple[str, float]:
+def interrupt_operation(comm: Any, operation: str, action: str, by: str) -> tuple[str, float]:
     """Return how the operation of this rank ended, and its seconds."""
     comm.barrier()
     act, run = ACTIONS[action], OPERATIONS[operation]
@@ -116,7 +116,12 @@ class InterruptsContract:
             for by in ("thread", "signal"):
                 arguments = (operation, action, by)
                 found = pool.run(
-                    interrupted, *arguments, size=size, timeout=LIMIT, limit=5 * LIMIT, fresh=True
+                    interrupt_operation,
+                    *arguments,
+                    size=size,
+                    timeout=LIMIT,
+                    limit=5 * LIMIT,
+                    fresh=True,
                 )
                 assert all(seconds < 2 * LIMIT for _, seconds in found), arguments
                 if action in ("check", "fork"):  # these do no harm

@@ -98,7 +98,7 @@ def two_at_once(comm: Any, settings: dict[str, Any]) -> None:
     comm.barrier()
 
 
-def objects(comm: Any) -> None:
+def gather_objects(comm: Any) -> None:
     gathered = all_gather_object(comm, {"rank": comm.rank, "text": "x" * comm.rank})
     assert gathered == [{"rank": r, "text": "x" * r} for r in range(comm.size)]
 
@@ -108,7 +108,7 @@ def objects_beside_others(comm: Any) -> None:
     for _ in range(5):
         arrays = [np.full(5000, comm.rank, np.float32) for _ in range(3)]
         works = [comm.all_reduce(array, async_op=True) for array in arrays]
-        objects(comm)
+        gather_objects(comm)
         comm.split(None)
         for work, array in zip(works, arrays, strict=True):
             work.wait()
@@ -178,7 +178,7 @@ class OrderContract:
         pool.run(two_at_once, settings, size=size)
 
     def test_objects(self, pool: RankPool, size: int) -> None:
-        pool.run(objects, size=size)
+        pool.run(gather_objects, size=size)
 
     def test_objects_beside_others(self, pool: RankPool, size: int) -> None:
         pool.run(objects_beside_others, size=size, timeout=5)

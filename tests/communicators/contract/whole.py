@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contract.arguments import ArgumentsContract
+from contract.arguments import AlignmentContract, ArgumentsContract
 from contract.deaths import DeathsContract, StopContract
 from contract.failures import ClosedContract, FailuresContract, InitContract
 from contract.forks import ForksContract
@@ -12,20 +12,27 @@ from contract.order import GroupContract, OrderContract
 from contract.programs import ProgramsContract
 
 
-class SoloContract(
+class SoloDeviceContract(
     OperationsContract, ArgumentsContract, OrderContract, ProgramsContract, ClosedContract
 ):
-    """The contract of a group of one."""
+    """The contract of a group of one whose buffers live on a device."""
 
 
-class WholeContract(
-    SoloContract,
+class DeviceContract(
+    SoloDeviceContract,
     GroupContract,
-    ForksContract,
     FailuresContract,
     DeathsContract,
     StopContract,
     InitContract,
     InterruptsContract,
 ):
+    """At every number of ranks from 2 on, whose buffers live on devices."""
+
+
+class SoloContract(SoloDeviceContract, AlignmentContract):
+    """The contract of a group of one."""
+
+
+class WholeContract(DeviceContract, AlignmentContract, ForksContract):
     """At every number of ranks from 2 on."""

@@ -11,9 +11,9 @@ from time import monotonic
 import pytest
 
 from tagi_ddp.communicators import Timeout
-from tagi_ddp.communicators.call import Call
 from tagi_ddp.communicators.control.mesh import Listener, host_id
 from tagi_ddp.communicators.network.checked import open_channel
+from tagi_ddp.communicators.operations import Call
 
 LIMIT = 1.0
 

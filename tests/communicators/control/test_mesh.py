@@ -104,7 +104,7 @@ def test_a_port_with_another_secret_is_no_rank(listeners: list[Listener]) -> Non
     one, two, impostor = listeners
     record = {**json.loads(one.record), "port": json.loads(impostor.record)["port"]}
     records = [json.dumps(record).encode(), two.record]
-    impostor._acceptor.start()
+    impostor.accept(set(), time.monotonic())
     assert two.connect(1, records, time.monotonic() + 0.5) == ({}, [0])
 
 
@@ -119,7 +119,7 @@ def test_a_rank_may_call_again(listeners: list[Listener]) -> None:
     """A rank that gave up on a slow answer is the one of its later connection."""
     one, two, _ = listeners
     key = mesh._key(b"", json.loads(one.record)["nonce"])
-    one._acceptor.start()
+    one.accept(set(), time.monotonic())
     guest = Connection(call(one).detach())
     answer_challenge(guest, key)
     deliver_challenge(guest, key)
@@ -243,7 +243,7 @@ def test_messages_are_passed_on_by_who_does_not_wait() -> None:
         assert notes.entered == {(0, Series.SEND, 1): b"here"}
         with channels[5].sending() as notes:
             notes.leave(Series.COLLECTIVE, 3)
-            notes.acknowledge(3)
+            notes.acknowledge()
         assert channels[5].until(lambda: notes.acknowledged == -1, 0.0)
         for channel in channels:
             with channel.sending() as each:
@@ -311,9 +311,9 @@ def test_a_partial_message_blocks_no_reader_for_ever(channels: Channels) -> None
 
 def test_a_rank_that_takes_nothing_blocks_no_sender_for_ever(channels: Channels) -> None:
     one, two = channels
-    two._closing.set()  # its own thread reads no more
+    two._closing = True  # its own thread reads no more
     os.eventfd_write(two._alarm, 1)
-    two._helper.join()
+    two._helper.close()
     mesh.set_limit(one._connections[1], 0.3)
     enter(one, 1, b"x" * 50_000_000)
     assert one.until(lambda: one.notes.died == {1}, time.monotonic() + 10)

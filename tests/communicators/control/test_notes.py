@@ -64,7 +64,7 @@ class Network:
                 self._full.pop()
             self.messages += 1
             if target not in self.gone:
-                self.ranks[target].take(source, message)
+                self.ranks[target].receive(source, message)
                 self._take_out(target)
         self._full += held
 
@@ -152,7 +152,7 @@ def test_all_meet(size: int, seed: int) -> None:
         assert meeting.everyone()
     assert not any(notes.entered for notes in network.ranks)
     assert {notes.acknowledged for notes in network.ranks} == {-1}
-    network.ranks[0].acknowledge(2)
+    network.ranks[0].acknowledge()
     network.run()
     assert {notes.acknowledged for notes in network.ranks} == {2}
 
@@ -187,7 +187,7 @@ def test_news_reach_all_by_the_ways_that_are_left(
     failed, died, closed = (data.draw(ranks) for _ in range(3))
     network.ranks[failed].fail(Failure("ValueError", (failed,), "a mistake"))
     network.ranks[closed].leave(Series.COLLECTIVE, 4)
-    network.ranks[closed].bye()
+    network.ranks[closed].close()
     network.run()
     network.kill(died)
     network.run()
@@ -231,7 +231,7 @@ def test_a_message_that_is_stuck_comes_another_way() -> None:
 def test_nonsense_is_refused(message: bytes) -> None:
     notes = Notes(0, 4)
     with contextlib.suppress(ValueError, KeyError, struct.error):
-        notes.take(1, message)
+        notes.receive(1, message)
     assert not notes.failures
 
 

@@ -1,15 +1,37 @@
-"""The contract over NCCL, on stand-ins for its library and CUDA's: no GPU is needed or used."""
+"""The contract over NCCL: on stand-ins for its library and CUDA's, and on GPUs if there are any."""
 
 from __future__ import annotations
 
-from contract.whole import SoloContract, WholeContract
+import pytest
+from contract.arguments import AlignmentContract, ArgumentsContract
+from contract.forks import ForksContract
+from contract.operations import OperationsContract
+from contract.order import GroupContract, OrderContract
+from contract.whole import DeviceContract, SoloDeviceContract
 
 
-class TestNcclOfOne(SoloContract):
-    backend = "nccl"
-    sizes = (1,)
+@pytest.mark.ranks("nccl", 1)
+@pytest.mark.ranks("nccl", 1, gpu=True, copied=True)
+class TestNcclOfOne(SoloDeviceContract):
+    """On one device."""
 
 
-class TestNccl(WholeContract):
-    backend = "nccl"
-    sizes = (2, 4)
+@pytest.mark.ranks("nccl", 2, 4)
+@pytest.mark.ranks("nccl", 2, gpu=True, copied=True)
+class TestNccl(DeviceContract):
+    """On a device for each rank, or on one that they share."""
+
+
+@pytest.mark.ranks("nccl", 1)
+class TestBuffersOfOne(AlignmentContract):
+    """On the tests' own buffers, which stand in for those of a device."""
+
+
+@pytest.mark.ranks("nccl", 2, 4)
+class TestBuffers(AlignmentContract, ForksContract):
+    """On the tests' own buffers, which stand in for those of a device."""
+
+
+@pytest.mark.ranks("nccl", 2, copied=True)
+class TestCopies(OperationsContract, ArgumentsContract, OrderContract, GroupContract):
+    """On stand-ins: the copies that GPUs need change nothing that the tests see."""

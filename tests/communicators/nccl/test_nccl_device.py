@@ -1,4 +1,4 @@
-"""Groups, streams and foreign arrays of a communicator of devices; on stand-ins."""
+"""Groups, streams and foreign arrays of a communicator of devices: on stand-ins and on GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from contract.data import caught
+from contract.ranks import Ranks
 from support.rank_pool import RankPool
+from support.waiting import no_waiting
 
 from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, all_gather_object
 
 COUNT = 50_000
+LONG = 1 << 30  # cycles of a GPU: about half a second
 
 
 class Foreign:
@@ -34,45 +39,70 @@ class Foreign:
         }
 
 
-class Capsule:
-    """An array that gives DLPack and nothing else."""
+class ByInterface:
+    """A tensor's memory by the CUDA Array Interface and nothing else."""
 
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: torch.Tensor) -> None:
+        array: Any = tensor if tensor.is_cuda else Foreign(tensor.numpy())
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
 
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._tensor.__dlpack__(**options)
 
-    def __dlpack_device__(self) -> Any:
-        return self._tensor.__dlpack_device__()
+class ByDlpack:
+    """A tensor's memory by DLPack and nothing else."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__dlpack__ = tensor.__dlpack__
+        self.__dlpack_device__ = tensor.__dlpack_device__
 
 
 def total(comm: Any) -> int:
     return comm.size * (comm.size + 1) // 2
 
 
-def group(comm: Any) -> None:
-    one, two = np.full(COUNT, comm.rank + 1.0), np.full(7, comm.rank + 1, np.int16)
-    gathered = np.zeros(comm.size)
+def memory_of(comm: Any, ranks: Ranks) -> torch.device:
+    """Return the device of tensors for ``comm``; the host's memory stands in for a GPU's."""
+    return torch.device(comm.device if ranks.gpu else "cpu")
+
+
+def reduce_in_a_group(comm: Any, ranks: Ranks) -> None:
+    device = memory_of(comm, ranks)
+    tensors = [torch.full((n,), comm.rank + 1.0, device=device) for n in (1, 70_001, 300)]
+    tensors.append(torch.full((7,), comm.rank + 1, dtype=torch.int16, device=device))
+    own = torch.tensor([float(comm.rank)], device=device)
+    gathered = torch.zeros(comm.size, device=device)
     with comm.group() as work:
-        assert comm.all_reduce(one) is None
-        assert comm.all_reduce(two, async_op=True) is None
-        assert comm.all_gather(np.array([float(comm.rank)]), gathered) is None
+        assert comm.all_reduce(tensors[0]) is None
+        assert comm.all_reduce(tensors[1], async_op=True) is None
+        assert [comm.all_reduce(tensor) for tensor in tensors[2:]] == [None] * 2
+        assert comm.all_gather(own, gathered) is None
         assert "inside" in str(caught(lambda: comm.group().__enter__()))
-    work.wait()
-    assert work.done()
-    assert (one == total(comm)).all()
-    assert (two == total(comm)).all()
+    if ranks.gpu:
+        work.order()  # the GPU's stream has the results; else the host reads them
+    else:
+        work.wait()
+        assert work.done()
+    for tensor in tensors:
+        assert (tensor == total(comm)).all()
     assert gathered.tolist() == list(range(comm.size))
     with comm.group() as nothing:
         pass
     nothing.wait()
     assert nothing.done()
     with contextlib.suppress(KeyError), comm.group():
-        comm.all_reduce(one)
+        comm.all_reduce(tensors[1])
         raise KeyError("a group that ends in an error does nothing")
     comm.barrier()
-    assert (one == total(comm)).all()
+    assert (tensors[1] == total(comm)).all()
+
+
+def reduce_foreign(comm: Any, ranks: Ranks, kind: type, dtype: torch.dtype) -> None:
+    values = torch.full((COUNT,), comm.rank + 1, dtype=dtype, device=memory_of(comm, ranks))
+    out = torch.zeros_like(values)
+    comm.all_reduce(kind(values), out=kind(out))
+    assert (values == comm.rank + 1).all()
+    assert (out == total(comm)).all()
+    comm.all_reduce(kind(values))
+    assert (values == total(comm)).all()
 
 
 def group_beside_another_thread(comm: Any) -> None:
@@ -113,14 +143,7 @@ def groups_that_differ(comm: Any) -> type:
     return type(caught(run))
 
 
-def foreign(comm: Any) -> None:
-    import torch
-
-    one, two = np.full(COUNT, comm.rank + 1.0), torch.full((COUNT,), comm.rank + 1.0)
-    comm.all_reduce(Foreign(one))
-    comm.all_reduce(Capsule(two))
-    assert (one == total(comm)).all()
-    assert (two == total(comm)).all()
+def refuse_foreign(comm: Any) -> None:
     defects = {
         "contiguous": Foreign(np.ones((4, 6))[:, ::2]),
         "read-only": Foreign(np.frombuffer(bytes(8))),
@@ -169,6 +192,30 @@ def streams(comm: Any) -> None:
     cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
 
 
+def work_in_a_stream(comm: Any, aside: bool, dtype: torch.dtype) -> bool:
+    """Work before and after an operation, in one stream. Return if the host was ahead of it."""
+    device = torch.device(comm.device)
+    stream = torch.cuda.Stream(device) if aside else torch.cuda.default_stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        values = torch.zeros(1 << 20, dtype=dtype, device=device)
+
+        def work() -> torch.Tensor:
+            values.fill_(comm.rank + 1)
+            comm.all_reduce(values, async_op=True).order()
+            return values * 2
+
+        work()  # loads kernels
+        torch.cuda.synchronize()
+        end = torch.cuda.Event()
+        with no_waiting():
+            torch.cuda._sleep(LONG)
+            result = work()
+            end.record()
+            ahead = not end.query()
+        assert (result == 2 * total(comm)).all()
+    return ahead
+
+
 def never_waited_for(comm: Any) -> None:
     buffers = [np.full(100, comm.rank + i) for i in range(30)]
     for buffer in buffers:
@@ -201,18 +248,45 @@ def close_first(comm: Any) -> float:
     return time.monotonic() - started
 
 
-def objects(comm: Any) -> list[Any]:
+def gather_large_objects(comm: Any) -> list[Any]:
     values = all_gather_object(comm, {"rank": comm.rank, "text": "x" * 100_000})
     assert [len(value["text"]) for value in values] == [100_000] * comm.size
     return [value["rank"] for value in values]
 
 
-class TestDevices:
-    backend = "nccl"
-    sizes = (2, 3)
+@pytest.mark.ranks("nccl", 2, 3)
+@pytest.mark.ranks("nccl", 1, 2, gpu=True)
+class TestDeviceBuffers:
+    """On tensors of the host, which stand in for a device's, and on those of GPUs."""
 
-    def test_group(self, pool: RankPool, size: int) -> None:
-        pool.run(group, size=size)
+    def test_group(self, pool: RankPool, ranks: Ranks) -> None:
+        pool.run(reduce_in_a_group, ranks, size=ranks.size)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+    @pytest.mark.parametrize("kind", [ByInterface, ByDlpack])
+    def test_foreign_buffers(
+        self, pool: RankPool, ranks: Ranks, kind: type, dtype: torch.dtype
+    ) -> None:
+        pool.run(reduce_foreign, ranks, kind, dtype, size=ranks.size)
+
+
+@pytest.mark.ranks("nccl", 1, 2, gpu=True)
+class TestGpus:
+    """On GPUs alone: torch widens 16 bits of foreign buffers there, and holds the streams."""
+
+    @pytest.mark.parametrize("kind", [ByInterface, ByDlpack])
+    def test_foreign_buffers_of_16_bits(self, pool: RankPool, ranks: Ranks, kind: type) -> None:
+        pool.run(reduce_foreign, ranks, kind, torch.float16, size=ranks.size)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+    @pytest.mark.parametrize("aside", [False, True])
+    def test_order(self, pool: RankPool, size: int, aside: bool, dtype: torch.dtype) -> None:
+        assert all(pool.run(work_in_a_stream, aside, dtype, size=size))
+
+
+@pytest.mark.ranks("nccl", 2, 3)
+class TestDevices:
+    """On stand-ins alone."""
 
     def test_group_beside_another_thread(self, pool: RankPool, size: int) -> None:
         pool.run(group_beside_another_thread, size=size)
@@ -220,8 +294,8 @@ class TestDevices:
     def test_groups_that_differ(self, pool: RankPool, size: int) -> None:
         assert set(pool.run(groups_that_differ, size=size, fresh=True)) == {Mismatch}
 
-    def test_foreign_arrays(self, pool: RankPool, size: int) -> None:
-        pool.run(foreign, size=size)
+    def test_foreign_arrays_are_refused(self, pool: RankPool, size: int) -> None:
+        pool.run(refuse_foreign, size=size)
 
     def test_host_memory_is_refused(self, pool: RankPool, size: int) -> None:
         for rank, text in enumerate(pool.run(in_host_memory, size=size)):
@@ -242,7 +316,7 @@ class TestDevices:
         assert pool.run(close_first, size=size, fresh=True)[0] < 1.5
 
     def test_objects_go_over_the_hosts(self, pool: RankPool, size: int) -> None:
-        assert pool.run(objects, size=size) == [list(range(size))] * size
+        assert pool.run(gather_large_objects, size=size) == [list(range(size))] * size
 
     def test_begins_nothing_after_another_has_failed(self, pool: RankPool, size: int) -> None:
         """Its part there may still be on the device, and would let the operation end well."""

@@ -62,7 +62,7 @@ def fault(rank: int, text: str) -> Iterator[None]:
         del os.environ["TAGI_DDP_STAND_IN_FAULT"], os.environ["TAGI_DDP_STAND_IN_RANK"]
 
 
-def fail(comm: Any, call: Callable[[Any], Any], text: str) -> list[Report]:
+def call_with_a_fault(comm: Any, call: Callable[[Any], Any], text: str) -> list[Report]:
     comm.all_reduce(ones())
     with fault(comm.rank, text):
 
@@ -85,16 +85,16 @@ def fail_unseen(comm: Any, text: str) -> list[Report]:
 
 def fail_at_init(comm: Any, text: str, timeout: float) -> Report:
     with fault(comm.rank, text):
-        return report(lambda: over_nccl(comm, timeout))
+        return report(lambda: init_nccl(comm, timeout))
 
 
-def over_nccl(comm: Any, timeout: float) -> Any:
+def init_nccl(comm: Any, timeout: float) -> Any:
     job = f"nccl of {os.environ['MASTER_PORT']}"
     return init("nccl", comm.rank, comm.size, job=job, timeout=timeout)
 
 
-def work(comm: Any) -> tuple[list[float], str]:
-    with over_nccl(comm, 20.0) as nccl:
+def exchange_over_nccl(comm: Any) -> tuple[list[float], str]:
+    with init_nccl(comm, 20.0) as nccl:
         buffer, out = ones(comm.size) * (comm.rank + 1), ones(comm.size)
         nccl.all_to_all(buffer, out)
         return out.tolist(), nccl.device
@@ -117,16 +117,16 @@ def start(stand_in: dict[str, str], size: int) -> Iterator[Start]:
         pool.close()
 
 
+@pytest.mark.ranks("nccl", 3)
 class TestFaults:
-    backend = "nccl"
-    sizes = (3,)
-
     @pytest.mark.parametrize("function", CALLS)
     def test_error_code(self, pool: RankPool, size: int, function: str) -> None:
         code = 2 if function.startswith("nccl") else 700
         rank = 0 if function == "ncclSend" else 1  # 0: of the two that the message is between
         text = f"{function}={code}@{rank}"
-        answers = pool.run(fail, CALLS[function], text, size=size, fresh=True, timeout=20)
+        answers = pool.run(
+            call_with_a_fault, CALLS[function], text, size=size, fresh=True, timeout=20
+        )
         for rank, (first, second) in enumerate(answers):
             kind, ranks, text, seconds = first
             if rank == 1:
@@ -143,7 +143,12 @@ class TestFaults:
     @pytest.mark.parametrize("function", ["ncclAllReduce", "ncclBroadcast", "ncclAllGather"])
     def test_asynchronous_error(self, pool: RankPool, size: int, function: str) -> None:
         answers = pool.run(
-            fail, CALLS[function], f"{function}:async=6@1", size=size, fresh=True, timeout=20
+            call_with_a_fault,
+            CALLS[function],
+            f"{function}:async=6@1",
+            size=size,
+            fresh=True,
+            timeout=20,
         )
         for rank, (first, _) in enumerate(answers):
             kind, ranks, text, seconds = first
@@ -159,7 +164,9 @@ class TestFaults:
     @pytest.mark.parametrize("function", ["ncclAllReduce", "ncclAlltoAll"])
     def test_hang(self, pool: RankPool, size: int, function: str, fault: str, rank: str) -> None:
         text = f"{function}:{fault}{rank}"
-        answers = pool.run(fail, CALLS[function], text, size=size, fresh=True, timeout=LIMIT)
+        answers = pool.run(
+            call_with_a_fault, CALLS[function], text, size=size, fresh=True, timeout=LIMIT
+        )
         for kind, _, text, seconds in (first for first, _ in answers):
             assert kind in (Timeout, PeerLost), text
             assert seconds < LIMIT + SLACK
@@ -211,7 +218,7 @@ class TestFaults:
 
     def test_one_device_for_each_rank(self, start: Start, size: int) -> None:
         """As launchers do that hide the other ranks' devices."""
-        answers = start(TAGI_DDP_STAND_IN_DEVICES="1").run(work, size=size)
+        answers = start(TAGI_DDP_STAND_IN_DEVICES="1").run(exchange_over_nccl, size=size)
         assert answers == [([1.0, 2.0, 3.0], "cuda:0")] * size
 
     @pytest.mark.parametrize("missing", ["ncclCommAbort", "cuEventQuery", "ncclAlltoAll"])
@@ -220,7 +227,7 @@ class TestFaults:
         nccl, cuda = build(tmp_path, omit=[missing])
         pool = start(TAGI_DDP_LIBNCCL=str(nccl), TAGI_DDP_LIBCUDA=str(cuda))
         if missing == "ncclAlltoAll":  # newer than 2.18: sends and receives take its place
-            answers = pool.run(work, size=size)
+            answers = pool.run(exchange_over_nccl, size=size)
             assert answers == [([1.0, 2.0, 3.0], f"cuda:{rank}") for rank in range(size)]
         else:
             for kind, _, text, _ in pool.run(fail_at_init, "", 20.0, size=size):

@@ -20,58 +20,42 @@ from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_com
 from tagi_ddp.launcher.launch import launch
 
 
+@pytest.mark.ranks("gloo", 2, 3)
 class TestGloo(WholeContract):
     """On one host: through its memory."""
 
-    backend = "gloo"
-    sizes = (2, 3)
 
-
+@pytest.mark.ranks("gloo", 3, levels="0")
 class TestFlat(OperationsContract, FailuresContract):
     """Through gloo alone."""
 
-    backend = "gloo"
-    sizes = (3,)
-    levels = "0"
 
-
+@pytest.mark.ranks("gloo", 3, hosts="abc")
 class TestApart(WholeContract):
     """Each rank on an emulated host of its own."""
 
-    backend = "gloo"
-    sizes = (3,)
-    hosts = "abc"
 
-
+@pytest.mark.ranks("gloo", 3, hosts="aba")
 class TestTwoLevels(WholeContract):
     """On emulated hosts, one with the first and the last rank."""
 
-    backend = "gloo"
-    sizes = (3,)
-    hosts = "aba"
-
 
 @pytest.mark.slow
-class TestOneAndTwo(TestTwoLevels):
+@pytest.mark.ranks("gloo", 3, hosts="aab")
+class TestOneAndTwo(WholeContract):
     """On a host with two ranks and one with one."""
 
-    hosts = "aab"
-
 
 @pytest.mark.slow
-class TestTwoAndTwo(TestTwoLevels):
+@pytest.mark.ranks("gloo", 4, hosts="aabb")
+class TestTwoAndTwo(WholeContract):
     """On two hosts of two ranks each."""
 
-    sizes = (4,)
-    hosts = "aabb"
-
 
 @pytest.mark.slow
-class TestThreeHosts(TestTwoLevels):
+@pytest.mark.ranks("gloo", 4, hosts="abcc")
+class TestThreeHosts(WholeContract):
     """On three hosts, the last one with two ranks."""
-
-    sizes = (4,)
-    hosts = "abcc"
 
 
 def threads_of_broken_groups(comm: Any, job: str) -> int:
@@ -229,35 +213,35 @@ def read_only_input(comm: Any) -> None:
     assert out.tolist() == [comm.size] * 4
 
 
+@pytest.mark.ranks("gloo", 4)
 class TestTogether:
-    backend = "gloo"
-    sizes = (4,)
+    """Beside torch's own groups, at any address, on one host."""
 
-    @pytest.mark.parametrize("ranks", [2, 4])
-    def test_beside_process_groups(self, pool: RankPool, size: int, ranks: int) -> None:
-        pool.run(beside_process_groups, f"beside {ranks}", size=ranks)
+    @pytest.mark.parametrize("members", [2, 4])
+    def test_beside_process_groups(self, pool: RankPool, members: int) -> None:
+        pool.run(beside_process_groups, f"beside {members}", size=members)
 
-    def test_wrapped_process_group(self, pool: RankPool, size: int) -> None:
+    def test_wrapped_process_group(self, pool: RankPool) -> None:
         pool.run(wrapped, size=3)
 
     @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-    def test_no_address(self, pool: RankPool, size: int, name: str) -> None:
+    def test_no_address(self, pool: RankPool, name: str) -> None:
         for text in pool.run(without_address, name, None, size=2):
             assert "BackendUnavailable" in text
             assert "MASTER_ADDR" in text
             assert "torchrun" in text
 
-    def test_in_a_slurm_step(self, pool: RankPool, size: int) -> None:
+    def test_in_a_slurm_step(self, pool: RankPool) -> None:
         assert pool.run(in_a_slurm_step, size=2) == ["0 2.0", "1 2.0"]
 
     @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6")
     def test_over_ipv6(self, doomed: RankPool, size: int) -> None:
         assert doomed.run(over_ipv6, "IPv6") == [[size] * 3] * size
 
-    def test_nobody_at_the_address(self, pool: RankPool, size: int) -> None:
+    def test_nobody_at_the_address(self, pool: RankPool) -> None:
         for text in pool.run(without_address, "MASTER_ADDR", "192.0.2.1", size=2)[1:]:
             assert "Timeout" in text
             assert "192.0.2.1" in text
 
-    def test_read_only_input(self, pool: RankPool, size: int) -> None:
+    def test_read_only_input(self, pool: RankPool) -> None:
         pool.run(read_only_input, size=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.arguments import ArgumentsContract
+from contract.arguments import AlignmentContract, ArgumentsContract
 from contract.deaths import StopContract
 from contract.failures import ClosedContract, FailuresContract
 from contract.forks import ForksContract
@@ -21,9 +21,11 @@ from contract.programs import ProgramsContract
 from support.rank_pool import RankPool, await_end, mpirun, worker_environment
 
 
+@pytest.mark.ranks("mpi", 2, 3)
 class TestMpi(
     OperationsContract,
     ArgumentsContract,
+    AlignmentContract,
     OrderContract,
     GroupContract,
     ForksContract,
@@ -34,36 +36,25 @@ class TestMpi(
 ):
     """On one host: through its memory."""
 
-    backend = "mpi"
-    sizes = (2, 3)
     programs = 10  # its ranks use their cores while they wait
 
 
 @pytest.mark.slow  # that of gloo is not
+@pytest.mark.ranks("mpi", 3, hosts="abc")
 class TestApart(OperationsContract, FailuresContract):
     """Each rank on an emulated host of its own."""
 
-    backend = "mpi"
-    sizes = (3,)
-    hosts = "abc"
-
 
 @pytest.mark.slow  # that of gloo is not
+@pytest.mark.ranks("mpi", 3, levels="0")
 class TestFlat(OperationsContract, FailuresContract):
     """Through MPI alone."""
 
-    backend = "mpi"
-    sizes = (3,)
-    levels = "0"
-
 
 @pytest.mark.slow  # that of gloo is not
+@pytest.mark.ranks("mpi", 3, hosts="aba")
 class TestTwoLevels(OperationsContract, FailuresContract):
     """On emulated hosts, one with the first and the last rank."""
-
-    backend = "mpi"
-    sizes = (3,)
-    hosts = "aba"
 
 
 TRAIN = """
