@@ -17,6 +17,7 @@ from tagi_ddp.checkpoint.folder import FORMAT, Checkpoint, Folder, label
 from tagi_ddp.checkpoint.generators import states
 from tagi_ddp.checkpoint.loading import Loading, load_last
 from tagi_ddp.checkpoint.owner import Owner
+from tagi_ddp.checkpoint.preemption import SIGNALS, Preempted, Preemption
 from tagi_ddp.checkpoint.parts import Run, communicator_of, is_elastic, states_of
 from tagi_ddp.checkpoint.tree import Snapshot, check
 from tagi_ddp.checks import integer
@@ -51,6 +52,9 @@ class Checkpoints(Closing):
         keep: the number of whole checkpoints to keep; older ones are removed.
         sampler: its length, seed, shuffling and sizes of global batches are saved and must be the
             same when resuming: with another size of the first batch it raises ValueError.
+        on_signal: after SIGTERM or SIGUSR1 on any rank, save after the step in progress and end all
+            ranks with the exit status 75; see `after_step`. A function returns the ``extra`` of
+            that checkpoint. It replaces no handler of the script, and works in the main thread.
         generators: the script's random number generators, by name: numpy's, Python's, torch's. The
             global generators of all three are always saved.
 
@@ -68,6 +72,7 @@ class Checkpoints(Closing):
         keep: int = 3,
         sampler: DistributedSampler | None = None,
         generators: Mapping[str, Any] | None = None,
+        on_signal: bool | Callable[[], Any] = True,
     ) -> None:
         """Compare the ranks' arguments, own the folder, and clear it of incomplete checkpoints."""
         named = dict(parts) if isinstance(parts, Mapping) else {"model": parts}
@@ -80,6 +85,7 @@ class Checkpoints(Closing):
         self._snapshot = Snapshot()
         self._writing: Call[None] | None = None
         self._closed = False
+        self._saved: int | None = None  # the step of the last checkpoint
         self.extra: Any = None
         self._elastic = next((part for part in named.values() if is_elastic(part)), None)
         self._joined = self._elastic is not None and self._elastic.joined
@@ -89,6 +95,12 @@ class Checkpoints(Closing):
             self._check_arguments()
             number = self._own(join)
         self._number = number  # that of the next checkpoint
+        self._extra = on_signal if callable(on_signal) else None
+        self._preemption = Preemption(SIGNALS) if on_signal else None
+        # Ranks with samplers of their own may make different numbers of steps.
+        shared = sampler is not None and sampler.num_replicas == self._communicator.size
+        if sampler is not None and on_signal and (shared or self._elastic is not None):
+            sampler.after_step = self.after_step
 
     def _check_arguments(self) -> None:
         self._run.check()
@@ -132,6 +144,28 @@ class Checkpoints(Closing):
         if self._elastic is None or self._elastic.saves(step):
             self._surviving(partial(self._save, step, extra))
 
+    def after_step(self, step: int) -> None:
+        """Save, and end this process, if a signal has announced the end of the job on any rank.
+
+        Call it after each step, on all ranks, unless the steps are those of the ``sampler``, which
+        call it. All ranks then raise `Preempted`, with the exit status 75. In an elastic job ranks
+        that have a signal leave, and the others continue; if all have one, they save.
+        """
+        if self._preemption is None or self._closed:
+            return
+        gather = partial(all_gather_object, self._communicator)
+        numbers = self._surviving(partial(self._preemption.due, gather))
+        if not numbers:
+            return
+        if self._elastic is not None and not all(numbers):
+            if self._preemption.received is None:
+                return
+            raise Preempted
+        if self._saved != step:
+            self.save(step, None if self._extra is None else self._extra())
+        self.wait()
+        raise Preempted
+
     def _save(self, step: int, extra: Any) -> None:
         with self._agree(wait=True) as same:
             same("step", integer("step", step, 0))
@@ -147,6 +181,7 @@ class Checkpoints(Closing):
         path = self._folder.saving(checkpoint, run).file_of(rank)
         write = partial(self._write, checkpoint, rank, run)
         self._writing = Call(write, self._limit, f"{path} has not been written")
+        self._saved = step
 
     def check(self) -> None:
         """Check early that `save` can save all parts as they are now; nothing is written.
@@ -190,6 +225,8 @@ class Checkpoints(Closing):
         Raise CheckpointError if the file could not be written.
         """
         self._closed = True
+        if self._preemption is not None:
+            self._preemption.close()
         try:
             self._finish()
         except Exception as error:

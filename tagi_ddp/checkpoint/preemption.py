@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from tagi_ddp.elastic.connection import launcher_connection
+from tagi_ddp.elastic.messages import PREEMPTED
+
 # SLURM, Kubernetes, Open MPI and torchrun announce the end by one of these.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again later
+GRACE = 30.0  # seconds for the checkpoint, which Kubernetes and torchrun leave, too
 
 _EVERY = 0.2  # seconds between two steps in which all ranks ask each other for signals
 _MOST = 1000  # steps between those
@@ -20,13 +23,8 @@ _MOST = 1000  # steps between those
 class Preempted(SystemExit):
     """The end of a rank after a signal: all ranks have saved a checkpoint. The status is 75."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(STATUS)
-        self.text = text
-
-    def __str__(self) -> str:
-        """Return the reason."""
-        return self.text
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED)
 
 
 class Preemption:
@@ -47,6 +45,9 @@ class Preemption:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._receive)
                     self._numbers.append(number)
+        launcher = launcher_connection()
+        if launcher is not None and self._numbers:
+            launcher.ask_for_grace(GRACE)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number

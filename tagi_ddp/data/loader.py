@@ -139,7 +139,10 @@ class PreparedLoader:
         # A DataLoader draws a seed when it is iterated, which must not change the user's generator.
         self._loader.generator = torch.Generator(torch.get_default_device())
         self._loader.generator.manual_seed(_long_seed(self._shares.seeds(first)))
-        yield from zip(range(first, last), self._loader, strict=True)
+        for step, batch in zip(range(first, last), self._loader, strict=True):
+            if self.sampler.after_step is not None and step > first:
+                self.sampler.after_step(step)
+            yield step, batch
 
 
 class _Shares:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, Literal
 
 import numpy as np
@@ -80,6 +80,8 @@ class DistributedSampler:
         self.epoch: int = 0
         self._digest = _digest_of(dataset, self._length, self.seed)
         self._size: int | None = None  # of the present global batches; None: it is iterated
+        self.after_step: Callable[[int], None] | None = None
+        """Called between two steps of `steps`, with the number of steps made; see `Checkpoints`."""
         self._drawn: set[int] = set()  # The sizes of this run's global batches.
         self._before: set[int] = set()  # Those of the run that was resumed.
 
@@ -168,7 +170,10 @@ class DistributedSampler:
         size = self.begin(global_batch_size)
         per_epoch = -(-self._length // size)
         steps = range(integer("first", first, 0), integer("epochs", epochs, 0) * per_epoch)
-        yield from self.shares(size, per_epoch, steps)
+        for step, share in self.shares(size, per_epoch, steps):
+            if self.after_step is not None and step > steps.start:
+                self.after_step(step)
+            yield step, share
 
     def shares(
         self, size: int, per_epoch: int, steps: range

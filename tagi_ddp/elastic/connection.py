@@ -68,6 +68,11 @@ class LauncherConnection:
         with contextlib.suppress(OSError):  # This rank ends with the launcher.
             self._connection.send(json.dumps({"outlives": value}).encode())
 
+    def ask_for_grace(self, seconds: float) -> None:
+        """Ask for so many seconds between SIGTERM and SIGKILL, for this process alone at first."""
+        with contextlib.suppress(OSError):
+            self._connection.send(json.dumps({"grace": seconds}).encode())
+
     def _last_call(self) -> Call | None:
         """Return the launcher's last call since this rank joined its group."""
         while self._poll.poll(0):

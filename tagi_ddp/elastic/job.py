@@ -155,6 +155,8 @@ class ElasticJob:
             drawn = self._ranks.communicator
             sampler.rank, sampler.num_replicas = drawn.rank, drawn.size
             for step, share in sampler.steps(global_batch_size, epochs, self.steps_made):
+                if drawn is not self._ranks.communicator:  # It has changed in `after_step`.
+                    break
                 self._position.aligned = True  # All ranks begin the same turn.
                 yield step, share
                 if drawn is not self._ranks.communicator:

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 
+PREEMPTED = 75
+"""The exit status of a rank that has saved a checkpoint, as a signal announced its end.
+
+It is EX_TEMPFAIL of sysexits.h: try again later.
+"""
+
+
 @dataclass(frozen=True)
 class JoinRequest:
     """The request of a rank to join the next group.

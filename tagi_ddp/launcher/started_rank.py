@@ -40,6 +40,7 @@ class StartedRank:
         self.exitcode: int | None = None
         self.failure: Failure | None = None
         self.outlives = False  # True if it goes on when another such rank is lost.
+        self.grace = 0.0  # seconds that it has asked for between SIGTERM and SIGKILL
         self._received = bytearray()
         # The rank finds this package where this process found it.
         code = (
