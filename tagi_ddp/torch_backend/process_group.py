@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tagi_ddp.communicators import BackendUnavailable, Communicator, all_gather_object, init
-from tagi_ddp.communicators.nccl.create import create
+from tagi_ddp.communicators.nccl import create
 from tagi_ddp.communicators.network import rendezvous as gloo
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.environment import detect, offers_mpi, setting

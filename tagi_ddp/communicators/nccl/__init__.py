@@ -1,7 +1,6 @@
 """Ranks with a CUDA device each, over NCCL."""
 
-from tagi_ddp.communicators.nccl.communicator import NcclCommunicator
-from tagi_ddp.communicators.nccl.create import create
+from tagi_ddp.communicators.nccl.communicator import NcclCommunicator, create
 from tagi_ddp.communicators.nccl.libraries import NcclMissing, local_device
 from tagi_ddp.communicators.nccl.work import NcclWork
 

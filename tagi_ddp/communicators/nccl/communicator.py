@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,12 +22,18 @@ from tagi_ddp._backend import Device, NcclRank
 from tagi_ddp.communicators.communicator import Buffer, ReduceOp, Work
 from tagi_ddp.communicators.control.channel import ControlChannel
 from tagi_ddp.communicators.control.handshake import Handshake
+from tagi_ddp.communicators.control.mesh import host_id
 from tagi_ddp.communicators.control.notes import Series
-from tagi_ddp.communicators.errors import CommunicatorError
+from tagi_ddp.communicators.errors import BackendUnavailable, CommunicatorError
 from tagi_ddp.communicators.nccl.buffers import DeviceElements, device_elements, import_torch
-from tagi_ddp.communicators.nccl.libraries import open_nccl
+from tagi_ddp.communicators.nccl.libraries import NcclMissing, find_device, local_device, open_nccl
 from tagi_ddp.communicators.nccl.work import NcclWork, StreamHandshake
-from tagi_ddp.communicators.network.checked import CheckedCommunicator, Connect, opened
+from tagi_ddp.communicators.network.checked import (
+    CheckedCommunicator,
+    Connect,
+    open_channel,
+    opened,
+)
 from tagi_ddp.communicators.operations import Call, Helper, Ticket
 
 # NCCL rounds to 16 bits after each addition, and has no integers of 16 bits.
@@ -335,3 +341,44 @@ def _must_widen(source: DeviceElements, op: ReduceOp) -> bool:
 def _narrowing(wide: DeviceElements, narrow: DeviceElements) -> list[Callable[[], object]]:
     """Return the step that copies a wide result to the caller's buffer, if that is another."""
     return [] if wide is narrow else [lambda: narrow.tensor().copy_(wide.tensor())]
+
+
+def create(
+    rank: int,
+    world_size: int,
+    device_or_rank: tuple[int | None, int],
+    timeout: float,
+    exchange: Callable[[list[Any]], Sequence[list[Any]]],
+) -> NcclCommunicator:
+    """Return this rank's communicator, on the device of a number or, if that is None, local rank.
+
+    ``exchange`` returns every rank's value, sent as JSON. Raises BackendUnavailable, on all ranks,
+    if one cannot take part, NcclMissing if only NCCL is missing.
+    """
+    found: Device | None = None
+    problem: BackendUnavailable | None = None
+    try:
+        number, local_rank = device_or_rank
+        found = find_device(local_device(local_rank) if number is None else number)
+        open_nccl()
+    except BackendUnavailable as error:
+        problem = error
+
+    def exchange_records(record: bytes) -> Sequence[bytes]:
+        own = None if problem is None else [isinstance(problem, NcclMissing), str(problem)]
+        answers = exchange([own, record.decode()])
+        problems = {rank: each for rank, (each, _) in enumerate(answers) if each is not None}
+        if problems:
+            only_nccl = all(lacks_nccl for lacks_nccl, _ in problems.values())
+            kind = NcclMissing if only_nccl else BackendUnavailable
+            texts = [f"rank {rank}: {text}" for rank, (_, text) in problems.items()]
+            raise kind("; ".join(texts), list(problems))
+        return [record.encode() for _, record in answers]
+
+    call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
+    hosts = [host.decode() for host in exchange_records(host_id().encode())]
+    where = f"init on rank {rank} of {world_size} (nccl)"
+    channel = open_channel(where, rank, hosts, call, exchange_records)
+    assert found is not None, "else exchange_records has raised"
+    comm = NcclCommunicator(rank, world_size, timeout, channel, found)
+    return opened(comm, comm.open, call)
