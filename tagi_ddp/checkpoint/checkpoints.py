@@ -17,8 +17,8 @@ from tagi_ddp.checkpoint.folder import FORMAT, Checkpoint, Folder, label
 from tagi_ddp.checkpoint.generators import states
 from tagi_ddp.checkpoint.loading import Loading, load_last
 from tagi_ddp.checkpoint.owner import Owner
-from tagi_ddp.checkpoint.preemption import SIGNALS, Preempted, Preemption
 from tagi_ddp.checkpoint.parts import Run, communicator_of, is_elastic, states_of
+from tagi_ddp.checkpoint.preemption import SIGNALS, Preempted, Preemption
 from tagi_ddp.checkpoint.tree import Snapshot, check
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators import Communicator, all_gather_object
@@ -151,14 +151,15 @@ class Checkpoints(Closing):
         call it. All ranks then raise `Preempted`, with the exit status 75. In an elastic job ranks
         that have a signal leave, and the others continue; if all have one, they save.
         """
-        if self._preemption is None or self._closed:
+        preemption = self._preemption
+        if preemption is None or self._closed or not preemption.is_due(self._communicator):
             return
         gather = partial(all_gather_object, self._communicator)
-        numbers = self._surviving(partial(self._preemption.due, gather))
+        numbers = self._surviving(partial(preemption.ask, gather))
         if not numbers:
             return
         if self._elastic is not None and not all(numbers):
-            if self._preemption.received is None:
+            if preemption.received is None:
                 return
             raise Preempted
         if self._saved != step:

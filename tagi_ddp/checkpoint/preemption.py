@@ -38,8 +38,10 @@ class Preemption:
         """Receive signals, in the main thread, unless the script has a handler for them."""
         self.received: int | None = None
         self._numbers: list[int] = []
-        self._steps = self._left = 1  # until the ranks ask each other, in all and from now on
-        self._last = time.monotonic()
+        self._communicator: object = None
+        self._steps = 0  # between the last two times that the ranks asked each other
+        self._left = 0  # until they ask again
+        self._last = 0.0
         if threading.current_thread() is threading.main_thread():
             for number in numbers:
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -53,18 +55,24 @@ class Preemption:
         self.received = number
         signal.signal(number, signal.SIG_DFL)
 
-    def due(self, gather: Callable[[Any], list[Any]]) -> list[int]:
-        """Return, after a step of all ranks, the signals of all ranks, 0 for a rank without one.
+    def is_due(self, communicator: object) -> bool:
+        """Count a step; return whether the ranks ask each other after it.
 
-        It is [] if no rank has one, and after most steps, in which the ranks do not ask each other.
+        Ranks of a new ``communicator`` count anew.
+        """
+        if self._communicator is not communicator:
+            self._communicator, self._steps, self._left = communicator, 0, 1
+        self._left -= 1
+        return not self._left
+
+    def ask(self, gather: Callable[[Any], list[Any]]) -> list[int]:
+        """Return the signals of all ranks, 0 for a rank without one; [] if no rank has one.
+
         ``gather`` returns the values of all ranks.
         """
-        self._left -= 1
-        if self._left:
-            return []
-        now = time.monotonic()
-        passed = now - self._last
-        everyone = gather([self.received or 0, passed / self._steps])
+        passed = time.monotonic() - self._last
+        seconds = passed / self._steps if self._steps else _EVERY  # of a step; not known at first
+        everyone = gather([self.received or 0, seconds])
         self._last = time.monotonic()
         slowest = max(seconds for _, seconds in everyone)
         self._steps = self._left = max(1, min(_MOST, int(_EVERY / max(slowest, 1e-6))))

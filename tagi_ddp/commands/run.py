@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from tagi_ddp.checks import count, positive
 from tagi_ddp.commands.parser import CommandParser
-from tagi_ddp.commands.signals import Ended, for_ranks
+from tagi_ddp.commands.signals import Ended, for_ranks, forwarded
 from tagi_ddp.communicators.cores import usable_cores
+from tagi_ddp.elastic.messages import PREEMPTED
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.failure import LaunchError, Restarts
 from tagi_ddp.launcher.nodes import Nodes
@@ -39,7 +40,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         epilog="Signals: SIGUSR1 and SIGUSR2 are passed on to the process of each rank. SIGINT "
         "(Ctrl-C), SIGTERM, SIGHUP and SIGQUIT end all ranks and what they have started. Exit "
         "status: that of the rank that failed first, 128 + the signal's number if one killed it or "
-        "ended the job; 124 after the timeout.",
+        "ended the job; 124 after the timeout; 75 if the ranks have saved a checkpoint after a "
+        "signal (tagi_ddp.checkpoint), which is no failure for --max-restarts.",
     )
     parser.add_argument(
         "-n",
@@ -98,7 +100,9 @@ def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     restarts = Restarts(options.max_restarts)
     try:
         while (status := _attempt(options, nodes, end, restarts)) and restarts.left:
-            restarts.left -= 1
+            if status == PREEMPTED and forwarded:
+                break  # This host ends, too.
+            restarts.left -= status != PREEMPTED
             nodes = _nodes(options, nodes.job if nodes is not None else "")
     except TimeoutError as error:
         _print(str(error))
@@ -106,8 +110,9 @@ def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     except Ended as ended:
         name = signal.Signals(ended.number).name
         what = "interrupted" if ended.number == signal.SIGINT else f"received {name}"
-        _print(f"{what}; all ranks were ended")
-        return 128 + ended.number
+        saved = ended.code == PREEMPTED
+        _print(f"{what}; all ranks {'have saved a checkpoint and' if saved else 'were'} ended")
+        return PREEMPTED if saved else 128 + ended.number
     except BrokenPipeError:  # The reader has ended: `tagi-ddp run ... | head`.
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -165,6 +170,8 @@ def _attempt(
     except LaunchError as error:
         # The rank has printed its traceback itself.
         text = f"rank {error.rank} failed first" if error.traceback else str(error)
+        if error.exitcode == PREEMPTED:
+            text = "the ranks have saved a checkpoint, as a signal announced the end"
         then = "ended, and start again" if restarts.left else "ended"
         _print(f"{text}; all ranks were {then}")
         return 128 - error.exitcode if error.exitcode < 0 else error.exitcode

@@ -14,6 +14,9 @@ _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 for_ranks: list[int] = []
 """Signals for the ranks that have not been sent to them yet, in order of arrival."""
 
+forwarded: list[int] = []
+"""All signals for the ranks that have arrived."""
+
 
 _ended_at = -math.inf
 
@@ -54,3 +57,4 @@ def _end(number: int, _: FrameType | None) -> None:
 
 def _keep(number: int, _: FrameType | None) -> None:
     for_ranks.append(number)
+    forwarded.append(number)

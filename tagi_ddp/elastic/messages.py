@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
 PREEMPTED = 75
 """The exit status of a rank that has saved a checkpoint, as a signal announced its end.
 

@@ -19,7 +19,7 @@ from typing import IO
 
 from tagi_ddp.communicators.cores import usable_cores
 from tagi_ddp.elastic.membership import ElasticPolicy, name_of, number_of
-from tagi_ddp.elastic.messages import rank_variables
+from tagi_ddp.elastic.messages import PREEMPTED, rank_variables
 from tagi_ddp.environment import shows_bars
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
 from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job
@@ -50,19 +50,26 @@ def supervise(
     pickled results, or None for each rank of a script. Raise LaunchError for the first rank that
     failed, TimeoutError after ``timeout`` seconds, OSError if the ranks' output cannot be written.
     In all cases the ranks have then ended, with all processes that they started. A signal handler
-    may append to ``signals``: those are sent to the process of each rank.
+    may append to ``signals``: those are sent to the process of each rank. It may raise SystemExit:
+    ranks that save a checkpoint then have time for it, and if all have, its code is `PREEMPTED`.
 
     A job is elastic if its ranks join a group (`elastic.rendezvous`): the others go on when a rank
     is lost, and a new rank replaces it while ``restarts`` are left.
     """
     team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
+    ended: SystemExit | None = None  # by a signal
     try:
         team.start(command, nprocs, pass_fds)
         failure = team.watch(timeout, needs_result=command[0] == "call")
+    except SystemExit as error:
+        ended = error
+        raise
     finally:
         # A second Ctrl-C, during any of these calls, only shortens the ranks' grace period.
         try:
-            team.terminate()
+            team.terminate(graceful=ended is not None)
+            if ended is not None and team.is_preempted():
+                ended.code = PREEMPTED
         finally:
             try:
                 team.kill()
@@ -150,6 +157,8 @@ class _Team:
         message = json.loads(data) if data else None
         if message is not None and "outlives" in message:
             rank.outlives = message["outlives"]
+        elif message is not None and "grace" in message:
+            rank.grace = message["grace"]
         elif self._job is not None:
             self._job.receive(rank.name, message, time.monotonic())
         elif self._nodes is not None and message is not None:
@@ -205,7 +214,7 @@ class _Team:
         what = "failed" if failure.traceback else failure.text
         then = "the others go on"
         if self._restarts.left:
-            self._restarts.left -= 1
+            self._restarts.left -= failure.exitcode != PREEMPTED
             self._start_ranks([rank.start])
             then += ", and a new one starts"
         self._print(f"rank {rank.number} {what}; {then}")
@@ -287,11 +296,22 @@ class _Team:
             self._nodes.end(verdict)
         return verdict
 
-    def terminate(self) -> None:
-        """Send SIGTERM to every remaining process, and wait a few seconds for the ranks."""
+    def is_preempted(self) -> bool:
+        """Return whether all ranks have saved a checkpoint after a signal."""
+        return bool(self.ranks) and all(rank.exitcode == PREEMPTED for rank in self.ranks)
+
+    def terminate(self, graceful: bool) -> None:
+        """Send SIGTERM to every remaining process, and wait a few seconds for the ranks.
+
+        If ``graceful``, ranks that save a checkpoint have the time that they have asked for.
+        """
         for rank in self.ranks:
-            rank.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE
+            if graceful and rank.grace:
+                rank.forward_signal(signal.SIGTERM)  # It may need the processes that it started.
+            else:
+                rank.send_signal(signal.SIGTERM)
+        grace = max((rank.grace for rank in self.ranks if graceful), default=0.0)
+        deadline = time.monotonic() + max(grace, _GRACE)
         while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
             self._read_pipes(_TICK)
             for rank in self.ranks:

@@ -111,10 +111,13 @@ class CheckpointConfig(Config):
     Args:
         save_every_n_steps: the number of steps between checkpoints; None: only at the end.
         only_save_most_recent: remove older checkpoints.
+        save_on_signal: after SIGTERM or SIGUSR1 on any rank, save after the step in progress and
+            end all ranks with the exit status 75.
     """
 
     save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
     only_save_most_recent: bool = False
+    save_on_signal: bool = True
 
 
 @dataclass

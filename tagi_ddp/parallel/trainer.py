@@ -17,6 +17,7 @@ from torch import nn
 from tagi_ddp.checkpoint import Checkpoints
 from tagi_ddp.checkpoint.folder import Checkpoint
 from tagi_ddp.checks import integer
+from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
 from tagi_ddp.environment import rank_and_size
@@ -146,13 +147,12 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             CheckpointError: on all ranks, if one could not write or read a checkpoint; after the
                 first step also if a part cannot be saved, which the text names.
         """
-        rank, size = self.rank, self.world_size
         is_module = isinstance(model, nn.Module)
         with self._all_raise(is_module):
             check_factory(optimizer, is_module)
             integer("epochs", epochs, 0)
             batch_size, seed = integer("batch_size", batch_size, 1), integer("seed", seed, 0)
-            needy = size if is_module else 1  # torch needs a sample on every rank
+            needy = self.world_size if is_module else 1  # torch needs a sample on every rank
             length = check_data("data", data, batch_size, needy)
             if held_out is not None:
                 check_data("held_out", held_out, batch_size, needy)
@@ -168,7 +168,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             if self._resumed is not None or not self._stands_by:
                 self._in_folder(_CHECKPOINTS).go_on(self._resumed)
                 self._resumed = None
-            sampler = DistributedSampler(length, size, rank, seed=seed)
+            sampler = self._sampler_of(data, seed, batch_size)
             losses: list[float] = []
             self.should_stop, self._unchecked = False, not self._stands_by
             while self.state.epoch < epochs and not self.should_stop:
@@ -190,6 +190,19 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             for callback in self._callbacks.values():
                 callback.on_train_end(self)
         return losses
+
+    def _sampler_of(self, data: Data, seed: int, batch_size: int) -> DistributedSampler:
+        """Return the sampler; raise RanksDiffer, on all ranks, if their data or settings differ."""
+        rows: Any = data[0] if isinstance(data, tuple | list) else data
+        sampler = DistributedSampler(rows, self.world_size, self.rank, seed=seed)
+        sampler.begin(batch_size)
+        if self.world_size > 1:
+            remedy = "Give the same data and arguments on all ranks."
+            group = self._part().communicator
+            with all_or_none(group, "arguments of train()", remedy) as same:
+                for entry in sampler.description:
+                    same(*entry)
+        return sampler
 
     def evaluate(self, data: Data, *, batch_size: int) -> float:
         """Return the mean loss of `task_model` over all samples, on all ranks; do not train."""
@@ -325,6 +338,8 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         every = self.config.checkpoint.save_every_n_steps
         if every and self.state.num_steps % every == 0:
             self.save_checkpoint(_CHECKPOINTS)
+        if not self._stands_by:
+            self._in_folder(_CHECKPOINTS).after_step(self.state.num_steps)
 
     def save_checkpoint(self, folder: str) -> None:
         """Write a checkpoint to ``exp_dir/<folder>``, unless it has the present step's; collective.
@@ -335,14 +350,19 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             self._saved[folder] = self.state.num_steps
             self._in_folder(folder).save(self.state.num_steps)
 
+    def _part(self) -> Training:
+        """Return the part of a checkpoint that holds the training."""
+        state = self.state, self._callbacks
+        return Training(self.task_model, self._optimizer, *state, self.world_size)
+
     def _in_folder(self, name: str) -> Checkpoints:
         """Return the checkpoints of a folder in `exp_dir`; a collective call."""
         if name not in self._folders:
             only_last = name != _CHECKPOINTS or self.config.checkpoint.only_save_most_recent
-            made = self.task_model, self._optimizer, self.state, self._callbacks, self.world_size
             keep = 1 if only_last else sys.maxsize
+            warned = name == _CHECKPOINTS and self.config.checkpoint.save_on_signal
             self._folders[name] = Checkpoints(
-                self.exp_dir / name, {PART: Training(*made)}, keep=keep
+                self.exp_dir / name, {PART: self._part()}, keep=keep, on_signal=warned
             )
         return self._folders[name]
 

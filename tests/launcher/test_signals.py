@@ -134,14 +134,17 @@ def test_a_second_interrupt_at_any_call_leaves_nothing(tmp_path, monkeypatch, ti
 
     calls = [_Team.terminate, _Team.kill][:times]
 
-    def interrupted(call, team):
+    def wrapper_of(function, call):
+        return lambda *arguments, **options: function(call, *arguments, **options)
+
+    def interrupted(call, *arguments, **options):
         if call in calls:
             calls.remove(call)
             raise KeyboardInterrupt
-        call(team)
+        call(*arguments, **options)
 
     for call in list(calls):
-        monkeypatch.setattr(_Team, call.__name__, lambda team, call=call: interrupted(call, team))
+        monkeypatch.setattr(_Team, call.__name__, wrapper_of(interrupted, call))
     with pytest.raises(KeyboardInterrupt):
         launch(fn, 1, timeout=LIMIT)
     assert calls == []

@@ -1,4 +1,4 @@
-"""One warning where all ranks train on the same rows, whose deltas are summed."""
+"""The ranks' data in their first step: shares of one order, and not the same rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pytagi.nn import Linear, Sequential
 from support.networks import NETWORKS, fresh
 from support.rank_pool import RankPool
 
-from tagi_ddp import DDPSequential, OutputUpdater
+from tagi_ddp import DDPSequential, DistributedSampler, OutputUpdater
+from tagi_ddp.communicators.equality import RanksDiffer
 
 Rows = list[list[int]]  # of each step; those of a batch of which all ranks have a copy
 
@@ -83,3 +85,55 @@ def test_only_where_all_that_have_rows_have_the_same(
     first, *others = shm.run(warned, way, rows, options, size=len(rows))
     assert [len(each) for each in others] == [0] * (len(rows) - 1)
     assert [text[:8] for text in first] == ([f"{count} ranks "] if count else [])
+
+
+X = np.arange(80, dtype=np.float32).reshape(40, 2)
+ORDERS: dict[str, list[dict[str, Any]]] = {
+    "seed": [{}, {"seed": 1}],
+    "shuffle": [{}, {"shuffle": False}],
+    "length": [{}, {"dataset": X[:39]}],
+    "data": [{}, {"dataset": X[::-1].copy()}],
+    "global_batch_size": [{}, {"size": 12}],
+}
+
+
+def learn_shares(comm: Any, settings: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """Return the error of steps on shares that are drawn by these settings of the ranks."""
+    own = {"dataset": X, "size": 10, **settings[comm.rank]}
+    size = own.pop("size")
+    sampler = DistributedSampler(
+        own.pop("dataset"), own.pop("num_replicas", comm.size), own.pop("rank", comm.rank), **own
+    )
+    try:
+        with DDPSequential(Sequential(Linear(2, 1)), communicator=comm, **options) as model:
+            for _, share in sampler.steps(size, 2):
+                model.learn(X[share], X[share, :1], 0.1)
+    except RanksDiffer as error:
+        return str(error)
+    return ""
+
+
+REDUCTIONS: list[dict[str, Any]] = [
+    SUMS,
+    {"average": True},
+    {"reduction": "precision", "sync_every": 2},
+]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("options", REDUCTIONS, ids=["sum", "mean", "merges"])
+def test_shares_of_different_orders(shm: RankPool, name: str, options: dict[str, Any]) -> None:
+    for text in shm.run(learn_shares, ORDERS[name], options, size=2):
+        assert text.startswith(f"the ranks' samplers differ, first at {name} of rank 1: "), text
+
+
+@pytest.mark.parametrize("options", REDUCTIONS, ids=["sum", "mean", "merges"])
+def test_data_of_their_own(shm: RankPool, options: dict[str, Any]) -> None:
+    """And equal orders, and a data set without rows that can be compared."""
+    alone = {"num_replicas": 1, "rank": 0}
+    for settings in (
+        [{**alone, "seed": 0}, {**alone, "seed": 1}],
+        [{}, {}],
+        [{"dataset": 40}, {"dataset": 40}],
+    ):
+        assert shm.run(learn_shares, settings, options, size=2) == ["", ""]
