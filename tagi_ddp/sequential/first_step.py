@@ -11,6 +11,7 @@ import numpy as np
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, first_difference
 from tagi_ddp.data.sampler import last_drawn
+from tagi_ddp.trace.timeline import traced
 
 
 class FirstStep:
@@ -35,6 +36,7 @@ class FirstStep:
             digest = hashlib.blake2b(rows.data, digest_size=8).hexdigest()
             self._digest = digest if rows.size else ""
 
+    @traced("waiting")
     def compare(self, steps: bool) -> None:
         """Compare all ranks; a collective call. ``steps``: True if this rank makes a step.
 

@@ -264,6 +264,7 @@ def forget_a_part(comm: Any) -> Report | None:
 
 
 def init_without_last(comm: Any, settings: dict[str, Any]) -> Timed | None:
+    comm.barrier(timeout=10)  # so that only the last rank is late
     if comm.rank == comm.size - 1:
         comm.barrier(timeout=10)
         return None
