@@ -116,11 +116,6 @@ def saved(folder: Path) -> list[int]:
     return [int(path.name.split("-")[-1]) for path in folder.glob("*/[0-9]*-step-*")]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {}
-
-
 CASES = [
     (SAMPLER, "launcher", signal.SIGTERM),
     (SAMPLER, "rank", signal.SIGUSR1),
@@ -131,10 +126,19 @@ CASES = [
 ]
 NAMES = {SAMPLER: "sampler", BY_HAND: "by hand", MERGES: "merges", ELASTIC: "elastic"}
 NAMES[TRAINER] = "trainer"
+RANK = "rank", signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
-    ("script", "target", "number"), CASES, ids=[f"{NAMES[s]}-{t}-{n.name}" for s, t, n in CASES]
+    ("script", "target", "number"),
+    [
+        pytest.param(
+            *case,
+            id=f"{NAMES[case[0]]}-{case[1]}-{case[2].name}",
+            marks=[pytest.mark.slow] if case[0] in (BY_HAND, MERGES) or case[1:] == RANK else [],
+        )
+        for case in CASES
+    ],
 )
 def test_one_checkpoint_and_the_same_end(
     tmp_path: Path, script: str, target: str, number: int
