@@ -35,7 +35,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "tagi_ddp.checkpoint": {
         "Checkpoints": "Checkpoints read_tree",
-        "Errors": "CheckpointError DamagedFile",
+        "Errors": "CheckpointError DamagedFile Preempted",
     },
     "tagi_ddp.sklearn": {"Estimators": "TAGIRegressor TAGIClassifier"},
     "tagi_ddp.parallel": {

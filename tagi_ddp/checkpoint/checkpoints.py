@@ -54,7 +54,8 @@ class Checkpoints(Closing):
             same when resuming: with another size of the first batch it raises ValueError.
         on_signal: after SIGTERM or SIGUSR1 on any rank, save after the step in progress and end all
             ranks with the exit status 75; see `after_step`. A function returns the ``extra`` of
-            that checkpoint. It replaces no handler of the script, and works in the main thread.
+            that checkpoint. It replaces no handler of the script, and works in the main thread,
+            from the first step on.
         generators: the script's random number generators, by name: numpy's, Python's, torch's. The
             global generators of all three are always saved.
 
@@ -96,7 +97,8 @@ class Checkpoints(Closing):
             number = self._own(join)
         self._number = number  # that of the next checkpoint
         self._extra = on_signal if callable(on_signal) else None
-        self._preemption = Preemption(SIGNALS) if on_signal else None
+        self._warned = bool(on_signal)
+        self._preemption: Preemption | None = None  # from the first `after_step` on
         # Ranks with samplers of their own may make different numbers of steps.
         shared = sampler is not None and sampler.num_replicas == self._communicator.size
         if sampler is not None and on_signal and (shared or self._elastic is not None):
@@ -151,8 +153,10 @@ class Checkpoints(Closing):
         call it. All ranks then raise `Preempted`, with the exit status 75. In an elastic job ranks
         that have a signal leave, and the others continue; if all have one, they save.
         """
-        preemption = self._preemption
-        if preemption is None or self._closed or not preemption.is_due(self._communicator):
+        if self._closed or not self._warned:
+            return
+        preemption = self._preemption = self._preemption or Preemption(SIGNALS)
+        if not preemption.is_due(self._communicator):
             return
         gather = partial(all_gather_object, self._communicator)
         numbers = self._surviving(partial(preemption.ask, gather))
@@ -164,8 +168,9 @@ class Checkpoints(Closing):
             raise Preempted
         if self._saved != step:
             self.save(step, None if self._extra is None else self._extra())
-        self.wait()
-        raise Preempted
+        if self._saved == step:  # In an elastic job it may be that the step is not made yet.
+            self.wait()
+            raise Preempted
 
     def _save(self, step: int, extra: Any) -> None:
         with self._agree(wait=True) as same:
@@ -226,8 +231,9 @@ class Checkpoints(Closing):
         Raise CheckpointError if the file could not be written.
         """
         self._closed = True
-        if self._preemption is not None:
-            self._preemption.close()
+        sampler = self._run.sampler
+        if sampler is not None and sampler.after_step == self.after_step:
+            sampler.after_step = None
         try:
             self._finish()
         except Exception as error:
@@ -236,6 +242,8 @@ class Checkpoints(Closing):
             self._made.close()
             if self._writing is None:
                 self._owner.release()
+            if self._preemption is not None:
+                self._preemption.close()
 
     def _finish(self) -> None:
         """Wait for the file that is being written."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +23,10 @@ _MOST = 1000  # steps between those
 
 
 class Preempted(SystemExit):
-    """The end of a rank after a signal: all ranks have saved a checkpoint. The status is 75."""
+    """The end of a rank after a signal, with the status 75.
+
+    All ranks have saved a checkpoint, or this rank leaves the others of an elastic job.
+    """
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED)
@@ -30,13 +35,14 @@ class Preempted(SystemExit):
 class Preemption:
     """The signals of this process that announce its end, and the ranks' agreement on them.
 
-    A signal is kept until all ranks are between the same two steps. The second signal of a kind has
-    the effect that it has without this object.
+    A signal is kept until all ranks are between the same two steps; if there is no such step, it
+    has its usual effect in `close`. So does the second signal of a kind, and one to a fork.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """Receive signals, in the main thread, unless the script has a handler for them."""
         self.received: int | None = None
+        self._process = os.getpid()
         self._numbers: list[int] = []
         self._communicator: object = None
         self._steps = 0  # between the last two times that the ranks asked each other
@@ -47,13 +53,19 @@ class Preemption:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self._receive)
                     self._numbers.append(number)
+        self._ask_for_grace(GRACE)
+
+    def _ask_for_grace(self, seconds: float) -> None:
         launcher = launcher_connection()
         if launcher is not None and self._numbers:
-            launcher.ask_for_grace(GRACE)
+            launcher.ask_for_grace(seconds)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
         signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == self._process:
+            self.received = number
+        else:
+            signal.raise_signal(number)
 
     def is_due(self, communicator: object) -> bool:
         """Count a step; return whether the ranks ask each other after it.
@@ -80,8 +92,11 @@ class Preemption:
         return numbers if any(numbers) else []
 
     def close(self) -> None:
-        """Restore the default effect of the signals."""
+        """Restore the effect of signals; one that has come has it now, unless an error is raised."""
         for number in self._numbers:
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, signal.SIG_DFL)
+        self._ask_for_grace(0.0)
         self._numbers = []
+        if self.received is not None and sys.exc_info()[0] is None:
+            signal.raise_signal(self.received)

@@ -160,6 +160,7 @@ def _attempt(
     options: argparse.Namespace, nodes: Nodes | None, end: float | None, restarts: Restarts
 ) -> int:
     """Run all ranks once; return the job's exit status."""
+    forwarded.clear()
     kind = "module" if options.module else "script"
     command = [kind, options.target, *options.arguments]
     timeout = None if end is None else max(0.0, end - time.monotonic())

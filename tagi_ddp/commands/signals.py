@@ -15,7 +15,7 @@ for_ranks: list[int] = []
 """Signals for the ranks that have not been sent to them yet, in order of arrival."""
 
 forwarded: list[int] = []
-"""All signals for the ranks that have arrived."""
+"""The signals for the ranks that have arrived since the ranks were started."""
 
 
 _ended_at = -math.inf

@@ -10,13 +10,11 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats, require_rows, require_variances, shape_of
 from tagi_ddp.compute.computes import Compute, Computes
-from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.compute.sorted_labels import SortedLabels
 from tagi_ddp.engine.buffers import FloatArray, HiddenStates, read_states
 from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
-from tagi_ddp.replica import Replica
 
 
 class Early(Protocol):
@@ -42,18 +40,10 @@ class LocalNetwork:
     misfit: the error of an innovation of the wrong size, and the buffer that it has replaced.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        replica: Replica,
-        make_bucket: Callable[[], FloatArray],
-        chosen: Choice,
-        device: str,
-        precision: Precision,
-    ) -> None:
-        """Compute ``model``, whose state is ``replica``; see `Computes`."""
+    def __init__(self, model: Any, computes: Computes) -> None:
+        """Compute ``model`` by one of ``computes``."""
         self.model = model
-        self.computes = Computes(model, replica, make_bucket, chosen, device, precision)
+        self.computes = computes
         self.replica = self.compute.replica
         self.accumulation = Accumulation(self.replica)
         self.rollback = Rollback(model, self.computes, self.replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, Literal
@@ -13,14 +14,15 @@ import numpy.typing as npt
 from tagi_ddp.checks import integer
 from tagi_ddp.environment import rank_and_size
 
-_ROWS = 16  # rows of the data that all ranks compare
+_ROWS, _NUMBERS = 16, 1024  # rows of the data that all ranks compare, and numbers of each
 
-_last: weakref.ref[DistributedSampler] | None = None
+_thread = threading.local()
 
 
 def last_drawn() -> DistributedSampler | None:
-    """Return the sampler that drew last in this process, if it is still in use."""
-    return None if _last is None else _last()
+    """Return the sampler that drew last in this thread, if it is still in use."""
+    last: weakref.ref[DistributedSampler] | None = getattr(_thread, "last", None)
+    return None if last is None else last()
 
 
 class DistributedSampler:
@@ -127,8 +129,7 @@ class DistributedSampler:
         return size
 
     def _is_last(self) -> None:
-        global _last
-        _last = weakref.ref(self)
+        _thread.last = weakref.ref(self)
 
     def _refuse(self, size: int) -> None:
         sizes = " or ".join(map(str, sorted(self._before)))
@@ -217,13 +218,18 @@ def share_of(count: int, rank: int, ranks: int) -> slice:
 def _digest_of(dataset: Any, length: int, seed: int) -> str:
     """Return a hash of some rows of an array or a tensor, or of a TensorDataset; "" of others."""
     arrays = getattr(dataset, "tensors", [dataset])
-    if not length or not all(hasattr(a, "dtype") and hasattr(a, "shape") for a in arrays):
+    if not length or not all(map(_has_rows, arrays)):
         return ""
-    rows = np.random.default_rng(seed).integers(0, length, _ROWS)
     digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        for row in rows:
-            value = array[int(row)]
-            value = value.detach().cpu() if hasattr(value, "detach") else value
-            digest.update(np.ascontiguousarray(value).tobytes())
+    for row in np.random.default_rng(seed).integers(0, length, _ROWS):
+        for array in arrays:
+            digest.update(repr(array[int(row)].reshape(-1)[:_NUMBERS].tolist()).encode())
     return digest.hexdigest()
+
+
+def _has_rows(array: Any) -> bool:
+    """Return whether it is an array or a tensor of numbers or texts, as each rank has them."""
+    if isinstance(array, np.ndarray):
+        return array.ndim > 0 and not array.dtype.hasobject
+    dense = str(getattr(array, "layout", "")) == "torch.strided"
+    return dense and array.ndim > 0 and hasattr(array, "__dlpack__")

@@ -15,6 +15,7 @@ from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.communicators.single import SingleCommunicator
 from tagi_ddp.compute.choose import choose
+from tagi_ddp.compute.computes import Computes
 from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.compute.sorted_labels import SortedLabels
@@ -173,12 +174,13 @@ class DDPSequential(SequentialInterface, Closing):
         size = replica.parameters.size
         # The shared memory of a group ends with the group.
         make_bucket = replica.zeros if rendezvous else partial(host_bucket, communicator, size)
-        local = LocalNetwork(model, replica, make_bucket, chosen, device, precision)
+        computes = Computes(model, replica, make_bucket, chosen, device, precision)
+        local = LocalNetwork(model, computes)
         local.labels = SortedLabels() if self._config.rank == 0 else None
         super().__init__(local)
-        threads = threads_for(model, local.replica, communicator)
+        threads, shares_cores = threads_for(model, local.replica, communicator)
         if threads:
-            local.computes.set_threads(threads)
+            computes.set_threads(threads)
         first = None
         self._run_state = RunState(local, ranks, options)
         self._files = ParameterFiles(model, local.replica, ranks)
@@ -191,7 +193,7 @@ class DDPSequential(SequentialInterface, Closing):
                 local.replica,
                 reduction.average,
                 local.rollback,
-                local.computes.bucket,
+                computes.bucket,
                 reduction.sharded,
             )
             if reduction.merges:
@@ -209,7 +211,7 @@ class DDPSequential(SequentialInterface, Closing):
                 options,
                 rendezvous,
                 self._config,
-                threads is not None,
+                shares_cores,
                 self.merge,
             )
         self._merges = Merges(ranks, local.replica, self._elastic)

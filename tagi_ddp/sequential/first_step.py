@@ -43,17 +43,16 @@ class FirstStep:
         Raise RanksDiffer, on all ranks, if their samplers share out the same samples in different
         orders. Warn on rank 0 if two or more have rows, and all the same.
         """
-        size = self._communicator.size
-        sampler = last_drawn()
-        shares = steps and sampler is not None and sampler.num_replicas == size
-        own: list[Entry] = sampler.description if sampler is not None and shares else []
+        sampler = last_drawn() if steps else None
+        if sampler is not None and sampler.num_replicas != self._communicator.size:
+            sampler = None  # It does not share out over these ranks.
+        own: list[Entry] = [] if sampler is None else sampler.description
         found = all_gather_object(self._communicator, [self._digest if steps else "", own])
-        described = [(rank, [tuple(e) for e in theirs]) for rank, (_, theirs) in enumerate(found)]
-        described = [(rank, theirs) for rank, theirs in described if theirs]
-        for rank, theirs in described[1:]:
-            first, expected = described[0]
+        shared = {rank: [*map(tuple, theirs)] for rank, (_, theirs) in enumerate(found) if theirs}
+        first = min(shared, default=0)
+        for rank, theirs in shared.items():
             names = f"rank {first}", f"rank {rank}"
-            if difference := first_difference(expected, theirs, names):
+            if difference := first_difference(shared[first], theirs, names):
                 raise RanksDiffer(
                     f"the ranks' samplers differ, first at {difference}. Give DistributedSampler "
                     "the same data and arguments on all ranks; for ranks with data of their own "

@@ -105,10 +105,13 @@ def _local_device(config: DDPConfig) -> int:
     return config.device_ids[local]
 
 
-def threads_for(model: Any, replica: Replica, communicator: Communicator) -> int | None:
-    """Return this rank's share of the cores; None if the user has set the number of threads.
+def threads_for(
+    model: Any, replica: Replica, communicator: Communicator
+) -> tuple[int | None, bool]:
+    """Return the number of threads of this rank, and whether it is its share of the cores.
 
-    That is by the engine's ``set_threads``, or by OMP_NUM_THREADS, which the engine then gets.
+    It is None if the user has set the engine's threads, which then stay, or what OMP_NUM_THREADS
+    says, unless our launcher has set that.
     """
     layers = {layer.handle.num_threads for layer in replica.layers}
     share = topology_of(communicator).share_of_cores(communicator.rank)
@@ -116,12 +119,11 @@ def threads_for(model: Any, replica: Replica, communicator: Communicator) -> int
         _ENGINE_DEFAULT_THREADS,
         {_LAYER_DEFAULT_THREADS},
     ):
-        return None
+        return None, False
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if threads.isdecimal() and int(threads) > 0 and threads != setting("THREADS"):
-        model.set_threads(int(threads))
-        return None
-    return share
+        return int(threads), False
+    return share, True
 
 
 def require_sequential(model: Any) -> None:

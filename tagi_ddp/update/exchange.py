@@ -151,12 +151,13 @@ class InSharedMemory(Exchange):
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Agree, reduce and apply."""
+        if timeline is None:
+            return self._end(samples, *self.step(samples, finished))
         begin, waited = time.monotonic(), self._memory.seconds_waited
         agreement, culprit = self.step(samples, finished)
-        if timeline is not None:
-            end, middle = time.monotonic(), begin + self._memory.seconds_waited - waited
-            timeline.add("waiting", begin, middle)  # The waits for other ranks, as one.
-            timeline.add("reducing and applying", middle, end)
+        end, middle = time.monotonic(), begin + self._memory.seconds_waited - waited
+        timeline.add("waiting", begin, middle)  # The waits for other ranks, as one.
+        timeline.add("reducing and applying", middle, end)
         return self._end(samples, agreement, culprit)
 
 

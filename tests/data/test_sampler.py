@@ -1,11 +1,19 @@
 """The sampler's promises for any length and number of ranks."""
 
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from tagi_ddp.data import DistributedSampler
+from tagi_ddp.data.sampler import last_drawn
 
 LENGTHS = st.integers(0, 60)
 RANKS = st.integers(1, 6)
@@ -121,3 +129,63 @@ def test_steps_are_numbered_over_all_epochs(
 def test_wrong_steps(arguments: tuple[int, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         list(DistributedSampler(3, 1, 0).steps(*arguments))
+
+
+ROWS: dict[str, Callable[[], Any]] = {
+    "floats": lambda: np.arange(24.0).reshape(12, 2),
+    "numbers": lambda: np.arange(12),
+    "texts": lambda: np.array(["a", "b", "c"] * 4),
+    "bfloat16": lambda: torch.arange(12).bfloat16(),
+    "complex with gradients": lambda: torch.randn(12, 2, dtype=torch.cfloat, requires_grad=True),
+    "a TensorDataset": lambda: TensorDataset(torch.arange(12), torch.arange(12.0)),
+}
+WITHOUT = {
+    "a length": lambda: 12,
+    "a list": lambda: [0] * 12,
+    "a Series": lambda: Series(),
+    "objects": lambda: np.array([object()] * 12),
+    "a sparse tensor": lambda: torch.eye(12).to_sparse(),
+}
+
+
+class Series:
+    """Rows by labels, as pandas has them."""
+
+    dtype, shape = np.dtype(float), (12,)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, label: int) -> float:
+        raise KeyError(label)
+
+
+@pytest.mark.parametrize("kind", [*ROWS, *WITHOUT])
+def test_rows_that_all_ranks_compare(kind: str) -> None:
+    """The hash is that of equal rows, in any memory, and of others in another order."""
+    torch.manual_seed(0)
+    rows = {**ROWS, **WITHOUT}[kind]()
+    digest = dict(DistributedSampler(rows, 2, 0).description)["data"]
+    if kind in WITHOUT:
+        assert digest == ""
+        return
+    assert digest == dict(DistributedSampler(copy.deepcopy(rows), 2, 1).description)["data"]
+    order = [*range(1, 12), 0]
+    other = rows[order] if not hasattr(rows, "tensors") else TensorDataset(*rows[order])
+    assert digest != dict(DistributedSampler(other, 2, 0).description)["data"]
+
+
+def test_each_thread_has_its_last_sampler() -> None:
+    own = DistributedSampler(8, 1, 0)
+    own.batches(4)
+    found: list[Any] = []
+
+    def draw() -> None:
+        found.append(last_drawn())
+        DistributedSampler(8, 1, 0).batches(2)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    thread.join(30)
+    assert found == [None]
+    assert last_drawn() is own

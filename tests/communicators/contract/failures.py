@@ -147,8 +147,7 @@ def late_for_one(comm: Any, folder: Path) -> Timed | None:
 
 def give_up_first(comm: Any, folder: Path) -> Timed | None:
     limit = LIMIT if comm.rank == 0 else 5 * LIMIT
-    call = lambda: comm.broadcast(ones(), 0, timeout=limit)  # noqa: E731
-    return wait_without_the_last(comm, folder, call)
+    return wait_without_the_last(comm, folder, lambda: comm.broadcast(ones(), 0, timeout=limit))
 
 
 def late_for_all(comm: Any, folder: Path) -> Timed | None:
