@@ -92,7 +92,7 @@ class Preemption:
         return numbers if any(numbers) else []
 
     def close(self) -> None:
-        """Restore the effect of signals; one that has come has it now, unless an error is raised."""
+        """Restore the effect of signals; one that has come has it now, unless an error rises."""
         for number in self._numbers:
             if signal.getsignal(number) == self._receive:
                 signal.signal(number, signal.SIG_DFL)
