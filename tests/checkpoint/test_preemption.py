@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,23 +188,32 @@ def test_one_warned_rank_of_an_elastic_job_leaves(tmp_path: Path) -> None:
     assert "rank 1 ended with exit status 75; the others go on" in text
 
 
+@pytest.fixture
+def usual_effects() -> Iterator[None]:
+    """SIGUSR1 and SIGUSR2 end a process, although the one that started the tests ignores them."""
+    numbers = signal.SIGUSR1, signal.SIGUSR2
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_effects")
 def test_a_handler_of_the_script_stays() -> None:
     received: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
-    try:
-        preemption = Preemption((signal.SIGUSR1, signal.SIGUSR2))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert received == [signal.SIGUSR1]
-        assert preemption.received is None
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert preemption.received == signal.SIGUSR2
-        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL  # the next one ends the process
-        preemption.received = None  # else it would end this process now
-        preemption.close()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    preemption = Preemption((signal.SIGUSR1, signal.SIGUSR2))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert received == [signal.SIGUSR1]
+    assert preemption.received is None
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert preemption.received == signal.SIGUSR2
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL  # the next one ends the process
+    preemption.received = None  # else it would end this process now
+    preemption.close()
 
 
+@pytest.mark.usefixtures("usual_effects")
 def test_a_fork_ends_at_the_first_signal() -> None:
     """Workers of a loader are ended by SIGTERM."""
     preemption = Preemption((signal.SIGUSR2,))

@@ -73,6 +73,7 @@ def interrupt_operation(comm: Any, operation: str, action: str, by: str) -> tupl
     began = time.monotonic()
     outcomes: list[Any] = []
     timer: threading.Timer | None = None
+    before = signal.getsignal(signal.SIGUSR2)
     if comm.rank == 0:
 
         def interrupt() -> None:
@@ -98,7 +99,7 @@ def interrupt_operation(comm: Any, operation: str, action: str, by: str) -> tupl
         if timer is not None:
             timer.join(2 * LIMIT)
             assert not timer.is_alive(), "the second thread hangs"
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR2, before)
     assert all(each is None or isinstance(each, CommunicatorError) for each in outcomes), outcomes
     assert outcome is None or isinstance(outcome, CommunicatorError), outcome
     return type(outcome).__name__, time.monotonic() - began
