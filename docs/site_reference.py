@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS: dict[str, dict[str, str]] = {
     "tagi_ddp": {
         "Training": "DDPSequential DDPConfig accelerate map_networks OutputUpdater",
-        "Data": "DistributedSampler prepare reduce_metrics gather log progress",
+        "Data": "DistributedSampler prepare reduce_metrics gather log progress seed_ranks",
         "Launching": "launch",
         "Communicators": "init Communicator",
         "Errors": "CommunicatorError Timeout PeerLost Mismatch BackendUnavailable NotFiniteError "

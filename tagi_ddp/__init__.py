@@ -35,7 +35,15 @@ if TYPE_CHECKING:
         Timeout,
     )
     from tagi_ddp.communicators.init import init
-    from tagi_ddp.data import DistributedSampler, gather, log, prepare, progress, reduce_metrics
+    from tagi_ddp.data import (
+        DistributedSampler,
+        gather,
+        log,
+        prepare,
+        progress,
+        reduce_metrics,
+        seed_ranks,
+    )
     from tagi_ddp.launcher.failure import LaunchError
     from tagi_ddp.launcher.launch import launch
     from tagi_ddp.sequential import (
@@ -78,6 +86,7 @@ __all__ = [
     "prepare",
     "progress",
     "reduce_metrics",
+    "seed_ranks",
 ]
 
 # The packages that define the names above. Packages are imported on first use: numpy takes longer

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp._backend import are_variances
 
+_DLPACK_HOST = 1  # the number of the host among the kinds of device
 FLOAT32 = np.dtype(np.float32)  # kept, as numpy would look it up for each call
 
 
@@ -67,6 +68,9 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
     if type(value) is np.ndarray and value.dtype is FLOAT32 and value.flags.carray:
         return value if value.ndim == 1 else value.reshape(-1)
     torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        value = _from_dlpack(value)
+        torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         flat = value.detach().reshape(-1)
         if keep_tensors:
@@ -82,6 +86,17 @@ def flat_floats(name: str, value: ArrayLike, keep_tensors: bool) -> Any:
         if isinstance(value, np.ndarray):
             got = f"an array of dtype {value.dtype}"
         raise TypeError(f"{name} must be an array of numbers, got {got}") from error
+
+
+def _from_dlpack(value: Any) -> Any:
+    """Return another library's array as numpy's on the host, and as torch's on a GPU."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+        return value
+    if value.__dlpack_device__()[0] == _DLPACK_HOST:
+        return value if hasattr(value, "__array__") else np.from_dlpack(value)
+    import torch
+
+    return torch.from_dlpack(value)
 
 
 def whole_numbers(name: str, value: ArrayLike) -> Any:

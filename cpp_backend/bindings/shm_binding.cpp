@@ -375,20 +375,21 @@ void bind_shm(nb::module_& module) {
         .def(
             "__init__",
             [](PyShmCommunicator* self, int rank, int size, const std::string& job,
-               const std::string& name, double timeout, bool spin, const std::string& backend) {
+               const std::string& name, double timeout, bool spin, const std::string& backend,
+               const std::string& version) {
                 if (size < 1) throw std::invalid_argument("size must be at least 1");
                 as_rank(nb::int_(rank), "rank", size);
                 as_seconds(nb::float_(timeout));
                 std::shared_ptr<ShmCommunicator> communicator;
                 {
                     Unlocked unlocked;
-                    communicator = std::make_shared<ShmCommunicator>(rank, size, job, name, timeout,
-                                                                     check_signals, spin, backend);
+                    communicator = std::make_shared<ShmCommunicator>(
+                        rank, size, job, name, timeout, check_signals, spin, backend, version);
                 }
                 new (self) PyShmCommunicator(std::move(communicator), timeout);
             },
             "rank"_a, "size"_a, "job"_a, "name"_a, "timeout"_a, "spin"_a = true,
-            "backend"_a = "shm")
+            "backend"_a = "shm", "version"_a = "")
         .def_prop_ro("rank", &PyShmCommunicator::rank)
         .def_prop_ro("size", &PyShmCommunicator::size)
         .def_prop_ro("backend", [](const PyShmCommunicator& self) { return self.get().backend(); })

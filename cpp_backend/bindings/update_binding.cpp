@@ -38,7 +38,7 @@ Step SharedStep::operator()(int64_t batch, bool finished) const {
     Step result;
     communicator.collective(
         "step", false, nb::none(), {}, [&](ShmCommunicator& shm, double timeout) {
-            result = step(shm, parameters, bucket, batch, finished, average, timeout);
+            result = step(shm, parameters, bucket, batch, finished, average, pace, timeout);
         });
     return result;
 }
@@ -67,19 +67,33 @@ void bind_update(nb::module_& module) {
         .def_prop_ro("applies", &Agreement::applies)
         .def("divisor", &Agreement::divisor, "average"_a)
         .def("cap", &Agreement::cap, "average"_a);
+    nb::class_<Pace>(module, "Pace",
+                     "The times that the ranks take for their own work, between two exchanges.")
+        .def(nb::init<>())
+        .def("own", &Pace::own, "Return the nanoseconds since this rank's last exchange.")
+        .def(
+            "end",
+            [](Pace& self, const std::vector<int64_t>& times) {
+                self.add(times.size(), [&](size_t r) { return times[r]; });
+                self.restart();
+            },
+            "times"_a, "End an exchange in which the ranks have sent each other these times.")
+        .def_prop_ro("totals", &Pace::totals,
+                     "The sums of each rank's times since the number of ranks changed.")
+        .def_prop_ro("exchanges", &Pace::exchanges, "The number of exchanges since then.");
     nb::class_<SharedStep>(module, "SharedStep",
                            "The step of the ranks of a host over their shared memory: one "
                            "collective that agrees, reduces, caps and applies.")
         .def(
             "__init__",
             [](SharedStep* self, PyShmCommunicator& communicator, const Parameters& parameters,
-               const Floats& bucket, bool average) {
-                new (self)
-                    SharedStep{communicator, parameters, checked(parameters, bucket), average};
+               const Floats& bucket, bool average, Pace& pace) {
+                new (self) SharedStep{communicator, parameters, checked(parameters, bucket),
+                                      average, pace};
             },
-            "communicator"_a, "parameters"_a, "bucket"_a, "average"_a, nb::keep_alive<1, 2>(),
-            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-            "``bucket`` is memory that the communicator has allocated.")
+            "communicator"_a, "parameters"_a, "bucket"_a, "average"_a, "pace"_a,
+            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+            nb::keep_alive<1, 6>(), "``bucket`` is memory that the communicator has allocated.")
         .def(
             "__call__",
             [](const SharedStep& self, int64_t batch, bool finished) {

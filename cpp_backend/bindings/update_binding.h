@@ -22,6 +22,7 @@ struct SharedStep {
     const Parameters& parameters;
     float* bucket;
     bool average;
+    Pace& pace;
 };
 
 }  // namespace tagi_ddp

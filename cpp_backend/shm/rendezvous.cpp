@@ -24,6 +24,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr size_t text_bytes = 480;
+constexpr size_t version_bytes = 40;
 constexpr const char* own_numbers =
     ". Give every rank its own number, and every job of this user its own TAGI_DDP_JOB.";
 
@@ -31,7 +32,14 @@ constexpr const char* own_numbers =
 struct Hello {
     uint32_t rank;
     uint32_t size;
+    char version[version_bytes];
 };
+
+Hello hello_of(const Rendezvous& rendezvous) {
+    Hello hello{static_cast<uint32_t>(rendezvous.rank), static_cast<uint32_t>(rendezvous.size), {}};
+    rendezvous.version.copy(hello.version, version_bytes - 1);
+    return hello;
+}
 
 // Rank 0's answer; if it is no error, the descriptor of the memory file may be attached.
 struct Reply {
@@ -170,7 +178,7 @@ FileDescriptor connect_to(const Rendezvous& rendezvous) {
 void announce_to_holder(const Rendezvous& rendezvous) {
     const FileDescriptor fd = connect_to(rendezvous);
     if (!fd || !same_user(fd.get())) return;
-    const Hello hello{0, static_cast<uint32_t>(rendezvous.size)};
+    const Hello hello = hello_of(rendezvous);
     if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) return;
     Reply reply{};
     // Without an answer, its ranks have joined and it has released the name.
@@ -205,6 +213,13 @@ FileDescriptor listen_at(const Rendezvous& rendezvous) {
 void check(const Rendezvous& rendezvous, const Hello& hello,
            const std::vector<FileDescriptor>& peers) {
     const int rank = static_cast<int>(hello.rank);
+    const std::string own = hello_of(rendezvous).version;
+    if (own != hello.version) {
+        fail(rendezvous, ErrorKind::mismatch,
+             "rank " + std::to_string(rank) + " has tagi_ddp " + hello.version + ", rank 0 has " +
+                 own + ". Install the same version for all ranks.",
+             {rank});
+    }
     if (hello.size != static_cast<uint32_t>(rendezvous.size)) {
         fail(rendezvous, ErrorKind::mismatch,
              "rank " + std::to_string(rank) + " has world size " + std::to_string(hello.size) +
@@ -231,7 +246,10 @@ void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDesc
         // A rank sends a hello when it connects. Ignore connections of other programs.
         if (!peer || !same_user(peer.get())) continue;
         if (!wait_for(rendezvous, peer.get(), POLLIN)) continue;
-        if (recv(peer.get(), &hello, sizeof hello, 0) != sizeof hello) continue;
+        std::string("(earlier)").copy(hello.version, version_bytes);  // which sends none
+        const ssize_t received = recv(peer.get(), &hello, sizeof hello, 0);
+        if (received < static_cast<ssize_t>(offsetof(Hello, version))) continue;
+        hello.version[version_bytes - 1] = '\0';
         try {
             check(rendezvous, hello, peers);
         } catch (const CommunicatorError& error) {
@@ -281,8 +299,7 @@ FileDescriptor try_connect(const Rendezvous& rendezvous, std::optional<uid_t>& o
         other_user = user_of(fd.get());
         return FileDescriptor();
     }
-    const Hello hello{static_cast<uint32_t>(rendezvous.rank),
-                      static_cast<uint32_t>(rendezvous.size)};
+    const Hello hello = hello_of(rendezvous);
     if (send(fd.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) return FileDescriptor();
     return fd;
 }

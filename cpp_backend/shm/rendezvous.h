@@ -33,6 +33,7 @@ class FileDescriptor {
 // One rank of a group that is about to form.
 struct Rendezvous {
     std::string job;      // for errors
+    std::string version;  // of the package, the same on all ranks
     std::string backend;  // for errors
     std::string name;  // equal on all ranks, unique to the group; derived from the secret, if any
     int rank;

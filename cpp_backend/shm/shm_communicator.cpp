@@ -33,14 +33,14 @@ int64_t random_token() {
 ShmCommunicator::ShmCommunicator(int rank, int size, const std::string& job,
                                  const std::string& name, double timeout,
                                  std::function<void()> on_wait, bool spin,
-                                 const std::string& backend)
+                                 const std::string& backend, const std::string& version)
     : rank_(rank),
       size_(size),
       job_(job),
       backend_(backend),
       on_wait_(std::move(on_wait)),
-      segment_(
-          std::make_shared<Segment>(Rendezvous{job, backend, name, rank, size, timeout, on_wait_})),
+      segment_(std::make_shared<Segment>(
+          Rendezvous{job, version, backend, name, rank, size, timeout, on_wait_})),
       process_(getpid()),
       has_cores_(spin && static_cast<long>(size) <= sysconf(_SC_NPROCESSORS_ONLN)),
       spins_(has_cores_ ? spins_with_core : spins_without_core) {
@@ -177,6 +177,7 @@ void ShmCommunicator::time_out(const Operation& operation, int peer) const {
     // Blame the ranks that have not entered; if all have, those that have consumed the fewest
     // chunks, for which the others wait.
     std::vector<int> missing;
+    std::string last;  // the last call of those ranks
     if (operation.is_collective) {
         const uint32_t own = segment_->rank(rank_).consumed.value;
         int32_t fewest = 0;
@@ -184,13 +185,16 @@ void ShmCommunicator::time_out(const Operation& operation, int peer) const {
             if (!segment_->rank(r).entered.reached(entries_)) missing.push_back(r);
             fewest = std::min(fewest, static_cast<int32_t>(segment_->rank(r).consumed.value - own));
         }
+        const uint32_t entry = missing.empty() ? entries_ : entries_ - 1;
+        const Kind kind = segment_->rank(rank_).signatures[entry % 2].kind;
+        last = entry == 1 ? "init" : name_of(kind) + (" #" + std::to_string(entry - 1));
         for (int r = 0; missing.empty() && fewest < 0 && r < size_; ++r) {
             const uint32_t consumed = segment_->rank(r).consumed.value;
             if (static_cast<int32_t>(consumed - own) == fewest) missing.push_back(r);
         }
     }
     if (missing.empty()) missing.push_back(peer);
-    raise(operation, ErrorKind::timeout, timeout_text(missing, operation.timeout), missing);
+    raise(operation, ErrorKind::timeout, timeout_text(missing, operation.timeout, last), missing);
 }
 
 void ShmCommunicator::wait(const Operation& operation, Counter& counter, uint32_t target,

@@ -51,11 +51,12 @@ struct InPlaceExchange {
 class ShmCommunicator {
  public:
     // `name` is the name of the rendezvous; errors contain `job` and `backend`. `on_wait` is called
-    // about every 50 ms while an operation waits, and may throw. Without `spin`, waits yield the
-    // cores to other threads of the ranks, for example those of a network.
+    // about every 50 ms while an operation waits, and may throw. `version` is the package's.
+    // Without `spin`, waits yield the cores to other threads of the ranks, for example those of a
+    // network.
     ShmCommunicator(int rank, int size, const std::string& job, const std::string& name,
                     double timeout, std::function<void()> on_wait, bool spin = true,
-                    const std::string& backend = "shm");
+                    const std::string& backend = "shm", const std::string& version = "");
     ~ShmCommunicator();
 
     int rank() const { return rank_; }

@@ -55,11 +55,16 @@ std::string where_text(const std::string& operation, int rank, int size,
            backend + "): ";
 }
 
-std::string timeout_text(const std::vector<int>& ranks, double seconds) {
+std::string timeout_text(const std::vector<int>& ranks, double seconds,
+                         const std::optional<std::string>& last) {
     const bool one = ranks.size() == 1;
-    return name_ranks(ranks) + " did not come within " + name_number(seconds) + " s. Look at " +
-           (one ? "its" : "their") + " output; raise timeout= if " + (one ? "it is" : "they are") +
-           " only slow.";
+    const std::string its = one ? "its" : "their";
+    std::string lives;
+    if (last) lives = "; " + its + (one ? " process lives" : " processes live");
+    if (last && !last->empty()) lives += ", and " + its + " last call was " + *last;
+    return name_ranks(ranks) + " did not come within " + name_number(seconds) + " s" + lives +
+           ". Look at " + its + " output; if " + (one ? "it is" : "they are") +
+           " only slow, raise timeout= of DDPConfig.from_env or init.";
 }
 
 std::string died_text(const std::vector<int>& ranks) {

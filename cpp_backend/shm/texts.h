@@ -1,6 +1,7 @@
 // The texts of errors, in the forms that tagi_ddp/communicators/errors.py describes.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,7 +25,10 @@ std::string name_number(double value);
 std::string where_text(const std::string& operation, int rank, int size,
                        const std::string& backend);
 
-std::string timeout_text(const std::vector<int>& ranks, double seconds);
+// `last` is the last call of `ranks`, whose processes live; "" if it is not known. Empty: it is not
+// known if they live.
+std::string timeout_text(const std::vector<int>& ranks, double seconds,
+                         const std::optional<std::string>& last = {});
 std::string died_text(const std::vector<int>& ranks);
 std::string closed_text(int rank);
 // `ranks` made other calls, which are among `all`, than `own`.

@@ -39,7 +39,7 @@ std::string apply_own(const Parameters& parameters, float cap) {
 }
 
 Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bucket, int64_t batch,
-          bool finished, bool average, double timeout) {
+          bool finished, bool average, Pace& pace, double timeout) {
     const size_t size = parameters.size();
     const int ranks = communicator.size();
     const int me = communicator.rank();
@@ -53,6 +53,7 @@ Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bu
     signature.values[0] = batch;
     signature.values[1] = result.culprit.empty();
     signature.values[2] = finished;
+    signature.values[3] = pace.own();
 
     Agreement& agreement = result.agreement;
     std::vector<Contribution> contributions;
@@ -62,6 +63,7 @@ Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bu
             contributions.push_back({rank.values[0], rank.values[1] != 0, rank.values[2] != 0});
         }
         agreement = Agreement(contributions);
+        pace.add(all.size(), [&](size_t r) { return all[r].values[3]; });
         return agreement.applies();
     };
     const auto gaussians = [&](std::byte* part) { return reinterpret_cast<float*>(part); };
@@ -86,6 +88,7 @@ Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bu
         }
     });
     communicator.exchange(plan, timeout);
+    pace.restart();
     return result;
 }
 

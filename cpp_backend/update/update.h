@@ -6,6 +6,7 @@
 
 #include "shm/shm_communicator.h"
 #include "update/agreement.h"
+#include "update/pace.h"
 #include "update/parameters.h"
 
 namespace tagi_ddp {
@@ -35,6 +36,6 @@ struct Step {
 // `bucket` is memory that the communicator has allocated, [means | variances], and is overwritten.
 // Deltas that are elsewhere are packed into it first.
 Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bucket, int64_t batch,
-          bool finished, bool average, double timeout);
+          bool finished, bool average, Pace& pace, double timeout);
 
 }  // namespace tagi_ddp

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tagi_ddp import script_step
 from tagi_ddp.checkpoint.disk import Call, on_disk
 from tagi_ddp.checkpoint.entering import enter, join
 from tagi_ddp.checkpoint.errors import CheckpointError, is_damage
@@ -153,6 +154,7 @@ class Checkpoints(Closing):
         call it. All ranks then raise `Preempted`, with the exit status 75. In an elastic job ranks
         that have a signal leave, and the others continue; if all have one, they save.
         """
+        script_step.number = step
         if self._closed or not self._warned:
             return
         preemption = self._preemption = self._preemption or Preemption(SIGNALS)
@@ -187,7 +189,7 @@ class Checkpoints(Closing):
         path = self._folder.saving(checkpoint, run).file_of(rank)
         write = partial(self._write, checkpoint, rank, run)
         self._writing = Call(write, self._limit, f"{path} has not been written")
-        self._saved = step
+        self._saved = script_step.number = step
 
     def check(self) -> None:
         """Check early that `save` can save all parts as they are now; nothing is written.
@@ -304,7 +306,8 @@ class Checkpoints(Closing):
             damaged,
             warns=self._communicator.rank == 0,
         )
-        return 0 if found is None else found[0].step
+        script_step.number = 0 if found is None else found[0].step
+        return script_step.number
 
     def go_on(self, found: Checkpoint | None) -> None:
         """Load a checkpoint as `resume` does, from any folder; all ranks must have found it."""

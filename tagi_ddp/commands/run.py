@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from tagi_ddp.elastic.messages import PREEMPTED
 from tagi_ddp.environment import detect
 from tagi_ddp.launcher.failure import LaunchError, Restarts
 from tagi_ddp.launcher.nodes import Nodes
-from tagi_ddp.launcher.rank_output import standard_descriptors
+from tagi_ddp.launcher.rank_output import RankOutputs, standard_descriptors
 from tagi_ddp.launcher.supervisor import supervise
 
 
@@ -29,8 +30,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "run",
         help="run a script on several processes",
-        usage="tagi-ddp run [-n N] [--timeout S] [--max-restarts N]"
-        " [--nnodes K --node-rank R --rendezvous HOST:PORT] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        usage="tagi-ddp run [-n N] [--timeout S] [--max-restarts N] [--grace S]"
+        " [--log-dir DIR [--tee]] [--nnodes K --node-rank R --rendezvous HOST:PORT]"
+        " (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Run a Python script on several processes of this host, the ranks; "
         "DDPConfig.from_env() in it finds the rank. Output lines begin with the rank. When a rank "
         "fails all are ended. OMP_NUM_THREADS is set to cores / N unless it is set already. With "
@@ -64,8 +66,23 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help="when a rank fails, start all again, up to N times: the script goes on where "
         "tagi_ddp.checkpoint resumes it; or that rank alone, which joins the others, if their "
-        "DDPSequential is elastic; default: 0",
+        "DDPSequential is elastic; not after the same error at the same step three times in a row; "
+        "default: 0",
     )
+    parser.add_argument(
+        "--grace",
+        type=positive,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL when a signal ends the job; default: 30 for "
+        "ranks that save a checkpoint then, else 3",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="append the output of rank R to DIR/rank-R.log instead of printing it",
+    )
+    parser.add_argument("--tee", action="store_true", help="with --log-dir, print it as well")
     parser.add_argument("--node-rank", type=int, metavar="R", help="of this host, from 0")
     parser.add_argument(
         "--rendezvous", type=_endpoint, metavar="HOST:PORT", help="where node 0 listens"
@@ -86,6 +103,9 @@ def _run(parser: CommandParser, options: argparse.Namespace) -> int:
 
 def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     _note_misplaced(parser, options)
+    if options.tee and options.log_dir is None:
+        _print("--tee needs --log-dir, the folder of the ranks' files")
+        return 2
     if not options.module and not os.path.exists(options.target):
         _print(f"there is no script {options.target!r}")
         return 2
@@ -99,11 +119,11 @@ def _run_job(parser: CommandParser, options: argparse.Namespace) -> int:
     end = None if options.timeout is None else time.monotonic() + options.timeout
     restarts = Restarts(options.max_restarts)
     try:
-        while (status := _attempt(options, nodes, end, restarts)) and restarts.left:
-            if status == PREEMPTED and forwarded:
-                break  # This host ends, too.
-            restarts.left -= status != PREEMPTED
-            nodes = _nodes(options, nodes.job if nodes is not None else "")
+        with closing(RankOutputs(options.log_dir, options.tee)) as outputs:
+            while (status := _attempt(options, nodes, end, restarts, outputs)) and restarts.again:
+                if status == PREEMPTED and forwarded:
+                    break  # This host ends, too.
+                nodes = _nodes(options, nodes.job if nodes is not None else "")
     except TimeoutError as error:
         _print(str(error))
         return 124
@@ -157,7 +177,11 @@ def _note_misplaced(parser: CommandParser, options: argparse.Namespace) -> None:
 
 
 def _attempt(
-    options: argparse.Namespace, nodes: Nodes | None, end: float | None, restarts: Restarts
+    options: argparse.Namespace,
+    nodes: Nodes | None,
+    end: float | None,
+    restarts: Restarts,
+    outputs: RankOutputs,
 ) -> int:
     """Run all ranks once; return the job's exit status."""
     forwarded.clear()
@@ -166,15 +190,22 @@ def _attempt(
     timeout = None if end is None else max(0.0, end - time.monotonic())
     try:
         supervise(
-            command, options.nprocs, timeout, nodes=nodes, restarts=restarts, signals=for_ranks
+            command,
+            options.nprocs,
+            timeout,
+            nodes=nodes,
+            restarts=restarts,
+            signals=for_ranks,
+            outputs=outputs,
+            grace=options.grace,
         )
     except LaunchError as error:
         # The rank has printed its traceback itself.
         text = f"rank {error.rank} failed first" if error.traceback else str(error)
         if error.exitcode == PREEMPTED:
             text = "the ranks have saved a checkpoint, as a signal announced the end"
-        then = "ended, and start again" if restarts.left else "ended"
-        _print(f"{text}; all ranks were {then}")
+        then = "ended, and start again" if restarts.again else "ended"
+        _print("; ".join(filter(None, [text, f"all ranks were {then}", restarts.reason])))
         return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
     return 0
 
@@ -222,4 +253,4 @@ def _nodes(options: argparse.Namespace, job: str = "") -> Nodes | None:
         )
     if options.nnodes == 1:
         return None
-    return Nodes(options.nnodes, options.node_rank, options.rendezvous, job)
+    return Nodes(options.nnodes, options.node_rank, options.rendezvous, job, _print)

@@ -44,6 +44,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         self.timeout = timeout
         self._lock = threading.RLock()
         self._numbers: Counter[str] = Counter()
+        self._last = "init"  # the title of the last collective
         self._operations = OperationQueue(f"tagi_ddp {self.backend} operations")
         self._messages_out = OperationQueue(f"tagi_ddp {self.backend} messages")
         self._failure: errors.CommunicatorError | None = None
@@ -329,6 +330,8 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
         counter = "collectives" if call.peer is None else f"{call.name} {call.peer}"
         self._numbers[counter] += 1
         call.number = self._numbers[counter]
+        if call.peer is None:
+            call.previous, self._last = self._last, call.title
 
     def _execute(self, call: Call, ticket: Ticket[T], operation: Callable[[], T]) -> T:
         try:
@@ -355,7 +358,9 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _overdue(self, call: Call, seconds: float) -> errors.Timeout:
         missing = call.waits_for()
         what = (
-            errors.timeout_text(missing, seconds) if missing else f"not complete in {seconds:g} s."
+            errors.timeout_text(missing, seconds, call.previous)
+            if missing
+            else f"not complete in {seconds:g} s."
         )
         return errors.Timeout(f"{self._where(call.title)}: {what}", missing)
 

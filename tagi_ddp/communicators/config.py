@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from tagi_ddp.checks import integer
+from tagi_ddp.checks import integer, seconds
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.init import launched
 
 Backend = Literal["auto", "nccl", "mpi", "shm", "gloo"]
@@ -22,6 +23,7 @@ class DDPConfig:
             (torch.distributed) or "auto".
         rank: number of this process, 0 to world_size - 1.
         world_size: number of processes.
+        timeout: the limit of every wait for other ranks, in seconds.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -33,20 +35,28 @@ class DDPConfig:
         backend: str = "nccl",
         rank: int = 0,
         world_size: int = 1,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         self.device_ids = device_ids
         self.backend = backend
         self._rank = 0
         self.world_size = world_size
         self.rank = rank
+        self.timeout = timeout
 
     @classmethod
-    def from_env(cls, backend: str = "auto", device_ids: Sequence[int] | None = None) -> DDPConfig:
+    def from_env(
+        cls,
+        backend: str = "auto",
+        device_ids: Sequence[int] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> DDPConfig:
         """Return the settings of the launcher: rank and world size; without one, rank 0 of 1.
 
         Launchers: ``tagi-ddp run`` and `tagi_ddp.launch`, torchrun, Open MPI's mpirun, MPICH's
         mpiexec, srun, and others (docs/clusters.md). ``device_ids`` is one per rank of this host,
-        counted from 0, by default.
+        counted from 0, by default. ``timeout`` in seconds limits every wait for other ranks: raise
+        it if one of them is busy for longer, for example with an evaluation.
 
         Raises ValueError if the launcher's variables are malformed, or torch's default group has
         several ranks and no launcher set them; warns if the launcher and an MPI that is loaded
@@ -55,7 +65,7 @@ class DDPConfig:
         environment = launched(backend)
         if device_ids is None:
             device_ids = range(environment.local_world_size)
-        return cls(device_ids, backend, environment.rank, environment.world_size)
+        return cls(device_ids, backend, environment.rank, environment.world_size, timeout)
 
     @property
     def device_ids(self) -> list[int]:
@@ -110,13 +120,22 @@ class DDPConfig:
             )
         self._world_size = value
 
+    @property
+    def timeout(self) -> float:
+        """The limit of every wait for other ranks, in seconds."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, value: float) -> None:
+        self._timeout = seconds("timeout", value)
+
     def __repr__(self) -> str:
         """Return the call that makes an equal config."""
         return (
             f"DDPConfig(device_ids={self.device_ids}, backend={self.backend!r}, "
-            f"rank={self.rank}, world_size={self.world_size})"
+            f"rank={self.rank}, world_size={self.world_size}, timeout={self.timeout:g})"
         )
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all four settings are equal."""
+        """Return whether all settings are equal."""
         return vars(self) == vars(other) if isinstance(other, DDPConfig) else NotImplemented

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -89,6 +90,12 @@ def require_equal(
     with all_or_none(communicator, what, remedy, error) as same:
         for entry in describe():
             same(*entry)
+
+
+def package_version() -> str:
+    """Return the version of this package."""
+    version: str = sys.modules["tagi_ddp"].__version__
+    return version
 
 
 def _refusal(problem: Exception, error: type[Exception] | None) -> tuple[str, str]:

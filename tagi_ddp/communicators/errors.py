@@ -5,8 +5,9 @@ Each text reads ``<operation> on rank <r> of <size> (<backend>): <what happened>
 - The operation is ``all_reduce #17``: the 17th collective of this communicator, counted from 1
   (all collectives count, `barrier` and `split` too, so all ranks count alike); or ``send #3 to
   rank 1`` and ``recv #3 from rank 0``: the third message from rank 0 to rank 1.
-- `Timeout`: ``rank 2 did not come within 5 s. Look at its output; raise timeout= if it is only
-  slow.`` (``ranks 2 and 3 did not come ...``)
+- `Timeout`: ``rank 2 did not come within 5 s; its process lives, and its last call was
+  all_reduce #16. Look at its output; if it is only slow, raise timeout= of DDPConfig.from_env or
+  init.`` (``ranks 2 and 3 did not come ...``; while ranks connect, nobody knows if they live.)
 - `PeerLost`: ``rank 2 died. Look at its output for the first error.``, or ``rank 2 has closed its
   communicator. Make the same calls on all ranks before close().``, or ``rank 2 gave up: <reason>``
   after `abort` or after an error of that rank's own.
@@ -100,12 +101,20 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def timeout_text(ranks: Sequence[int], seconds: float) -> str:
-    """Return the text of a Timeout: ``ranks`` did not take part within ``seconds``."""
-    its, it_is = ("its", "it is") if len(ranks) == 1 else ("their", "they are")
+def timeout_text(ranks: Sequence[int], seconds: float, last: str | None = None) -> str:
+    """Return the text of a Timeout: ``ranks`` did not take part within ``seconds``.
+
+    ``last`` is the last call of those ranks, whose processes live; "" if it is not known. None: it
+    is not known if they live.
+    """
+    one = len(ranks) == 1
+    its, it_is = ("its", "it is") if one else ("their", "they are")
+    lives = "" if last is None else f"; {its} process{' lives' if one else 'es live'}"
+    if last:
+        lives += f", and {its} last call was {last}"
     return (
-        f"{name_ranks(ranks)} did not come within {seconds:g} s. "
-        f"Look at {its} output; raise timeout= if {it_is} only slow."
+        f"{name_ranks(ranks)} did not come within {seconds:g} s{lives}. Look at {its} output; if "
+        f"{it_is} only slow, raise timeout= of DDPConfig.from_env or init."
     )
 
 

@@ -30,8 +30,9 @@ class Call:
     """One operation of one rank.
 
     The calls of two ranks fit if ``name`` and ``arguments`` are equal. ``peer`` is the other rank
-    of a message. ``deadline`` is a time of the monotonic clock: ``limit`` seconds after the
-    operation begins. ``waits_for`` returns the ranks for which it waits now.
+    of a message. ``previous`` is the title of the collective before this one. ``deadline`` is a
+    time of the monotonic clock: ``limit`` seconds after the operation begins. ``waits_for`` returns
+    the ranks for which it waits now.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Call:
     limit: float
     peer: int | None = None
     number: int = 0
+    previous: str = ""
     deadline: float = 0.0
     waits_for: Callable[[], list[int]] = list
 

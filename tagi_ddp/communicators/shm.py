@@ -6,6 +6,7 @@ import atexit
 import hashlib
 
 from tagi_ddp._backend import ShmCommunicator, end_shm
+from tagi_ddp.communicators.equality import package_version
 from tagi_ddp.communicators.guard import uncaught_error
 from tagi_ddp.environment import job_secret
 
@@ -21,9 +22,10 @@ def create(
     call and is the default of every operation. Without ``spin`` waits yield the cores to other work
     of the ranks, even if there is one for each rank. ``backend`` is its name in errors. Raises
     Timeout that names the missing ranks, Mismatch if two ranks have one number or ranks differ in
-    ``world_size``.
+    ``world_size`` or in their version of this package.
     """
-    return ShmCommunicator(rank, world_size, job, rendezvous_name(job), timeout, spin, backend)
+    name, version = rendezvous_name(job), package_version()
+    return ShmCommunicator(rank, world_size, job, name, timeout, spin, backend, version)
 
 
 def rendezvous_name(job: str) -> str:

@@ -1,4 +1,4 @@
-"""Shares of data for ranks, metrics over all ranks, and output of rank 0."""
+"""Shares of data for ranks, seeds, metrics over all ranks, and output of rank 0."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from tagi_ddp.data.loader import PreparedLoader, prepare
 from tagi_ddp.data.logs import log, progress
 from tagi_ddp.data.metrics import gather, reduce_metrics
 from tagi_ddp.data.sampler import DistributedSampler, share_of
+from tagi_ddp.data.seeds import seed_ranks
+from tagi_ddp.data.stream import PreparedStream
+from tagi_ddp.data.trackers import Tracker
 
 __all__ = [
     "DistributedSampler",
     "PreparedLoader",
+    "PreparedStream",
+    "Tracker",
     "gather",
     "log",
     "prepare",
     "progress",
     "reduce_metrics",
+    "seed_ranks",
     "share_of",
 ]

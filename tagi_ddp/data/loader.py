@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tagi_ddp import script_step
 from tagi_ddp.checks import integer
 from tagi_ddp.data.empty_batch import empty_batch
 from tagi_ddp.data.sampler import DistributedSampler
+from tagi_ddp.data.stream import PreparedStream
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -33,7 +35,7 @@ def prepare(
     num_replicas: int | None = None,
     rank: int | None = None,
     seed: int = 0,
-) -> PreparedLoader:
+) -> PreparedLoader | PreparedStream:
     """Return a loader of this rank's share of each of ``loader``'s batches.
 
     ``batch_size`` becomes that of all ranks together. Workers, pinned memory, ``collate_fn``,
@@ -46,7 +48,8 @@ def prepare(
     the run that was not stopped. Other generators of a data set start anew in the workers.
 
     Args:
-        loader: of a data set with a length and indices, with a batch size, shuffled or not.
+        loader: of a data set with a length and indices, with a batch size, shuffled or not; or of
+            an IterableDataset, which each rank reads as a whole (see `PreparedStream`).
         num_replicas, rank: the launcher's by default.
         seed: of the order, and of all that workers draw; the same on all ranks.
 
@@ -59,10 +62,12 @@ def prepare(
 
     if not isinstance(loader, DataLoader):
         raise TypeError(f"loader must be a torch DataLoader, got {type(loader).__name__}")
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError("loader draws from an IterableDataset, which has no indices to share out")
     if loader.batch_size is None:
         raise ValueError("loader has no batch_size: give it one, instead of a batch_sampler")
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if isinstance(loader.dataset, IterableDataset):
+        shares_of = DistributedSampler(0, num_replicas, rank)
+        return PreparedStream(loader, options, shares_of.rank, shares_of.num_replicas, seed)
     drawn = loader.sampler
     if not isinstance(drawn, RandomSampler | SequentialSampler) or getattr(
         drawn, "replacement", False
@@ -80,7 +85,6 @@ def prepare(
     shuffle = isinstance(drawn, RandomSampler)
     sampler = DistributedSampler(length, num_replicas, rank, shuffle, seed)
     shares = _Shares(sampler, loader.batch_size, loader.drop_last, loader.num_workers > 0)
-    options = {name: getattr(loader, name) for name in _OPTIONS}
     collate = _Collate(loader.collate_fn, loader.dataset, shares.empty())
     if not loader.num_workers:
         collate.check()
@@ -142,6 +146,7 @@ class PreparedLoader:
         for step, batch in zip(range(first, last), self._loader, strict=True):
             if self.sampler.after_step is not None and step > first:
                 self.sampler.after_step(step)
+            script_step.number = step
             yield step, batch
 
 

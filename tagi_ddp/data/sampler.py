@@ -6,11 +6,12 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tagi_ddp import script_step
 from tagi_ddp.checks import integer
 from tagi_ddp.environment import rank_and_size
 
@@ -19,10 +20,26 @@ _ROWS, _NUMBERS = 16, 1024  # rows of the data that all ranks compare, and numbe
 _thread = threading.local()
 
 
-def last_drawn() -> DistributedSampler | None:
-    """Return the sampler that drew last in this thread, if it is still in use."""
-    last: weakref.ref[DistributedSampler] | None = getattr(_thread, "last", None)
+class Drawn(Protocol):
+    """A source of the ranks' samples: a sampler, or a stream."""
+
+    num_replicas: int
+
+    @property
+    def description(self) -> list[tuple[str, str]]:
+        """The names and values that all ranks have alike if they share out the same samples."""
+        ...
+
+
+def last_drawn() -> Drawn | None:
+    """Return the source from which this thread drew last, if it is still in use."""
+    last: weakref.ref[Any] | None = getattr(_thread, "last", None)
     return None if last is None else last()
+
+
+def note_drawn(source: weakref.ref[Any]) -> None:
+    """Record the source from which this thread draws."""
+    _thread.last = source
 
 
 class DistributedSampler:
@@ -125,11 +142,8 @@ class DistributedSampler:
             self._refuse(size)
         self._drawn.add(size)
         self._size = size
-        self._is_last()
+        note_drawn(weakref.ref(self))
         return size
-
-    def _is_last(self) -> None:
-        _thread.last = weakref.ref(self)
 
     def _refuse(self, size: int) -> None:
         sizes = " or ".join(map(str, sorted(self._before)))
@@ -174,6 +188,7 @@ class DistributedSampler:
         for step, share in self.shares(size, per_epoch, steps):
             if self.after_step is not None and step > steps.start:
                 self.after_step(step)
+            script_step.number = step
             yield step, share
 
     def shares(
@@ -194,7 +209,7 @@ class DistributedSampler:
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's indices of the epoch."""
         self._size = None
-        self._is_last()
+        note_drawn(weakref.ref(self))
         order = self.order()
         if self.uneven != "keep":
             # This repeats the beginning of an order that is too short, and cuts a longer one.

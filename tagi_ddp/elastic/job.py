@@ -268,7 +268,8 @@ class ElasticJob:
         joins = new and (known or rank in assignment.behind)
         behind = rank in assignment.behind or (not known and rank != source)
         self._ranks.communicator = communicator
-        self.config = DDPConfig(self.config.device_ids, self.config.backend, 0, size)
+        ids, backend, timeout = self.config.device_ids, self.config.backend, self.config.timeout
+        self.config = DDPConfig(ids, backend, 0, size, timeout)
         self.config.rank = rank
         topology_of(communicator)  # All ranks make this collective call here.
         refused = refuse_others(communicator, self._local.replica, self._options, known, source)

@@ -34,9 +34,9 @@ def make_rendezvous(config: DDPConfig | None, elastic: bool | float) -> Rendezvo
 
     Raises ValueError or TypeError for a wrong argument, BackendUnavailable without such a launcher.
     """
-    patience = DEFAULT_TIMEOUT if elastic is True else seconds("elastic", elastic)
     if config is None:
         raise ValueError("elastic needs config, not communicator: ranks connect again")
+    patience = config.timeout if elastic is True else seconds("elastic", elastic)
     if config.backend == "mpi":
         return _AmongSurvivors(config, patience)
     if config.backend == "nccl":

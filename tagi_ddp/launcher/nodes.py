@@ -11,48 +11,44 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import secrets
 import socket
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control import mesh
+from tagi_ddp.communicators.equality import package_version
 from tagi_ddp.elastic.membership import number_of
 from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.failure import Failure
+from tagi_ddp.launcher.host import HostAssignment, new_job
 
 _CONNECT = DEFAULT_TIMEOUT  # seconds within which all launchers must connect
+_REPORT = 30.0  # seconds between two lines about the nodes that are missing
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = "tagi-ddp run"  # the nonce of the listener and of the calls to it
-
-
-@dataclass(frozen=True)
-class HostAssignment:
-    """The numbers of a host's ranks in their job, and the address of rank 0."""
-
-    first: int
-    world_size: int
-    job: str
-    secret: str
-    address: str
-    port: int
 
 
 class Nodes:
     """Node ``node_rank`` of ``count``; node 0 listens at its ``rendezvous``, host and port.
 
     ``job`` is the name of the job that this launcher restarts; "" if it starts its first.
+    ``report`` takes a line about those for which this node waits.
     """
 
     def __init__(
-        self, count: int, node_rank: int, rendezvous: tuple[str, int], job: str = ""
+        self,
+        count: int,
+        node_rank: int,
+        rendezvous: tuple[str, int],
+        job: str = "",
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Read the job's secret; `join` connects to the others.
 
@@ -67,6 +63,7 @@ class Nodes:
         self._count = count
         self._node_rank = node_rank
         self._address, self._port = rendezvous
+        self._report = report
         self.job = job
         """The name of this launcher's present job, or of its last one; "" if there is none."""
         self._others: dict[int, Connection] = {}  # all others on node 0; node 0 on the others
@@ -133,7 +130,7 @@ class Nodes:
         else:
             self._call(deadline)
             hello = {"ranks": nprocs, "address": self._address, "port": port, "job": self.job}
-            self._send(0, hello)
+            self._send(0, {**hello, "version": package_version()})
             wait([self._others[0]], deadline - time.monotonic())
             answer = self._receive(0)
             if "other job" in answer:
@@ -141,6 +138,8 @@ class Nodes:
                     f"node 0 at {self._address}, port {self._port}, leads another job than the one "
                     "that this host was in. Start tagi-ddp run here anew to be a node of it"
                 )
+            if "refused" in answer:
+                raise ConnectionRefusedError(answer["refused"])
             if "assignment" not in answer:
                 raise TimeoutError("node 0 has given up: its tagi-ddp run says why")
             assignment = HostAssignment(**answer["assignment"])
@@ -171,19 +170,45 @@ class Nodes:
         with closing(listener):
             while len(found) < len(others) and time.monotonic() < deadline:
                 missing = {node for node in others if node not in found}
-                for node, connection in listener.accept(missing, deadline).items():
+                soon = min(deadline, time.monotonic() + _REPORT)
+                accepted = listener.accept(missing, soon)
+                for node, connection in accepted.items():
                     hello = _hello_of(connection)
+                    version = hello.get("version", "of an earlier time")
+                    if hello and version != package_version():
+                        raise self._other_version(node, version, connection)
                     if hello.get("ranks") and hello.get("job", "") in ("", self.job):
                         self._others[node], found[node] = connection, hello
                     else:
                         with suppress(OSError), connection:
                             connection.send_bytes(json.dumps({"other job": True}).encode())
+                if not accepted:
+                    names = ", ".join(map(str, sorted(missing)))
+                    self._report(f"node 0 waits for nodes {names} at port {self._port}")
         return found
+
+    def _other_version(self, node: int, version: str, connection: Connection) -> OSError:
+        """Return the error of different versions; send its text to all nodes that have called."""
+        error = ConnectionRefusedError(
+            f"node {node} has tagi_ddp {version}, but node 0 has {package_version()}: install the "
+            "same version on all nodes"
+        )
+        for other in [connection, *self._others.values()]:
+            with suppress(OSError):
+                other.send_bytes(json.dumps({"refused": str(error)}).encode())
+        connection.close()
+        return error
 
     def _call(self, deadline: float) -> None:
         """Connect to node 0."""
         record = mesh.Record(host="", addresses=[self._address], port=self._port, nonce=_NAME)
-        connection = mesh.call(self._node_rank, record, self._secret, deadline)
+        connection = None
+        while connection is None and time.monotonic() < deadline:
+            soon = min(deadline, time.monotonic() + _REPORT)
+            connection = mesh.call(self._node_rank, record, self._secret, soon)
+            if connection is None:
+                at = f"{self._address}, port {self._port}"
+                self._report(f"node {self._node_rank} waits for node 0 at {at}")
         if connection is None:
             raise self._absent([0])
         self._others[0] = connection
@@ -286,8 +311,3 @@ def _hello_of(connection: Connection) -> dict[str, Any]:
         hello: dict[str, Any] = json.loads(connection.recv_bytes())
         return hello
     return {}
-
-
-def new_job() -> str:
-    """Return a name that no other job has."""
-    return f"{os.getpid()}-{secrets.token_hex(8)}"

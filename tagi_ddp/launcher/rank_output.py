@@ -1,12 +1,17 @@
-"""The ranks' output on this process's stdout and stderr: whole lines that begin with the rank."""
+"""The ranks' output: whole lines, on this process's streams behind the rank, or in files."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TextIO
+
+from tagi_ddp.environment import shows_bars
 
 
 @contextmanager
@@ -138,3 +143,80 @@ class RankStream:
         if self._bars and text and text != self._drawn:
             self._screen.bar(self, text.decode(errors="backslashreplace"))
             self._drawn = text
+
+
+class RankOutputs:
+    """The destinations of what the ranks print: this process's streams, files, or both.
+
+    With ``folder``, rank 3 has the file ``rank-3.log`` there, to which it appends the lines of
+    both its streams. With ``tee``, the streams of this process have them, too.
+    """
+
+    def __init__(self, folder: Path | None = None, tee: bool = False) -> None:
+        """Make the folder; raise OSError if that is impossible."""
+        self._screen = Screen()
+        self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
+        self._folder = folder
+        self._shows = tee or folder is None
+        self._files: dict[int, Output] = {}
+        self._open = ExitStack()
+        if folder is not None:
+            with _named(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def of(self, rank: int) -> list[Callable[[bytes], None]]:
+        """Return the functions that take the pieces of stdout and stderr of a new process."""
+        log, own_screen = self._file_of(rank), Screen()
+        takes: list[Callable[[bytes], None]] = []
+        for output, file in ((self._stdout, sys.stdout), (self._stderr, sys.stderr)):
+            streams = []
+            if self._shows:
+                streams.append(RankStream(self._screen, rank, output, shows_bars(file)))
+            if log is not None:
+                streams.append(RankStream(own_screen, rank, log, bars=False))
+                streams[-1].prefix = ""
+            takes.append(partial(_feed, streams))
+        return takes
+
+    def _file_of(self, rank: int) -> Output | None:
+        if self._folder is not None and rank not in self._files:
+            path = self._folder / f"rank-{rank}.log"
+            with _named(path):
+                file = path.open("a", encoding="utf-8")
+            self._open.callback(file.close)
+            self._files[rank] = Output(file)
+        return self._files.get(rank)
+
+    def print(self, text: str) -> None:
+        """Print a line of the launcher on stderr."""
+        self.end()
+        self._stderr.write(f"tagi-ddp: {text}\n")
+        self._stderr.flush()
+
+    def end(self) -> None:
+        """Keep the bar that is shown, if there is one, and start a new line."""
+        self._screen.end_bar()
+
+    def check(self) -> None:
+        """Raise OSError if output of the ranks could not be written."""
+        for output in (self._stdout, self._stderr, *self._files.values()):
+            if output.error is not None:
+                raise output.error
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the path in an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"--log-dir: {path}: {error.strerror}") from error
+
+
+def _feed(streams: list[RankStream], data: bytes) -> None:
+    for stream in streams:
+        stream.feed(data)

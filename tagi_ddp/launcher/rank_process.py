@@ -17,8 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypedDict
 
+from tagi_ddp import script_step
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.elastic.connection import open_launcher_connection
+from tagi_ddp.launcher.failure import cause_of
 from tagi_ddp.launcher.pickling import dumps
 
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +41,8 @@ class Report(TypedDict, total=False):
     """The time of the error, by time.monotonic(), a clock that all processes of a host share."""
     consequence: bool
     """True if the loss of another rank caused the error."""
+    cause: str
+    """See `Failure`."""
 
 
 def main() -> None:
@@ -134,22 +138,26 @@ def _exit(report_fd: int, leaving: SystemExit) -> NoReturn:
         print(status, file=sys.stderr)
         status = 1
     if status := status & 0xFF:
-        lost = _is_consequence(leaving)
-        _send(report_fd, {"status": status, "time": time.monotonic(), "consequence": lost})
+        _send(report_fd, {"status": status, **_about(leaving, f"exit status {status}")})
     sys.exit(status)
 
 
 def _fail(report_fd: int, error: BaseException, show: bool) -> NoReturn:
     """Report an error to the supervisor and exit; if ``show``, print it as Python does."""
-    caught = time.monotonic()
+    about = _about(error, f"{type(error).__name__}: {error}")
     frames = _own_frames_off(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, frames))
     if show:
         sys.excepthook(type(error), error.with_traceback(frames), frames)
     sys.last_value = error  # Exit handlers send it to other ranks.
-    lost = _is_consequence(error)
-    _send(report_fd, {"traceback": text, "time": caught, "consequence": lost})
+    _send(report_fd, {"traceback": text, **about})
     sys.exit(1)
+
+
+def _about(error: BaseException, text: str) -> Report:
+    """Return the entries of a report that each error has."""
+    cause = cause_of(text, script_step.number, script_step.began)
+    return {"time": time.monotonic(), "consequence": _is_consequence(error), "cause": cause}
 
 
 def _is_consequence(error: BaseException) -> bool:

@@ -36,6 +36,7 @@ class StartedRank:
         self.start = start
         self.number = start.number
         self.attempt = attempt
+        self.started = time.monotonic()
         self.report: Report = {}
         self.exitcode: int | None = None
         self.failure: Failure | None = None
@@ -96,6 +97,7 @@ class StartedRank:
             self.report["time"],
             self.report["consequence"],
             text,
+            self.report["cause"],
         )
 
     @property

@@ -10,26 +10,23 @@ import secrets
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import IO
 
-from tagi_ddp.communicators.cores import usable_cores
 from tagi_ddp.elastic.membership import ElasticPolicy, name_of, number_of
-from tagi_ddp.elastic.messages import PREEMPTED, rank_variables
-from tagi_ddp.environment import shows_bars
+from tagi_ddp.elastic.messages import PREEMPTED
 from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
-from tagi_ddp.launcher.nodes import HostAssignment, Nodes, new_job
-from tagi_ddp.launcher.rank_output import Output, RankStream, Screen
+from tagi_ddp.launcher.host import HostAssignment, new_job, reserve_port
+from tagi_ddp.launcher.nodes import Nodes
+from tagi_ddp.launcher.rank_output import RankOutputs
 from tagi_ddp.launcher.started_rank import Start, StartedRank
 
-_THREADS = ("OMP_NUM_THREADS", "TAGI_DDP_THREADS")
 _TICK = 0.05  # seconds between two checks of the ranks
 _CAUSE = 4.0  # seconds to wait for the cause of a lost peer
-_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
+_GRACE = 3.0  # seconds between SIGTERM and SIGKILL for ranks that save no checkpoint
 _KILL = 5.0  # seconds for the kernel to carry out SIGKILL
 _DRAIN = 1.0  # seconds to read the remaining output
 
@@ -43,6 +40,8 @@ def supervise(
     nodes: Nodes | None = None,
     restarts: Restarts | None = None,
     signals: list[int] | None = None,
+    outputs: RankOutputs | None = None,
+    grace: float | None = None,
 ) -> list[bytes | None]:
     """Run ``command`` (see `rank_process.main`) on ``nprocs`` ranks until all have ended.
 
@@ -51,12 +50,16 @@ def supervise(
     failed, TimeoutError after ``timeout`` seconds, OSError if the ranks' output cannot be written.
     In all cases the ranks have then ended, with all processes that they started. A signal handler
     may append to ``signals``: those are sent to the process of each rank. It may raise SystemExit:
-    ranks that save a checkpoint then have time for it, and if all have, its code is `PREEMPTED`.
+    ranks then have ``grace`` seconds, by default those that they ask for to save a checkpoint, and
+    if all have saved one, its code is `PREEMPTED`.
 
-    A job is elastic if its ranks join a group (`elastic.rendezvous`): the others go on when a rank
-    is lost, and a new rank replaces it while ``restarts`` are left.
+    ``outputs`` takes what the ranks print; by default this process's streams. A job is elastic if
+    its ranks join a group (`elastic.rendezvous`): the others go on when a rank is lost, and a new
+    rank replaces it while ``restarts`` are left. A failure that ends the job is counted there, too.
     """
-    team = _Team(nodes, restarts or Restarts(0), [] if signals is None else signals)
+    signals = [] if signals is None else signals
+    restarts, began = restarts or Restarts(0), time.monotonic()
+    team = _Team(nodes, restarts, signals, outputs or RankOutputs())
     ended: SystemExit | None = None  # by a signal
     try:
         team.start(command, nprocs, pass_fds)
@@ -67,7 +70,7 @@ def supervise(
     finally:
         # A second Ctrl-C, during any of these calls, only shortens the ranks' grace period.
         try:
-            team.terminate(graceful=ended is not None)
+            team.terminate(grace if ended is not None else 0.0)
             if ended is not None and team.is_preempted():
                 ended.code = PREEMPTED
         finally:
@@ -77,20 +80,23 @@ def supervise(
                 team.kill()
                 team.close()
     if failure is not None:
+        restarts.count(failure, began)
         raise LaunchError(
             f"rank {failure.rank} of {team.world_size} {failure.text}",
             failure.rank,
             failure.exitcode,
             failure.traceback,
         )
-    team.check_output()
+    team._outputs.check()
     return [rank.report.get("result") for rank in sorted(team.ranks, key=lambda r: r.number)]
 
 
 class _Team:
     """All ranks of this host and their pipes."""
 
-    def __init__(self, nodes: Nodes | None, restarts: Restarts, signals: list[int]) -> None:
+    def __init__(
+        self, nodes: Nodes | None, restarts: Restarts, signals: list[int], outputs: RankOutputs
+    ) -> None:
         self.ranks: list[StartedRank] = []
         self.world_size = 0
         self._nodes = nodes
@@ -100,8 +106,7 @@ class _Team:
         self._attempts: Counter[int] = Counter()
         self._job: ElasticPolicy | None = None  # of all hosts' ranks, on node 0 only
         self._port = reserve_port(one_host=nodes is None)
-        self._screen = Screen()
-        self._stdout, self._stderr = Output(sys.stdout), Output(sys.stderr)
+        self._outputs = outputs
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[int, IO[bytes] | socket.socket] = {}  # by descriptor
 
@@ -114,7 +119,7 @@ class _Team:
             host = self._nodes.join(nprocs, port)
         self.world_size = host.world_size
         starts = [
-            Start(host.first + local, command, _environment(local, nprocs, host), pass_fds)
+            Start(host.first + local, command, host.environment(local, nprocs), pass_fds)
             for local in range(nprocs)
         ]
         self._start_ranks(starts)
@@ -143,13 +148,10 @@ class _Team:
         self.ranks.append(rank)
         self._read_from(rank.reports, rank.receive)
         self._read_from(rank.connection, partial(self._receive, rank))
-        process = rank.process
-        stdout = (process.stdout, self._stdout, sys.stdout)
-        stderr = (process.stderr, self._stderr, sys.stderr)
-        for pipe, output, file in (stdout, stderr):
+        pipes = rank.process.stdout, rank.process.stderr
+        for pipe, take in zip(pipes, self._outputs.of(rank.number), strict=True):
             assert pipe is not None
-            stream = RankStream(self._screen, rank.number, output, shows_bars(file))
-            self._read_from(pipe, stream.feed)
+            self._read_from(pipe, take)
 
     # --- elastic jobs -------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class _Team:
             for failure in self._nodes.survive(job.outlives):
                 self._losses.append(failure)
                 if failure.rank in self._nodes.lost:  # Its launcher cannot print it.
-                    self._print(f"rank {failure.rank} {failure.text}; the others go on")
+                    self._outputs.print(f"rank {failure.rank} {failure.text}; the others go on")
 
     def _fatal(self, job: ElasticPolicy) -> list[Failure]:
         """Return the failures that end the job, with those that it has survived so far."""
@@ -213,22 +215,13 @@ class _Team:
         self._losses.append(failure)
         what = "failed" if failure.traceback else failure.text
         then = "the others go on"
-        if self._restarts.left:
-            self._restarts.left -= failure.exitcode != PREEMPTED
+        self._restarts.count(failure, rank.started)
+        if self._restarts.again:
             self._start_ranks([rank.start])
             then += ", and a new one starts"
-        self._print(f"rank {rank.number} {what}; {then}")
-
-    def _print(self, text: str) -> None:
-        self._screen.end_bar()
-        self._stderr.write(f"tagi-ddp: {text}\n")
-        self._stderr.flush()
-
-    def check_output(self) -> None:
-        """Raise OSError if output of the ranks could not be written."""
-        for output in (self._stdout, self._stderr):
-            if output.error is not None:
-                raise output.error
+        elif reason := self._restarts.reason:
+            then += f"; {reason}"
+        self._outputs.print(f"rank {rank.number} {what}; {then}")
 
     def watch(self, timeout: float | None, needs_result: bool) -> Failure | None:
         """Wait for the ranks; return the first failure, or None once all have ended without one."""
@@ -236,7 +229,7 @@ class _Team:
         cause_deadline = math.inf
         while True:
             self._read_pipes(_TICK)
-            self.check_output()
+            self._outputs.check()
             while self._signals:
                 number = self._signals.pop(0)
                 for rank in self.ranks:
@@ -300,18 +293,19 @@ class _Team:
         """Return whether all ranks have saved a checkpoint after a signal."""
         return bool(self.ranks) and all(rank.exitcode == PREEMPTED for rank in self.ranks)
 
-    def terminate(self, graceful: bool) -> None:
-        """Send SIGTERM to every remaining process, and wait a few seconds for the ranks.
+    def terminate(self, grace: float | None) -> None:
+        """Send SIGTERM to every remaining process, and wait ``grace`` seconds for the ranks.
 
-        If ``graceful``, ranks that save a checkpoint have the time that they have asked for.
+        None: as long as ranks that save a checkpoint have asked for. They may need the processes
+        that they have started, which then end with them.
         """
+        asked = max((rank.grace for rank in self.ranks), default=0.0)
         for rank in self.ranks:
-            if graceful and rank.grace:
-                rank.forward_signal(signal.SIGTERM)  # It may need the processes that it started.
+            if grace != 0 and rank.grace:
+                rank.forward_signal(signal.SIGTERM)
             else:
                 rank.send_signal(signal.SIGTERM)
-        grace = max((rank.grace for rank in self.ranks if graceful), default=0.0)
-        deadline = time.monotonic() + max(grace, _GRACE)
+        deadline = time.monotonic() + (max(asked, _GRACE) if grace is None else grace or _GRACE)
         while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
             self._read_pipes(_TICK)
             for rank in self.ranks:
@@ -330,7 +324,7 @@ class _Team:
             deadline = time.monotonic() + _DRAIN
             while self._selector.get_map() and time.monotonic() < deadline:
                 self._read_pipes(_TICK)
-            self._screen.end_bar()
+            self._outputs.end()
         finally:
             for pipe in self._pipes.values():
                 pipe.close()
@@ -354,45 +348,3 @@ class _Team:
     def _read_from(self, pipe: IO[bytes] | socket.socket, take: Callable[[bytes], None]) -> None:
         self._pipes[pipe.fileno()] = pipe
         self._selector.register(pipe.fileno(), selectors.EVENT_READ, take)
-
-
-def _environment(local: int, nprocs: int, host: HostAssignment) -> dict[str, str]:
-    """Return this process's environment with a rank's variables, also those of torchrun."""
-    # torch would ask the agent of an outer torchrun for the address of rank 0.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    numbers = (host.first + local, host.world_size, local, nprocs)
-    threads = str(max(1, int(usable_cores() / nprocs)))
-    # The second name says that the first one is not the user's.
-    own = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREADS, threads)
-    return {
-        "TAGI_DDP_TERMINAL": str(int(shows_bars(sys.stderr))),
-        **inherited,
-        **own,
-        **rank_variables(*numbers, host.job, host.address, host.port),
-        "TAGI_DDP_SECRET": host.secret,
-    }
-
-
-def reserve_port(one_host: bool = True) -> socket.socket:
-    """Return a socket that reserves a free TCP port while it is open.
-
-    It is bound to the loopback interface, of IPv4 if there is one, or to all interfaces. It does
-    not listen, and others may reuse its address, so that a store can listen there.
-    """
-    try:
-        return _bound(socket.AF_INET, "127.0.0.1" if one_host else "")
-    except OSError:
-        if not one_host:
-            raise
-        return _bound(socket.AF_INET6, "::1")
-
-
-def _bound(family: int, address: str) -> socket.socket:
-    holder = socket.socket(family)
-    try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
-    except BaseException:
-        holder.close()
-        raise
-    return holder

@@ -17,13 +17,13 @@ from tagi_ddp.parallel.callbacks import (
     TensorBoardLogger,
 )
 from tagi_ddp.parallel.checkpoints import State
-from tagi_ddp.parallel.config import CheckpointConfig, ParallelConfig
+from tagi_ddp.parallel.config import BaseTrainerConfig, CheckpointConfig, ParallelConfig
 from tagi_ddp.parallel.likelihood import GaussianLoss
 from tagi_ddp.parallel.mixin import ParallelMixin, TrainerParallelConfig
 from tagi_ddp.parallel.posterior import PosteriorStatistics
 from tagi_ddp.parallel.state_dicts import full_state_dict
 from tagi_ddp.parallel.task_model import Task, TaskModel
-from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig
+from tagi_ddp.parallel.trainer import BaseTrainer
 from tagi_ddp.parallel.wrappers import ddp, dp, fsdp
 from tagi_ddp.torch_backend.process_group import ProcessGroup, register
 

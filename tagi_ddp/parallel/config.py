@@ -8,13 +8,15 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from torch.distributed.fsdp import ShardingStrategy
 
-from tagi_ddp.checks import integer
+from tagi_ddp.checks import integer, seconds
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, OmegaConf
@@ -33,7 +35,8 @@ class Config:
     OmegaConf knows their types, and converts what it can: "yes" to True, "3" to 3, names and
     numbers to members of an enum. A nested configuration takes a mapping too. In files and
     arguments "${name}" stands for the value of another setting in them.
-    ``metadata={"low": 1}`` of an integer's field is its least value.
+    ``metadata={"check": check}``, of a field, is a further check: ``check(name, value)`` returns
+    the value, or raises.
 
     Raises TypeError or ValueError that names the field, what it got and what it takes.
     """
@@ -115,9 +118,32 @@ class CheckpointConfig(Config):
             end all ranks with the exit status 75.
     """
 
-    save_every_n_steps: int | None = field(default=None, metadata={"low": 1})
+    save_every_n_steps: int | None = field(
+        default=None, metadata={"check": partial(integer, low=1)}
+    )
     only_save_most_recent: bool = False
     save_on_signal: bool = True
+
+
+@dataclass
+class BaseTrainerConfig(Config):
+    """The settings of a trainer.
+
+    Args:
+        name: of the run; required.
+        exp_name: of the experiment, whose losses go to ``<exp_name>.jsonl``; by default the name.
+        exp_dir: the folder of all files; required.
+        log_dir_name: the folder of losses in ``exp_dir``.
+        use_double_weight_precision: train parameters of float64; for torch modules.
+        checkpoint: when to write checkpoints.
+    """
+
+    name: str = MISSING
+    exp_name: str = EXP_NAME
+    exp_dir: str = MISSING
+    log_dir_name: str = "logs"
+    use_double_weight_precision: bool = False
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass
@@ -133,6 +159,8 @@ class ParallelConfig(Config):
             For a Sequential all but NO_SHARD are the same.
         sync_module_states: begin with the parameters and buffers of rank 0; False: the caller has
             made them equal. It must be True for a Sequential.
+        timeout: the limit of every wait for other ranks, in seconds; if torch's default group is
+            initialised before, that of the group counts.
 
     The others are arguments that `ddp` gives to torch's DistributedDataParallel. With ``use_fsdp``
     or for a Sequential they must be the defaults.
@@ -150,16 +178,18 @@ class ParallelConfig(Config):
     cpu_offload: bool = False
     sharding_strategy: ShardingStrategy = ShardingStrategy.HYBRID_SHARD
     sync_module_states: bool = True
+    timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"check": seconds})
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     broadcast_buffers: bool = True
-    bucket_cap_mb: int | None = field(default=None, metadata={"low": 1})
+    bucket_cap_mb: int | None = field(default=None, metadata={"check": partial(integer, low=1)})
 
     @property
     def of_ddp(self) -> dict[str, Any]:
         """The settings of DistributedDataParallel that are not its defaults, by their names."""
-        others = ("use_fsdp", "cpu_offload", "sharding_strategy", "sync_module_states")
+        names = [each.name for each in fields(self)]
+        others = names[: names.index("find_unused_parameters")]
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         return {
             name: value
@@ -197,8 +227,8 @@ def _checked(kind: type[Config], name: str, value: Any) -> Any:
             raise type(error)(f"{name}.{error}") from error
     if type(value) is not hint:  # Most values from code need no conversion.
         value = _converted(kind, name, value)
-    low = kind.__dataclass_fields__[name].metadata.get("low")
-    return value if low is None or value is None else integer(name, value, low)
+    check = kind.__dataclass_fields__[name].metadata.get("check")
+    return value if check is None or value is None else check(name, value)
 
 
 def _converted(kind: type[Config], name: str, value: Any) -> Any:

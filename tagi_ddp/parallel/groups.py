@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from tagi_ddp.communicators import Communicator, CommunicatorError, all_gather_object, init
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.equality import Gather, all_or_none
 from tagi_ddp.communicators.guard import abort
 from tagi_ddp.communicators.topology import Location, Topology, topology_of
@@ -21,8 +22,6 @@ from tagi_ddp.environment import detect, rendezvous_endpoint
 from tagi_ddp.sharding.groups import communicator as communicator_of
 from tagi_ddp.torch_backend.operations import all_gather_values
 from tagi_ddp.torch_backend.process_group import ProcessGroup
-
-LIMIT = timedelta(seconds=300)  # the time limit of the rendezvous and of every later wait
 
 
 def world() -> dist.ProcessGroup:
@@ -37,8 +36,10 @@ def communicator() -> Communicator:
     return communicator_of(world(), torch.device("cpu"))
 
 
-def initialise() -> None:
+def initialise(timeout: float = DEFAULT_TIMEOUT) -> None:
     """Make torch's default group of the launcher's ranks, unless there is one; collective.
+
+    ``timeout`` in seconds limits this call and every later wait.
 
     Without GPUs its backend is "tagi_ddp". With GPUs it is NCCL for tensors on them, else gloo, and
     this rank's device is that of its local rank. The group is destroyed when the process ends.
@@ -57,7 +58,7 @@ def initialise() -> None:
         if size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         else:
-            _rendezvous(backend, rank, size)
+            _rendezvous(backend, rank, size, timedelta(seconds=timeout))
     except (ValueError, RuntimeError, CommunicatorError) as error:
         raise RuntimeError(
             f"rank {rank} of {size} could not initialise torch.distributed ({error}): set "
@@ -67,29 +68,29 @@ def initialise() -> None:
     atexit.register(_leave, weakref.ref(world()))
 
 
-def _rendezvous(backend: str, rank: int, size: int) -> None:
+def _rendezvous(backend: str, rank: int, size: int, limit: timedelta) -> None:
     try:
         host, port = rendezvous_endpoint()
     except ValueError:
-        store = _store_by_communicator()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
+        store = _store_by_communicator(limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         return
     host = f"[{host}]" if ":" in host else host
     url = f"tcp://{host}:{port}"
-    dist.init_process_group(backend, url, rank=rank, world_size=size, timeout=LIMIT)
+    dist.init_process_group(backend, url, rank=rank, world_size=size, timeout=limit)
 
 
-def _store_by_communicator() -> TCPStore:
+def _store_by_communicator(limit: timedelta) -> TCPStore:
     """Return a store at rank 0, which sends its address by a communicator of the package."""
-    with init("auto", timeout=LIMIT.total_seconds()) as comm:
+    with init("auto", timeout=limit.total_seconds()) as comm:
         topology = topology_of(comm)
         host = "127.0.0.1" if topology.one_host else topology.locations[0].host
         store, address = None, None
         if comm.rank == 0:
-            store = TCPStore(host, 0, None, True, LIMIT, wait_for_workers=False)
+            store = TCPStore(host, 0, None, True, limit, wait_for_workers=False)
             address = (host, store.port)
         host, port = all_gather_object(comm, address)[0]
-        return store or TCPStore(host, port, None, False, LIMIT)
+        return store or TCPStore(host, port, None, False, limit)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from torch import nn
 
 from tagi_ddp.environment import detect, rank_and_size
 from tagi_ddp.parallel import groups
-from tagi_ddp.parallel.config import ParallelConfig
+from tagi_ddp.parallel.config import BaseTrainerConfig, ParallelConfig
 from tagi_ddp.parallel.task_model import ModelT, TaskModel, TaskT
-from tagi_ddp.parallel.trainer import BaseTrainer, BaseTrainerConfig
+from tagi_ddp.parallel.trainer import BaseTrainer
 from tagi_ddp.parallel.wrappers import dp
 from tagi_ddp.sequential.accelerate import accelerate
 
@@ -59,7 +59,7 @@ class ParallelMixin(BaseTrainer[ParallelConfigT, ModelT, TaskT]):
 
     def _all_raise(self, is_module: bool) -> AbstractContextManager[None]:
         if is_module and self.world_size > 1:
-            groups.initialise()  # It sends a rank's error to the others.
+            groups.initialise(self.config.parallel.timeout)  # It sends errors.
         return groups.all_raise()
 
 

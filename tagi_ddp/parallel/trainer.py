@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -20,12 +19,13 @@ from tagi_ddp.checks import integer
 from tagi_ddp.communicators.equality import all_or_none
 from tagi_ddp.communicators.guard import Closing
 from tagi_ddp.data import DistributedSampler
+from tagi_ddp.data.trackers import Tracker, Tracking, check_trackers
 from tagi_ddp.environment import rank_and_size
 from tagi_ddp.parallel import groups
 from tagi_ddp.parallel.batches import Data, check_data, take
 from tagi_ddp.parallel.callbacks import HELD_OUT, Callback, check_callbacks, named
 from tagi_ddp.parallel.checkpoints import PART, State, Training, load, network_of
-from tagi_ddp.parallel.config import EXP_NAME, MISSING, CheckpointConfig, Config
+from tagi_ddp.parallel.config import EXP_NAME, MISSING, BaseTrainerConfig, Config
 from tagi_ddp.parallel.task_model import (
     ModelT,
     OptimizerFactory,
@@ -37,27 +37,6 @@ from tagi_ddp.parallel.task_model import (
 from tagi_ddp.sequential.ddp_sequential import DDPSequential
 
 _CHECKPOINTS = "checkpoints"  # the folder of the checkpoints that `load_checkpoint` loads
-
-
-@dataclass
-class BaseTrainerConfig(Config):
-    """The settings of a trainer.
-
-    Args:
-        name: of the run; required.
-        exp_name: of the experiment, whose losses go to ``<exp_name>.jsonl``; by default the name.
-        exp_dir: the folder of all files; required.
-        log_dir_name: the folder of losses in ``exp_dir``.
-        use_double_weight_precision: train parameters of float64; for torch modules.
-        checkpoint: when to write checkpoints.
-    """
-
-    name: str = MISSING
-    exp_name: str = EXP_NAME
-    exp_dir: str = MISSING
-    log_dir_name: str = "logs"
-    use_double_weight_precision: bool = False
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 TrainerConfigT = TypeVar("TrainerConfigT", bound=BaseTrainerConfig)
@@ -93,6 +72,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self.task_model: Any = None
         self.should_stop: bool = False
         self._callbacks: dict[str, Callback] = {}
+        self._tracking = Tracking((), 0)
         self._folders: dict[str, Checkpoints] = {}  # opened by the present `train`
         self._saved: dict[str, int] = {}  # by folder, the steps before its last checkpoint
         self._resumed: Checkpoint | None = None  # loaded in part; `train` loads the other parts
@@ -113,6 +93,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         seed: int = 0,
         held_out: Data | None = None,
         callbacks: Sequence[Callback] = (),
+        trackers: Sequence[Tracker] = (),
     ) -> list[float]:
         """Train from ``state`` until ``epochs`` epochs are done; write a checkpoint.
 
@@ -137,6 +118,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
                 each epoch.
             callbacks: are called with each epoch's metrics, in this order, to write tables, stop
                 early or keep the best; the same on all ranks. Checkpoints hold their states.
+            trackers: get each epoch's metrics, on rank 0 alone, and the number of steps so far.
 
         Returns:
             the mean loss of each epoch, over the samples of all ranks; fewer than ``epochs`` if
@@ -157,6 +139,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             if held_out is not None:
                 check_data("held_out", held_out, batch_size, needy)
             check_callbacks(callbacks, held_out)
+            check_trackers(trackers)
             order = {"length of data": length, "batch_size": batch_size, "seed": seed}
             if self.state.epoch < epochs:
                 self.state.check_order(order)
@@ -171,11 +154,13 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             sampler = self._sampler_of(data, seed, batch_size)
             losses: list[float] = []
             self.should_stop, self._unchecked = False, not self._stands_by
-            while self.state.epoch < epochs and not self.should_stop:
-                self.state.order = order
-                loss = self._train_epoch(task_model, data, sampler, batch_size)
-                losses.append(loss)
-                self._end_epoch(loss, held_out, batch_size)
+            self._tracking = Tracking(trackers, self.rank)
+            with self._tracking.run(self.config.name, {**order, "epochs": epochs}):
+                while self.state.epoch < epochs and not self.should_stop:
+                    self.state.order = order
+                    loss = self._train_epoch(task_model, data, sampler, batch_size)
+                    losses.append(loss)
+                    self._end_epoch(loss, held_out, batch_size)
             self.save_checkpoint(_CHECKPOINTS)
             for checkpoints in self._folders.values():
                 checkpoints.wait()
@@ -332,6 +317,7 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
         self._log(metrics)
         for callback in self._callbacks.values():
             callback.on_metrics(self, metrics)
+        self._tracking.log(metrics, self.state.num_steps)
         self._after_step()
 
     def _after_step(self) -> None:

@@ -82,8 +82,8 @@ def ddp(model: Any, cfg: Settings = None, **arguments: Any) -> Any:
     """
     settings, bare = _checked(model, cfg, (*WRAPPERS, FullyShardedDataParallel), arguments)
     if bare is not None:
-        return _wrap_sequential(model, bare, sharded=False)
-    groups.initialise()
+        return _wrap_sequential(model, bare, settings, sharded=False)
+    groups.initialise(settings.timeout)
     arguments = {**settings.of_ddp, **arguments}
     return DistributedDataParallel(model, init_sync=settings.sync_module_states, **arguments)
 
@@ -105,8 +105,8 @@ def fsdp(model: Any, cfg: Settings = None, *, node_size: int | None = None) -> A
     settings, bare = _checked(model, cfg, (*WRAPPERS, *whole))
     if bare is not None:
         sharded = settings.sharding_strategy != ShardingStrategy.NO_SHARD
-        return _wrap_sequential(model, bare, sharded)
-    groups.initialise()
+        return _wrap_sequential(model, bare, settings, sharded)
+    groups.initialise(settings.timeout)
     if settings.sync_module_states:
         _take_from_rank_0(model)
     strategy, group = _strategy_and_group(settings.sharding_strategy, node_size)
@@ -269,11 +269,11 @@ def _check_for_sequential(cfg: ParallelConfig) -> None:
         )
 
 
-def _wrap_sequential(model: Any, bare: Any, sharded: bool) -> Any:
+def _wrap_sequential(model: Any, bare: Any, settings: ParallelConfig, sharded: bool) -> Any:
     """Return the DDPSequential of ``bare``, in a TaskModel if ``model`` is one."""
     if dist.is_initialized():
         group: dict[str, Any] = {"communicator": groups.communicator()}
     else:
-        group = {"config": DDPConfig.from_env()}
+        group = {"config": DDPConfig.from_env(timeout=settings.timeout)}
     wrapped = DDPSequential(bare, average=False, sharded=sharded, **group)
     return TaskModel(model.task, wrapped) if isinstance(model, TaskModel) else wrapped

@@ -98,7 +98,8 @@ class DDPSequential(SequentialInterface, Closing):
             queueing kernels one by one: far faster for small networks on a GPU, from tensors there.
             It warns if that is impossible.
         elastic: True: when ranks are lost the others go on, and new ones may join, with `steps`; a
-            number: seconds, by default 300, after which a silent rank is lost (docs/elastic.md).
+            number: seconds after which a silent rank is lost, by default the timeout of
+            ``config`` (docs/elastic.md).
 
     Raises:
         ValueError, TypeError: an argument is wrong, or two exclude each other.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tagi_ddp import script_step
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, first_difference
 from tagi_ddp.data.sampler import last_drawn
@@ -43,6 +44,7 @@ class FirstStep:
         Raise RanksDiffer, on all ranks, if their samplers share out the same samples in different
         orders. Warn on rank 0 if two or more have rows, and all the same.
         """
+        script_step.began = True
         sampler = last_drawn() if steps else None
         if sampler is not None and sampler.num_replicas != self._communicator.size:
             sampler = None  # It does not share out over these ranks.

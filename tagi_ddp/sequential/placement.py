@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from typing import Any
 
 from tagi_ddp.communicators import Communicator, as_communicator, init
@@ -38,6 +39,7 @@ def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
     """
     _check_launcher(config)
     backend = config.backend
+    connect = partial(init, rank=config.rank, world_size=config.world_size, timeout=config.timeout)
     if backend == "nccl" and device is None:
         device = f"cuda:{_local_device(config)}"
     on_gpu = device is not None and device.startswith("cuda")
@@ -45,7 +47,7 @@ def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
         from tagi_ddp.communicators.nccl import NcclMissing
 
         try:
-            return init("nccl", config.rank, config.world_size, device=device), str(device)
+            return connect("nccl", device=device), str(device)
         except NcclMissing as error:
             warnings.warn(
                 f"deltas go over the host, which is slower: {error}", RuntimeWarning, stacklevel=3
@@ -53,7 +55,7 @@ def _connect(config: DDPConfig, device: str | None) -> tuple[Communicator, str]:
             backend = "auto"
     if backend == "nccl":
         backend = "auto"  # a world of one
-    return init(backend, config.rank, config.world_size), device or "cpu"
+    return connect(backend), device or "cpu"
 
 
 def _check_launcher(config: DDPConfig) -> None:

@@ -22,6 +22,7 @@ from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.sequential.first_step import FirstStep
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
+from tagi_ddp.sequential.slow_rank import SlowRank
 from tagi_ddp.trace.timeline import timeline, traced
 from tagi_ddp.update.exchange import Alone, InSharedMemory, Queued
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
@@ -64,6 +65,9 @@ class Training:
         self._at_once: NativeCompute | None = None
         self._together: SharedStep | None = None
         self.graphs: StepGraphs | None = None
+        rank, size = ranks.communicator.rank, ranks.communicator.size
+        tells = elastic is not None or (rank == 0 and size > 1)
+        self._slow_rank = SlowRank(ranks) if tells else None
         natively = local.computes.native
         if timeline is None:
             if isinstance(ranks.exchange, Alone):
@@ -121,6 +125,8 @@ class Training:
                 local.undo()
                 raise
             local.end_step()
+            if self._slow_rank is not None:
+                self._slow_rank.after_step()
         except BaseException as error:
             self._ranks.give_up(error)
             raise
@@ -163,6 +169,8 @@ class Training:
                 accumulation.forwarded = accumulation.samples = None
                 if ranks:
                     raise NotFiniteError(refusal("step", ranks, culprit), ranks)
+                if self._slow_rank is not None:
+                    self._slow_rank.after_step()
                 local.look_at_labels(mu_obs, selected_idx)
                 return outputs
         observations: dict[str, ArrayLike] = {"mu_obs": mu_obs}

@@ -16,7 +16,9 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from tagi_ddp.checks import integer
+from tagi_ddp.checks import integer, seconds
+from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
+from tagi_ddp.data.trackers import Tracker, Tracking, check_trackers
 from tagi_ddp.engine.locks import new_lock, one_at_a_time
 from tagi_ddp.sequential import accelerate
 from tagi_ddp.sklearn.likelihoods import Likelihood, Pool
@@ -70,6 +72,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         n_iter_no_change: int = 10,
         tol: float = 0.001,
         n_ranks: int = 1,
+        timeout: float = DEFAULT_TIMEOUT,
         random_state: Any = None,
     ) -> None:
         """Store the settings; `fit` checks them."""
@@ -84,6 +87,7 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         self.n_iter_no_change = n_iter_no_change
         self.tol = tol
         self.n_ranks = n_ranks
+        self.timeout = timeout
         self.random_state = random_state
 
     @property
@@ -153,9 +157,13 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
                 generator.set_state(drawn)
             raise
 
-    def _train(self, x: Array, targets: Array, stratify: bool = False) -> None:
+    def _train(
+        self, x: Array, targets: Array, trackers: Sequence[Tracker], stratify: bool = False
+    ) -> None:
         """Train new networks on scaled samples."""
         ranks, schedule = integer("n_ranks", self.n_ranks, 1), self._schedule()
+        timeout = seconds("timeout", self.timeout)
+        check_trackers(trackers)
         network = self._new_network()
         parts = self._left_out(len(x), network.seed, targets if stratify else None)
         self._networks = [
@@ -165,7 +173,10 @@ class TAGIEstimator(BaseEstimator):  # type: ignore[misc]
         moments = Moments.of(x)
         self.x_mean_, self.x_scale_ = moments.mean, moments.scale
         x = self._scaled(x)
-        self._models, trained = train(self._networks, parts, schedule, x, targets, ranks)
+        arguments = self._networks, parts, schedule, x, targets, ranks, timeout
+        tracking = Tracking(trackers, 0)
+        with tracking.run(type(self).__name__, self.get_params()):
+            self._models, trained = train(*arguments, tracking.log)
         self._pool = None
         if len(parts) > 1:
             networks = [partial(self._outputs, number) for number in range(len(parts))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
+from tagi_ddp.data.trackers import Tracker
 from tagi_ddp.engine.locks import one_at_a_time
 from tagi_ddp.sklearn.base import TAGIEstimator
 from tagi_ddp.sklearn.likelihoods import Classes, Normal
@@ -45,6 +47,7 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
         n_ranks: the number of processes of this host that train together in `fit`, each on its part
             of each batch. The result is that of one process, up to rounding.
             It is faster for large networks only.
+        timeout: the seconds for which one of these processes waits for another.
         random_state: the seed or generator for initial weights, sample order, and parts left out.
 
     Attributes:
@@ -59,17 +62,19 @@ class TAGIRegressor(RegressorMixin, TAGIEstimator):  # type: ignore[misc]
     y_scale_: Array
 
     @one_at_a_time
-    def fit(self, X: ArrayLike, y: ArrayLike) -> TAGIRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike, *, trackers: Sequence[Tracker] = ()) -> TAGIRegressor:
         """Train a new network.
 
         Args:
             X: [samples, features]. y: [samples] or [samples, targets].
+            trackers: get each epoch's number and "validation_score", see `validation_scores_`; with
+                ``n_ranks`` above 1 all at the end.
         """
         with self._unchanged_by_errors():
             x, targets = self._validated(X, y, reset=True)
             moments = Moments.of(targets)
             self.y_mean_, self.y_scale_ = moments.mean, moments.scale
-            self._train(x, (targets - self.y_mean_) / self.y_scale_)
+            self._train(x, (targets - self.y_mean_) / self.y_scale_, trackers)
         return self
 
     @one_at_a_time
@@ -162,16 +167,19 @@ class TAGIClassifier(ClassifierMixin, TAGIEstimator):  # type: ignore[misc]
     """
 
     @one_at_a_time
-    def fit(self, X: ArrayLike, y: ArrayLike) -> TAGIClassifier:
+    def fit(
+        self, X: ArrayLike, y: ArrayLike, *, trackers: Sequence[Tracker] = ()
+    ) -> TAGIClassifier:
         """Train a new network.
 
         Args:
             X: [samples, features]. y: [samples], labels of two classes or more.
+            trackers: see `TAGIRegressor.fit`.
         """
         with self._unchanged_by_errors():
             x, labels = self._validated(X, y, reset=True)
             self._set_classes(np.unique(labels))
-            self._train(x, self._numbers(labels), stratify=True)
+            self._train(x, self._numbers(labels), trackers, stratify=True)
         return self
 
     @one_at_a_time

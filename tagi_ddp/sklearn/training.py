@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from tagi_ddp.sklearn.likelihoods import Likelihood, begin_noise_even
 from tagi_ddp.update.not_finite import NotFiniteError
 
 Array = NDArray[Any]
+Log = Callable[[Mapping[str, float], int], None]
 Posterior = dict[str, tuple[Array, ...]]  # by layer: means and variances, weights and biases
 
 # Kernels round differently in smaller batches, but a prediction must not depend on other samples.
@@ -94,33 +95,46 @@ def train(
     x: Array,
     y: Array,
     ranks: int,
+    timeout: float,
+    log: Log,
 ) -> tuple[list[DDPSequential], Trained]:
     """Train new networks for the same epochs, each on all samples but those that it leaves out.
 
-    Several ranks train each network together, each rank on its part of each batch.
+    Several ranks train each network together, each rank on its part of each batch. A wait for
+    another rank takes at most ``timeout`` seconds. ``log`` is called with the metrics of each
+    epoch; if there are several ranks, at the end.
     """
     arguments = networks, left_out, schedule, x, y
     if ranks > 1:
-        trained = launch(_train_rank, nprocs=ranks, args=arguments)[0]
+        trained = launch(_train_rank, nprocs=ranks, args=(timeout, *arguments))[0]
+        for epoch in range(1, trained.epochs + 1):
+            log(_metrics(epoch, trained.scores), epoch)
         models = [accelerate(network.build()) for network in networks]
     else:
         models = [accelerate(network.build()) for network in networks]
-        trained = _train(models, *arguments)
+        trained = _train(log, models, *arguments)
     for model, posterior in zip(models, trained.posteriors, strict=True):
         load(model, posterior)  # The best epoch may not be the last one.
     return models, trained
 
 
-def _train_rank(networks: Sequence[Network], *arguments: Any) -> Trained:
+def _train_rank(timeout: float, networks: Sequence[Network], *arguments: Any) -> Trained:
+    config = DDPConfig.from_env(timeout=timeout)
     with ExitStack() as stack:
         models = [
-            stack.enter_context(DDPSequential(network.build(), DDPConfig.from_env(), average=False))
+            stack.enter_context(DDPSequential(network.build(), config, average=False))
             for network in networks
         ]
-        return _train(models, networks, *arguments)
+        return _train(lambda metrics, epoch: None, models, networks, *arguments)
+
+
+def _metrics(epoch: int, scores: Sequence[float]) -> dict[str, float]:
+    metrics = {"epoch": float(epoch)}
+    return {**metrics, "validation_score": scores[epoch - 1]} if scores else metrics
 
 
 def _train(
+    log: Log,
     models: Sequence[Any],
     networks: Sequence[Network],
     left_out: Sequence[Array],
@@ -134,16 +148,18 @@ def _train(
         kept = np.delete(np.arange(len(x)), rows)
         trainings.append(_epochs(model, network, schedule.batch_size, x[kept], y[kept]))
     best, waited, posteriors = -np.inf, 0, [posterior_of(model) for model in models]
-    for _ in range(schedule.epochs):
+    for epoch in range(1, schedule.epochs + 1):
         for training in trainings:
             next(training)
         if schedule.patience is None:
+            log(_metrics(epoch, scores), epoch)
             continue
         logs = [
             likelihood.log(likelihood.predict(*outputs_of(model, x[rows])), y[rows])
             for model, rows in zip(models, left_out, strict=True)
         ]
         scores.append(float(np.concatenate(logs).mean()))
+        log(_metrics(epoch, scores), epoch)
         waited += 1
         if scores[-1] > best + schedule.tolerance:
             best, waited, posteriors = scores[-1], 0, [posterior_of(model) for model in models]

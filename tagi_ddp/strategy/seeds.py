@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import random
 import re
 import warnings
 from collections.abc import Mapping
@@ -15,7 +13,10 @@ import numpy as np
 
 from tagi_ddp.checks import integer
 from tagi_ddp.communicators.equality import Same, all_or_none
+from tagi_ddp.data.seeds import seed_everything
 from tagi_ddp.strategy.layout import GroupLayout
+
+__all__ = ["base_seed", "compared_seed", "group_seed", "same_groups", "seed_everything"]
 
 same_groups = partial(
     all_or_none,
@@ -65,16 +66,3 @@ def group_seed(base: int, model_group: int) -> int:
     # SeedSequence takes no negative numbers, so their sign is a number of its own.
     entropy = [abs(base), int(base < 0), model_group]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, the engine, and torch if it is installed; ``seed`` has 32 bits."""
-    from tagi_ddp.engine.loader import load_engine
-
-    random.seed(seed)
-    np.random.seed(seed)
-    load_engine().manual_seed(seed - (seed >> 31 << 32))  # It takes signed numbers of 32 bits.
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        torch.manual_seed(seed)

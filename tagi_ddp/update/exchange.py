@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tagi_ddp._backend import Agreement, Contribution, SharedStep, ShmCommunicator
+from tagi_ddp._backend import Agreement, Contribution, Pace, SharedStep, ShmCommunicator
 from tagi_ddp.communicators import Communicator, Work, all_gather_object
 from tagi_ddp.compute.local_network import Early
 from tagi_ddp.compute.rollback import Rollback
@@ -56,6 +56,7 @@ class Exchange(ABC):
         self._replica = setting.replica
         self._average = setting.average
         self._rollback = setting.rollback
+        self.pace = Pace()  # of exchanges on the host
 
     @abstractmethod
     def __call__(self, samples: int, finished: bool = False) -> bool:
@@ -104,6 +105,23 @@ class Exchange(ABC):
     def close(self) -> None:  # noqa: B027
         """Close the exchange's own communicators."""
 
+    @traced("waiting")
+    def _vote(self, own: Contribution) -> Agreement:
+        """Return the agreement that follows from all ranks' contributions; a collective call."""
+        communicator, pace = self._communicator, self.pace
+        fields = [own.batch, int(own.finite), int(own.finished), pace.own()]
+        if communicator.device == "cpu":
+            everyone = np.empty((communicator.size, len(fields)), np.int64)
+            communicator.all_gather(np.array(fields, np.int64), everyone)
+        else:
+            everyone = np.array(all_gather_object(communicator, fields))
+        pace.end(everyone[:, 3].tolist())
+        contributions = [
+            Contribution(int(batch), bool(finite), bool(done))
+            for batch, finite, done, _ in everyone
+        ]
+        return Agreement(contributions)
+
     def _end(self, samples: int, agreement: Agreement, culprit: str) -> bool:
         """End a step on the host by its agreement: apply the sums, unless a rank refuses.
 
@@ -147,7 +165,9 @@ class InSharedMemory(Exchange):
         """Exchange through ``bucket``, which ``communicator`` has allocated."""
         super().__init__(setting)
         self._memory = communicator
-        self.step = SharedStep(communicator, self._replica.on_host, bucket, self._average)
+        self.step = SharedStep(
+            communicator, self._replica.on_host, bucket, self._average, self.pace
+        )
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Agree, reduce and apply."""
@@ -173,7 +193,7 @@ class Bucket(Exchange):
     def __call__(self, samples: int, finished: bool = False) -> bool:
         """Agree, reduce and apply."""
         culprit = self._replica.parameters.first_not_finite() if samples else ""
-        agreement = vote(self._communicator, Contribution(samples, not culprit, finished))
+        agreement = self._vote(Contribution(samples, not culprit, finished))
         if agreement.applies:
             if self._bucket is None:
                 self._bucket = host_bucket(self._communicator, self._replica.parameters.size)
@@ -248,7 +268,7 @@ class Overlapped(Exchange):
         elif not self._works:
             self.start_nothing()
         culprit = self._culprit if samples else ""
-        agreement = vote(self._communicator, Contribution(samples, not culprit, finished))
+        agreement = self._vote(Contribution(samples, not culprit, finished))
         self.discard()
         return self._end(samples, agreement, culprit)
 
@@ -285,17 +305,3 @@ def parts_of(blocks: Sequence[tuple[int, int]], size: int) -> list[tuple[int, in
             parts.append((begin, end))
             end = begin
     return parts
-
-
-@traced("waiting")
-def vote(communicator: Communicator, own: Contribution) -> Agreement:
-    """Return the agreement that follows from all ranks' contributions; a collective call."""
-    fields = [own.batch, int(own.finite), int(own.finished)]
-    if communicator.device == "cpu":
-        everyone = np.empty((communicator.size, len(fields)), np.int64)
-        communicator.all_gather(np.array(fields, np.int64), everyone)
-    else:
-        everyone = np.array(all_gather_object(communicator, fields))
-    return Agreement(
-        [Contribution(int(batch), bool(finite), bool(done)) for batch, finite, done in everyone]
-    )

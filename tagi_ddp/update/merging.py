@@ -22,7 +22,7 @@ from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.trace.timeline import traced
 from tagi_ddp.update.compressed_sum import Finishing, Pending
 from tagi_ddp.update.consensus import Consensus
-from tagi_ddp.update.exchange import Exchange, Setting, vote
+from tagi_ddp.update.exchange import Exchange, Setting
 from tagi_ddp.update.not_finite import NotFiniteError, refusal
 from tagi_ddp.update.reduction import Reduction
 
@@ -122,7 +122,7 @@ class Merging(Exchange):
         if self.compare is not None:
             self.compare()
             self.compare = None
-        agreement, culprit = self._vote(finished), self._culprit
+        agreement, culprit = self._agree(finished), self._culprit
         if agreement.batch:
             self._replica.average_statistics(self._communicator, self._samples, agreement.batch)
         self._merge_node()
@@ -233,9 +233,9 @@ class Merging(Exchange):
         self._rollback.drop()
         self._samples += samples
 
-    def _vote(self, finished: bool) -> Agreement:
+    def _agree(self, finished: bool) -> Agreement:
         refused = bool(self._culprit or self._replica.take_refused(everything=True))
-        return vote(self._communicator, Contribution(self._samples, not refused, finished))
+        return self._vote(Contribution(self._samples, not refused, finished))
 
     @traced("merging")
     def _merge_node(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tagi_ddp._backend import Contribution, shards
 from tagi_ddp.trace.timeline import traced
-from tagi_ddp.update.exchange import Exchange, Setting, vote
+from tagi_ddp.update.exchange import Exchange, Setting
 
 
 class Scattered(Exchange):
@@ -32,7 +32,7 @@ class Scattered(Exchange):
         """Agree, scatter sums, apply this rank's part, and gather the posteriors."""
         communicator, parameters = self._communicator, self._replica.parameters
         culprit = parameters.first_not_finite() if samples else ""
-        agreement = vote(communicator, Contribution(samples, not culprit, finished))
+        agreement = self._vote(Contribution(samples, not culprit, finished))
         if agreement.applies:
             if samples == 0:
                 self._bucket.fill(0)

@@ -65,6 +65,7 @@ except Exception as error:
 # Does what rank 1 does at the start, up to a point.
 DYING = """
 import array, fcntl, os, socket, struct, sys, time
+from tagi_ddp.communicators.equality import package_version
 from tagi_ddp.communicators.shm import rendezvous_name
 name = "\\0tagi_ddp/%d/%s" % (os.geteuid(), rendezvous_name(sys.argv[1] + "/0"))
 for _ in range(1000):
@@ -74,7 +75,7 @@ for _ in range(1000):
         break
     except ConnectionRefusedError:
         time.sleep(0.01)
-meeting.send(struct.pack("II", 1, 3))
+meeting.send(struct.pack("II40s", 1, 3, package_version().encode()))
 point = int(sys.argv[2])
 if point > 0:
     _, (memory,), *_ = socket.recv_fds(meeting, 4096, 1)

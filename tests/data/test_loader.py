@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -94,16 +93,10 @@ def test_options_stay_and_workers_work() -> None:
         assert [len(batch["more"][0]) for batch in batches] == [1, 1, 0]
 
 
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
     ("loader", "error", "text"),
     [
         ([1, 2], TypeError, "loader must be a torch DataLoader, got list"),
-        (DataLoader(Endless(), 2), TypeError, "IterableDataset"),
         (DataLoader(dataset(4), batch_size=None), ValueError, "no batch_size"),
         (
             DataLoader(dataset(4), 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tagi_ddp.launcher import nodes
+from tagi_ddp.launcher.host import reserve_port
 from tagi_ddp.launcher.nodes import Nodes
-from tagi_ddp.launcher.supervisor import reserve_port
 
 Start = Callable[..., "subprocess.Popen[str]"]
 ELASTIC = Path(__file__).parents[1] / "support" / "elastic_rank.py"
@@ -222,6 +222,40 @@ def test_nodes_that_do_not_come_are_named(port: int, monkeypatch: pytest.MonkeyP
             ),
         ):
             launcher.join(1, 1)
+
+
+def test_a_launcher_tells_for_whom_it_waits(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
+    monkeypatch.setattr(nodes, "_CONNECT", 0.7)
+    monkeypatch.setattr(nodes, "_REPORT", 0.2)
+    for node, text in (
+        (0, f"node 0 waits for nodes 1, 2 at port {port}"),
+        (1, f"node 1 waits for node 0 at localhost, port {port}"),
+    ):
+        lines: list[str] = []
+        launcher = Nodes(3, node, ("localhost", port), report=lines.append)
+        with closing(launcher), pytest.raises(TimeoutError):
+            launcher.join(1, 1)
+        assert lines == [text] * len(lines)
+        assert 2 <= len(lines) <= 4
+
+
+def test_versions_that_differ_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all launchers, also one of the same version that has come before."""
+    monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
+    where, version = ("localhost", port), nodes.package_version()
+    with ThreadPoolExecutor(3) as threads, ExitStack() as stack:
+        launchers = [stack.enter_context(closing(Nodes(3, node, where))) for node in range(3)]
+        joins = [threads.submit(launcher.join, 1, 1) for launcher in launchers[:2]]
+        while not launchers[0]._others:
+            time.sleep(0.01)
+        launchers[2]._call(time.monotonic() + 10)
+        launchers[2]._send(0, {"ranks": 1, "job": "", "version": "99.0.0"})
+        text = f"node 2 has tagi_ddp 99.0.0, but node 0 has {version}: install the same version"
+        assert text in launchers[2]._receive(0)["refused"]
+        for each in joins:
+            with pytest.raises(ConnectionRefusedError, match=text):
+                each.result(30)
 
 
 def test_a_launcher_that_waits_to_start_its_job_again_is_let_into_no_other(

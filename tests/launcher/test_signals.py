@@ -20,7 +20,7 @@ SENT = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SI
 
 
 @contextmanager
-def job(tmp_path, text, *options, ignored=()):
+def job(tmp_path, text, *options, ignored=(), arguments=()):
     """Start a script on two ranks, and yield its launcher once each has printed a line."""
     (tmp_path / "script.py").write_text(f"import os, signal, subprocess, sys, time\n{text}")
 
@@ -29,7 +29,7 @@ def job(tmp_path, text, *options, ignored=()):
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     with subprocess.Popen(
-        [sys.executable, "-m", "tagi_ddp", "run", *options, "script.py"],
+        [sys.executable, "-m", "tagi_ddp", "run", *options, "script.py", *arguments],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -149,3 +149,24 @@ def test_a_second_interrupt_at_any_call_leaves_nothing(tmp_path, monkeypatch, ti
         launch(fn, 1, timeout=LIMIT)
     assert calls == []
     assert all_end([(tmp_path / "child").read_text()])
+
+
+SLOW_END = """
+def save(*_):
+    time.sleep(float(sys.argv[1]))
+    open("saved" + os.environ["RANK"], "w").close()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("ready")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("grace", "takes", "saved"), [("0.3", "20", 0), ("30", "4", 2)])
+def test_the_time_to_save_is_a_setting(tmp_path, grace, takes, saved):
+    with job(tmp_path, SLOW_END, "--grace", grace, arguments=[takes]) as process:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=LIMIT)
+    assert process.returncode == 143
+    assert len(list(tmp_path.glob("saved*"))) == saved

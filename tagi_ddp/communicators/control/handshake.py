@@ -328,5 +328,5 @@ class Handshake:
         limit = self.call.limit
         what = f"all ranks came, but the data did not within {limit:g} s. Look at the network."
         if missing:
-            what = errors.timeout_text(missing, limit)
+            what = errors.timeout_text(missing, limit, self.call.previous)
         raise Timeout(f"{self.where}: {what}", missing)

@@ -13,6 +13,8 @@ from functools import partial
 from tagi_ddp.communicators import shm
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
+from tagi_ddp.communicators.equality import package_version
+from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.network.checked import Connect, open_channel, opened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary, Sites
 from tagi_ddp.communicators.operations import Call
@@ -56,8 +58,11 @@ def connect(
         os.getuid(),
         two_levels(),
         secrets.token_hex(16),
+        package_version(),
     ]
     everyone = [json.loads(record) for record in exchange(json.dumps(own).encode())]
+    where = f"init on rank {rank} of {size} ({backend})"
+    _require_same_version([each[4] if len(each) > 4 else "earlier" for each in everyone], where)
     locations = tuple(Location.of(each[0]) for each in everyone)
     wishes = {each[2] for each in everyone}
     sites = Sites(Topology(locations), "0" not in wishes, levels or "1" in wishes)
@@ -76,10 +81,19 @@ def connect(
         with shm.create(rank, size, f"{token}/all here", call.left(), backend=backend):
             release()
         return _in_memory(backend, rank, sites, token, call, call.limit)
-    where = f"init on rank {rank} of {size} ({backend})"
     channel = open_channel(where, rank, hosts, call, exchange, secret)
     release()
     return _on_network(backend, channel, sites, open_library, call, call.limit)
+
+
+def _require_same_version(versions: list[str], where: str) -> None:
+    others = [rank for rank, version in enumerate(versions) if version != versions[0]]
+    if others:
+        raise Mismatch(
+            f"{where}: rank {others[0]} has tagi_ddp {versions[others[0]]}, rank 0 has "
+            f"{versions[0]}. Install the same version for all ranks.",
+            others,
+        )
 
 
 def part_of(
