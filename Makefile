@@ -34,7 +34,7 @@ tests: .venv/.installed-dev ## the tests of make test alone
 	    $(wildcard tests/test_*.py)
 
 # Fewer at a time: jobs of which ranks are killed at random times take long on a crowded machine.
-slow: .venv/.installed-dev ## the tests that test leaves out: long examples, installations, SLURM
+slow: .venv/.installed-dev .venv/.installed-trackers ## the tests that test leaves out: long examples, installations, SLURM
 	.venv/bin/python -m pytest -m slow $(PARALLEL) --numprocesses 3
 
 lint: style types ## check style and types
@@ -128,7 +128,7 @@ wheels: .venv/.installed-wheels ## wheels for PYTHONS, in dist
 	touch $@
 
 # All targets take the torch that dev pins; else the next one would replace it.
-.venv/.installed-examples .venv/.installed-docs: \
+.venv/.installed-examples .venv/.installed-docs .venv/.installed-trackers: \
     TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 # Developers mend warnings; users' compilers may be newer and have others.

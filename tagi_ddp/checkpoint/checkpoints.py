@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tagi_ddp import script_step
 from tagi_ddp.checkpoint.disk import Call, on_disk
 from tagi_ddp.checkpoint.entering import enter, join
 from tagi_ddp.checkpoint.errors import CheckpointError, is_damage
@@ -28,6 +27,7 @@ from tagi_ddp.communicators.equality import Same, all_or_none
 from tagi_ddp.communicators.guard import Closing, abort, or_abort
 from tagi_ddp.communicators.init import adopted
 from tagi_ddp.data import DistributedSampler
+from tagi_ddp.trace import script_step
 
 T = TypeVar("T")
 

@@ -133,7 +133,7 @@ class DDPConfig:
         """Return the call that makes an equal config."""
         return (
             f"DDPConfig(device_ids={self.device_ids}, backend={self.backend!r}, "
-            f"rank={self.rank}, world_size={self.world_size}, timeout={self.timeout:g})"
+            f"rank={self.rank}, world_size={self.world_size}, timeout={self.timeout!r})"
         )
 
     def __eq__(self, other: object) -> bool:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tagi_ddp import script_step
 from tagi_ddp.checks import integer
 from tagi_ddp.data.empty_batch import empty_batch
 from tagi_ddp.data.sampler import DistributedSampler
 from tagi_ddp.data.stream import PreparedStream
+from tagi_ddp.trace import script_step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tagi_ddp import script_step
 from tagi_ddp.checks import integer
 from tagi_ddp.environment import rank_and_size
+from tagi_ddp.trace import script_step
 
 _ROWS, _NUMBERS = 16, 1024  # rows of the data that all ranks compare, and numbers of each
 

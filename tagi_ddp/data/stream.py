@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tagi_ddp import script_step
 from tagi_ddp.checks import integer
 from tagi_ddp.data.empty_batch import empty_batch, parts_of
 from tagi_ddp.data.sampler import DistributedSampler, note_drawn, share_of
+from tagi_ddp.trace import script_step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypedDict
 
-from tagi_ddp import script_step
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.elastic.connection import open_launcher_connection
 from tagi_ddp.launcher.failure import cause_of
 from tagi_ddp.launcher.pickling import dumps
+from tagi_ddp.trace import script_step
 
 _PR_SET_PDEATHSIG = 1
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tagi_ddp import script_step
 from tagi_ddp.communicators import Communicator, all_gather_object
 from tagi_ddp.communicators.equality import Entry, RanksDiffer, first_difference
 from tagi_ddp.data.sampler import last_drawn
+from tagi_ddp.trace import script_step
 from tagi_ddp.trace.timeline import traced
 
 

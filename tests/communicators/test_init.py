@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -137,3 +138,12 @@ def test_auto_on_several_hosts() -> None:
 def test_auto_on_one_host() -> None:
     text = attempt("auto", [], {**LAUNCHED, "TAGI_DDP_LOCAL_WORLD_SIZE": "2", "TAGI_DDP_JOB": "x"})
     assert "(shm)" in text
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        text = attempt("gloo", [], {**LAUNCHED, **where, "TAGI_DDP_RANK": "0"}, 3)
+    assert f"no store at 127.0.0.1, port {port} (MASTER_ADDR, MASTER_PORT), where rank 0" in text
+    assert "address already in use" in text

@@ -45,7 +45,10 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Return the names of two namespaces, 10.99.0.1 and 10.99.0.2, which see only each other."""
+    """Return the names of two namespaces, which see only each other.
+
+    Their addresses are 10.99.0.1 and fd99::1, 10.99.0.2 and fd99::2.
+    """
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and Debian's package iproute2")
     names = [f"tagi-{secrets.token_hex(3)}" for _ in range(2)]
@@ -58,6 +61,7 @@ def hosts() -> Iterator[list[str]]:
         ip("link", "set", names[1], "netns", names[1])
         for number, name in enumerate(names, start=1):
             ip("-n", name, "address", "add", f"10.99.0.{number}/24", "dev", name)
+            ip("-n", name, "address", "add", f"fd99::{number}/64", "dev", name, "nodad")
             ip("-n", name, "link", "set", name, "up")
             ip("-n", name, "link", "set", "lo", "up")
     except subprocess.CalledProcessError as error:
@@ -125,12 +129,17 @@ def test_gloo_over_two_hosts(hosts: list[str], tmp_path: Path, on_each: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own_name", ["10.99.0.1", "localhost"])
-def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path, own_name: str) -> None:
+@pytest.mark.parametrize(
+    ("own_name", "name_of_0"),
+    [("10.99.0.1", "10.99.0.1"), ("localhost", "10.99.0.1"), ("[fd99::1]", "[fd99::1]")],
+)
+def test_our_launcher_over_two_hosts(
+    hosts: list[str], tmp_path: Path, own_name: str, name_of_0: str
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [str(Path(sys.executable).with_name("tagi-ddp")), "run", "-n", "2", "--nnodes", "2"]
     commands = []
-    for node, name in enumerate([own_name, "10.99.0.1"]):
+    for node, name in enumerate([own_name, name_of_0]):
         where = ["--node-rank", str(node), "--rendezvous", f"{name}:29514"]
         commands.append((hosts[node], [*command, *where, str(tmp_path / "script.py")], {}))
     with running(commands) as launchers:
@@ -143,6 +152,18 @@ def test_our_launcher_over_two_hosts(hosts: list[str], tmp_path: Path, own_name:
         [[f"[{rank}]", "result", str(rank), "gloo"] for rank in ranks] for ranks in ((0, 1), (2, 3))
     ], outputs
     assert len({line[4] for node in results for line in node}) == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_a_loopback_of_ipv6_alone(hosts: list[str], tmp_path: Path, backend: str) -> None:
+    ip("-n", hosts[0], "address", "delete", "127.0.0.1/8", "dev", "lo")
+    script = SCRIPT.replace("from_env()", f"from_env({backend!r})")
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "tagi_ddp", "run", "-n", "2", str(tmp_path / "script.py")]
+    with running([(hosts[0], command, {"TORCH_CPP_LOG_LEVEL": "ERROR"})]) as processes:
+        output = processes[0].communicate(timeout=60)[0]
+    assert processes[0].returncode == 0, output
+    assert output.count("result") == 2
 
 
 AGENT = """#!/bin/sh

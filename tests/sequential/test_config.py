@@ -24,6 +24,9 @@ def test_properties_are_writable():
     config.backend = "gloo"
     config.device_ids = (np.int64(2), 0)
     assert config == DDPConfig([2, 0], "gloo", 3, 4)
+    config.timeout = 12.34567891
+    assert eval(repr(config)) == config != DDPConfig([2, 0], "gloo", 3, 4)
+    config.timeout = 300
     assert config != DDPConfig([2, 0], "gloo", 2, 4)
     assert config != "gloo"
     assert eval(repr(config)) == config
@@ -44,6 +47,8 @@ def test_properties_are_writable():
         ({"rank": 1}, ValueError, r"rank must be 0 to 0 \(world_size is 1\), got 1"),
         ({"rank": -1}, ValueError, "rank.*got -1"),
         ({"rank": False}, TypeError, "rank.*got False"),
+        ({"timeout": 0}, ValueError, "timeout must be a positive, finite number of sec.*got 0"),
+        ({"timeout": "long"}, TypeError, "timeout must be a number, got 'long'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, text):

@@ -25,6 +25,7 @@ WRONG = [
     {"n_networks": 0},
     {"n_networks": 1, "validation_fraction": 0.99},
     {"n_ranks": 0},
+    {"timeout": 0.0},
     {"random_state": "seed"},
 ]
 CHANGED = [

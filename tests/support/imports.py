@@ -27,7 +27,7 @@ LAYERS = (
     ("optim", "sharding", "compute"),
     ("replica",),
     ("communicators", "engine", "trace", "kernels"),
-    ("checks", "environment", "script_step"),
+    ("checks", "environment"),
 )
 # Communicators look for the libraries that the engine may have loaded.
 SIDEWAYS = {("communicators", "engine.loader")}
