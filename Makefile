@@ -73,12 +73,13 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    tests/communicators/test_shm_memory.py tests/communicators/nccl \
 
 # Jobs in which one rank does something random at a random time; jobs that outlive their ranks, at
-# random times and at each of their calls; checkpoints with a flipped bit; runs that resume at random
-# steps; ranks that stop at random times in merges.
+# random times and at each of their calls; signals, storage, data and launchers; checkpoints with a
+# flipped bit; runs that resume at random steps; ranks that stop at random times in merges.
 chaos: .venv/.installed-dev ## jobs whose ranks fail at random, and damaged checkpoints
 	.venv/bin/python tests/chaos/campaign.py --faults 1000 --alone
 	.venv/bin/python tests/chaos/elastic.py --events 1000
 	.venv/bin/python tests/chaos/every_call.py --jobs 200
+	.venv/bin/python tests/chaos/edge.py --faults 400
 	.venv/bin/python tests/chaos/flips.py --flips 5000
 	.venv/bin/python -m pytest -m slow tests/checkpoint/test_random_numbers.py \
 	    tests/parallel/test_resumed_draws.py tests/sequential/test_deaths.py

@@ -12,6 +12,7 @@ from chaos.faults import KINDS, Fault, Report, broken_promises
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
 ELASTIC = Path(__file__).with_name("elastic.py")
+EDGE = Path(__file__).with_name("edge.py")
 EVERY_CALL = Path(__file__).with_name("every_call.py")
 FAULTS = 30
 
@@ -35,6 +36,14 @@ def test_a_short_campaign_of_elastic_jobs() -> None:
 @pytest.mark.slow
 def test_a_short_campaign_of_kills_at_calls() -> None:
     command = [sys.executable, str(EVERY_CALL), "--jobs", "20", "--first", "7000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "; 0 broke a promise" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_short_campaign_at_the_edge() -> None:
+    command = [sys.executable, str(EDGE), "--faults", "24", "--first", "7000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "; 0 broke a promise" in done.stdout

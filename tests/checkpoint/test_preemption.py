@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tagi_ddp.checkpoint.preemption import Preemption
+from tagi_ddp.launcher.host import reserve_port
 
 HEAD = """
 import os, sys, time
@@ -82,18 +84,20 @@ with ParallelMixin({"name": "fit", "exp_dir": "."}) as trainer:
 
 
 class Job:
-    """A job of two ranks that has made ten steps."""
+    """A job of two ranks that has made ten steps, or a part of one with ``ranks`` ranks."""
 
-    def __init__(self, folder: Path, script: str, *options: str, wait: bool = True) -> None:
+    def __init__(
+        self, folder: Path, script: str, *options: str, wait: bool = True, ranks: int = 2
+    ) -> None:
         (folder / "job.py").write_text(HEAD + script)
-        command = [sys.executable, "-m", "tagi_ddp", "run", "-n", "2", *options, "job.py"]
+        command = [sys.executable, "-m", "tagi_ddp", "run", "-n", str(ranks), *options, "job.py"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
         )
         assert self.process.stdout is not None
         self.pids: dict[int, int] = {}
         self._text = ""
-        while wait and len(self.pids) < 2:
+        while wait and len(self.pids) < ranks:
             line = self.process.stdout.readline()
             assert line, self._text
             self._text += line
@@ -160,6 +164,36 @@ def test_one_checkpoint_and_the_same_end(
     assert status == 0, after
     assert len(hashes(after)) == 2
     assert hashes(after) == hashes(before), before + after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_one_of_two_launchers(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
+    with closing(reserve_port(one_host=False)) as holder:
+        where = ["--rendezvous", f"localhost:{holder.getsockname()[1]}", "--nnodes", "2"]
+
+        def start(wait: bool) -> list[Job]:
+            nodes = [
+                Job(tmp_path, SAMPLER, *where, "--node-rank", str(node), wait=False, ranks=1)
+                for node in range(2)
+            ]
+            if wait:
+                while not list(tmp_path.glob("begun*")):
+                    time.sleep(0.05)
+            return nodes
+
+        head = HEAD.replace('print("pid"', 'open("begun", "w"); print("pid"')
+        monkeypatch.setitem(globals(), "HEAD", head)
+        nodes = start(wait=True)
+        nodes[1].process.send_signal(number)
+        ends = [node.end() for node in nodes]
+        assert [status for status, _ in ends] == [75, 75], ends
+        assert len(saved(tmp_path)) == 1
+        ends = [node.end() for node in start(wait=False)]
+    assert [status for status, _ in ends] == [0, 0], ends
 
 
 def test_the_launcher_starts_the_ranks_again_and_counts_no_failure(tmp_path: Path) -> None:
