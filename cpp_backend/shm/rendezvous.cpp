@@ -25,6 +25,7 @@ using std::chrono::milliseconds;
 
 constexpr size_t text_bytes = 480;
 constexpr size_t version_bytes = 40;
+constexpr std::chrono::seconds refusal_time{2};  // for which rank 0 refuses ranks that come later
 constexpr const char* own_numbers =
     ". Give every rank its own number, and every job of this user its own TAGI_DDP_JOB.";
 
@@ -232,6 +233,32 @@ void check(const Rendezvous& rendezvous, const Hello& hello,
     }
 }
 
+// Accepts a rank, and reads the hello that it sends when it connects. Returns an empty descriptor
+// for a connection of another program.
+FileDescriptor accept_one(const Rendezvous& rendezvous, int listener, Hello& hello) {
+    FileDescriptor peer(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!peer || !same_user(peer.get())) return FileDescriptor();
+    if (!wait_for(rendezvous, peer.get(), POLLIN)) return FileDescriptor();
+    hello = Hello{};
+    std::string("(earlier)").copy(hello.version, version_bytes);  // which sends none
+    const ssize_t received = recv(peer.get(), &hello, sizeof hello, 0);
+    if (received < static_cast<ssize_t>(offsetof(Hello, version))) return FileDescriptor();
+    hello.version[version_bytes - 1] = '\0';
+    return peer;
+}
+
+// Refuses the other ranks, which come at about the same time, for the same reason as the first one.
+void refuse_others(Rendezvous rendezvous, int listener, int missing, const Reply& reply) {
+    rendezvous.deadline = std::min(rendezvous.deadline, Clock::now() + refusal_time);
+    while (missing > 0 && wait_for(rendezvous, listener, POLLIN)) {
+        Hello hello{};
+        const FileDescriptor peer = accept_one(rendezvous, listener, hello);
+        if (!peer) continue;
+        answer(peer.get(), reply);
+        --missing;
+    }
+}
+
 void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDescriptor>& peers) {
     for (int missing = rendezvous.size - 1; missing > 0;) {
         if (!wait_for(rendezvous, listener, POLLIN)) {
@@ -241,19 +268,16 @@ void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDesc
             }
             fail_missing(rendezvous, absent);
         }
-        FileDescriptor peer(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         Hello hello{};
-        // A rank sends a hello when it connects. Ignore connections of other programs.
-        if (!peer || !same_user(peer.get())) continue;
-        if (!wait_for(rendezvous, peer.get(), POLLIN)) continue;
-        std::string("(earlier)").copy(hello.version, version_bytes);  // which sends none
-        const ssize_t received = recv(peer.get(), &hello, sizeof hello, 0);
-        if (received < static_cast<ssize_t>(offsetof(Hello, version))) continue;
-        hello.version[version_bytes - 1] = '\0';
+        FileDescriptor peer = accept_one(rendezvous, listener, hello);
+        if (!peer) continue;
         try {
             check(rendezvous, hello, peers);
         } catch (const CommunicatorError& error) {
             answer(peer.get(), refusal(error));
+            answer_all(peers, refusal(error));
+            peers.clear();
+            refuse_others(rendezvous, listener, missing - 1, refusal(error));
             throw;
         }
         peers[hello.rank] = std::move(peer);

@@ -7,6 +7,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 
@@ -62,7 +63,12 @@ def connect(
     ]
     everyone = [json.loads(record) for record in exchange(json.dumps(own).encode())]
     where = f"init on rank {rank} of {size} ({backend})"
-    _require_same_version([each[4] if len(each) > 4 else "earlier" for each in everyone], where)
+    try:
+        _require_same_version([each[4] if len(each) > 4 else "earlier" for each in everyone], where)
+    except Mismatch:
+        with suppress(Exception):
+            exchange(b"")  # All have read the versions after that.
+        raise
     locations = tuple(Location.of(each[0]) for each in everyone)
     wishes = {each[2] for each in everyone}
     sites = Sites(Topology(locations), "0" not in wishes, levels or "1" in wishes)
