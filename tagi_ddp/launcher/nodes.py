@@ -31,6 +31,7 @@ from tagi_ddp.launcher.host import HostAssignment, new_job
 
 _CONNECT = DEFAULT_TIMEOUT  # seconds within which all launchers must connect
 _REPORT = 30.0  # seconds between two lines about the nodes that are missing
+_SLICE = 0.2  # seconds between two looks at the nodes that have called
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = "tagi-ddp run"  # the nonce of the listener and of the calls to it
 
@@ -167,12 +168,12 @@ class Nodes:
             problem = f"node 0 cannot listen at port {self._port}"
             raise OSError(error.errno, f"{problem}: {error.strerror}") from error
         found: dict[int, dict[str, Any]] = {}
+        told = time.monotonic()
         with closing(listener):
             while len(found) < len(others) and time.monotonic() < deadline:
                 missing = {node for node in others if node not in found}
-                soon = min(deadline, time.monotonic() + _REPORT)
-                accepted = listener.accept(missing, soon)
-                for node, connection in accepted.items():
+                soon = min(deadline, time.monotonic() + _SLICE)
+                for node, connection in listener.accept(missing, soon).items():
                     hello = _hello_of(connection)
                     version = hello.get("version", "of an earlier time")
                     if hello and version != package_version():
@@ -182,7 +183,9 @@ class Nodes:
                     else:
                         with suppress(OSError), connection:
                             connection.send_bytes(json.dumps({"other job": True}).encode())
-                if not accepted:
+                missing -= found.keys()
+                if missing and time.monotonic() - told >= _REPORT:
+                    told = time.monotonic()
                     names = ", ".join(map(str, sorted(missing)))
                     self._report(f"node 0 waits for nodes {names} at port {self._port}")
         return found

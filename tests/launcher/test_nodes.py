@@ -228,6 +228,7 @@ def test_a_launcher_tells_for_whom_it_waits(port: int, monkeypatch: pytest.Monke
     monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
     monkeypatch.setattr(nodes, "_CONNECT", 0.7)
     monkeypatch.setattr(nodes, "_REPORT", 0.2)
+    monkeypatch.setattr(nodes, "_SLICE", 0.05)
     for node, text in (
         (0, f"node 0 waits for nodes 1, 2 at port {port}"),
         (1, f"node 1 waits for node 0 at localhost, port {port}"),

@@ -30,9 +30,15 @@ class Notes:
         self.finished.append(failed)
 
 
-@pytest.mark.parametrize(("kind", "y"), [(TAGIRegressor, VALUES), (TAGIClassifier, LABELS)])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "y", "ranks", "early"),
+    [
+        (TAGIRegressor, VALUES, 1, True),
+        (TAGIRegressor, VALUES, 2, True),
+        (TAGIClassifier, LABELS, 1, False),
+        (TAGIClassifier, LABELS, 2, False),
+    ],
+)
 def test_each_epoch_is_logged(kind: Any, y: Any, ranks: int, early: bool) -> None:
     settings = {"n_networks": 1, "early_stopping": early, "n_ranks": ranks, "random_state": 0}
     tracker = Notes()
