@@ -59,7 +59,7 @@ LIMIT = 30.0  # seconds for all ranks of a job to end
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to which rank at which step; "none": nothing."""
+    """A fault: its kind, the rank that has it, and the step at which it comes; "none": nothing."""
 
     number: int
     kind: str
