@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -46,7 +47,22 @@ nb::object view(T* data, size_t size) {
                     nb::rv_policy::reference);
 }
 
-nb::object view(std::vector<float>& values) { return view(values.data(), values.size()); }
+// Returns the vector if there is one: its begin, end and capacity are in order. Another layout of the
+// memory may have anything there, of which nothing may be read.
+std::vector<float>& checked(std::vector<float>& values) {
+    uintptr_t words[3];
+    static_assert(sizeof words == sizeof values);
+    std::memcpy(words, &values, sizeof words);
+    const auto [begin, end, capacity] = words;
+    const bool in_order = begin <= end && end <= capacity && (begin == 0) == (capacity == 0);
+    if (!in_order || begin % alignof(float) != 0 || (end - begin) % sizeof(float) != 0)
+        throw std::invalid_argument("there is no vector where one should be");
+    return values;
+}
+
+nb::object view(std::vector<float>& values) {
+    return view(checked(values).data(), values.size());
+}
 
 }  // namespace
 
@@ -71,7 +87,15 @@ void bind_engine(nb::module_& module) {
         .def(
             "vector",
             [](EngineLayer& l, const std::string& name) { return view(vector_of(l, name)); },
-            "name"_a, "A view of mu_w, var_w, mu_b, var_b or their delta_..., float32.");
+            "name"_a,
+            "A view of mu_w, var_w, mu_b, var_b or their delta_..., float32. Raises ValueError if "
+            "there is no vector.")
+        .def(
+            "size",
+            [](EngineLayer& l, const std::string& name) {
+                return checked(vector_of(l, name)).size();
+            },
+            "name"_a, "The size of such a vector, of which no element is read.");
     module.def("engine_layer", &object_at<EngineLayer>, "address"_a, nb::rv_policy::reference,
                "The layer at a verified address.");
 

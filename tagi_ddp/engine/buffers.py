@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import delta_states, hidden_states
-from tagi_ddp.engine.pointers import LayoutError, address_of
+from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors
 
 FloatArray = NDArray[np.float32]
 
@@ -114,6 +114,7 @@ def empty_states() -> Any:
 
 
 @functools.cache
+@layout_errors()
 def verify_buffers() -> None:
     """Verify on test buffers that their memory is as expected; raise LayoutError if not."""
     buffers = OutputBuffers(2, 3)

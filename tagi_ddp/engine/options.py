@@ -13,7 +13,7 @@ from typing import Any
 
 from tagi_ddp._backend import batch_norm_statistics
 from tagi_ddp.engine.loader import load_engine
-from tagi_ddp.engine.pointers import LayoutError, address_of, verify_layout
+from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors, verify_layout
 
 # The base has 344 bytes. In LayerNorm three vectors precede the epsilon: shape, means, variances.
 _LAYER_NORM_EPSILON = 344 + 3 * 24
@@ -35,6 +35,7 @@ def layer_norm_epsilon(handle: Any) -> float:
 
 
 @functools.cache
+@layout_errors()
 def _verify_layer_norm() -> None:
     load_engine()
     import cutagi
@@ -115,6 +116,7 @@ def _read(handle: Any) -> Window:
 
 
 @functools.cache
+@layout_errors()
 def _verify_windows(kind: str) -> None:
     """Verify the offsets of the fields on test layers, once per process."""
     verify_layout()

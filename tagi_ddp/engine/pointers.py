@@ -8,9 +8,11 @@ so it is verified against the public interface before anything is read or writte
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,17 +25,34 @@ _SCALARS = (
     *("input_size", "output_size", "num_weights", "num_biases", "in_width", "in_height"),
     *("in_channels", "out_width", "out_height", "out_channels", "bias", "num_threads", "training"),
 )
-# pybind11's names for the ABI of gcc on Linux: the engine's wheel, then those of version 3.
+# pybind11's names for the ABIs of gcc and clang on Linux, of which the engine's is one: those of
+# version 3, then those of version 2 by the number of the ABI, which a compiler's version decides.
 _ABIS = (
-    b"_gcc_libstdcpp_cxxabi1016",
     b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_1",
     b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_0",
+    *(
+        f"_{compiler}_libstdcpp_cxxabi{number}".encode()
+        for compiler in ("gcc", "clang")
+        for number in (*range(1002, 1030), 2000)
+    ),
 )
+_COMPARED = 1024  # vectors of at most so many elements are compared; others are slow to copy
 _TYPE_INFO_NAME = b"St9type_info"  # typeid(std::type_info).name(). It must outlive the capsule.
 
 
 class LayoutError(RuntimeError):
     """The engine's memory has another layout than the one this package is written for."""
+
+
+@contextlib.contextmanager
+def layout_errors() -> Iterator[None]:
+    """Raise LayoutError in place of any error of the block, which looks at unknown memory."""
+    try:
+        yield
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise LayoutError(f"{type(error).__name__}: {error}") from error
 
 
 def address_of(handle: Any, kind: str = "BaseLayer") -> int:
@@ -54,27 +73,38 @@ def address_of(handle: Any, kind: str = "BaseLayer") -> int:
                 "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
             )
             return int(get(capsule, name))
-    raise LayoutError(f"the engine's ABI is none of {_platform_abis()}")
+    raise LayoutError("the engine was built by a compiler whose ABI is not known")
 
 
+@layout_errors()
 def check_layer(layer: Any, address: int) -> None:
     """Raise LayoutError unless the memory at ``address`` agrees with the public ``layer``.
 
-    Compares the scalar fields, and the contents of short vectors only, as copying them is slow.
+    Compares the scalar fields, the sizes of vectors, and the contents of short ones. No element is
+    read of a vector whose size is not the public one.
     """
     memory = engine_layer(address)
     for name in _SCALARS:
         if hasattr(layer, name) and getattr(layer, name) != getattr(memory, name):
             raise LayoutError(f"{type(layer).__name__}.{name} is not where it should be")
     for name in PARAMETERS + DELTAS:
-        view = memory.vector(name)
-        if view.size <= 1024 and not np.array_equal(
-            view, np.asarray(getattr(layer, name), np.float32), equal_nan=True
-        ):
+        size = memory.size(name)
+        differs = size != _num_weights(layer, name) and size != len(getattr(layer, name))
+        if not differs and size <= _COMPARED:
+            public = np.asarray(getattr(layer, name), np.float32)
+            differs = not np.array_equal(memory.vector(name), public, equal_nan=True)
+        if differs:
             raise LayoutError(f"{type(layer).__name__}.{name} is not where it should be")
 
 
+def _num_weights(layer: Any, name: str) -> int | None:
+    """Return the public number of many weights, which costs no copy of them; else None."""
+    count = int(getattr(layer, "num_weights", 0))
+    return count if name.endswith("_w") and count > _COMPARED else None
+
+
 @functools.cache
+@layout_errors()
 def verify_layout() -> None:
     """Verify the layout on small layers, for reads and writes, once per process.
 
@@ -89,7 +119,7 @@ def verify_layout() -> None:
     for count, name in enumerate(PARAMETERS + DELTAS, start=3):
         values = (np.arange(count, dtype=np.float32) + 0.5) * count
         setattr(linear, name, values.tolist())
-        if not np.array_equal(memory.vector(name), values):
+        if memory.size(name) != count or not np.array_equal(memory.vector(name), values):
             raise LayoutError(f"a public write to {name} does not show in memory")
         memory.vector(name)[:] = -values
         if not np.array_equal(np.asarray(getattr(linear, name), np.float32), -values):

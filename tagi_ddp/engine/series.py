@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tagi_ddp._backend import smoothing_linear, smoothing_lstm
 from tagi_ddp.engine.buffers import FloatArray
 from tagi_ddp.engine.loader import load_engine
-from tagi_ddp.engine.pointers import LayoutError, address_of
+from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors
 
 SMOOTHING = ("SLSTM", "SLinear")
 
@@ -120,6 +120,7 @@ def _row(part: FloatArray, step: int, length: int) -> FloatArray:
 
 
 @functools.cache
+@layout_errors()
 def _verify() -> None:
     """Verify the layout on a test network; raise LayoutError if it differs."""
     load_engine()
