@@ -140,7 +140,7 @@ RANK = "rank", signal.SIGUSR1
         pytest.param(
             *case,
             id=f"{NAMES[case[0]]}-{case[1]}-{case[2].name}",
-            marks=[pytest.mark.slow] if case[0] in (BY_HAND, MERGES) or case[1:] == RANK else [],
+            marks=[] if case[0] == SAMPLER and case[1:] != RANK else [pytest.mark.slow],
         )
         for case in CASES
     ],
@@ -196,6 +196,7 @@ def test_a_signal_to_one_of_two_launchers(
     assert [status for status, _ in ends] == [0, 0], ends
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_the_ranks_again_and_counts_no_failure(tmp_path: Path) -> None:
     """With one restart left, a real failure after that still has it."""
     fails = SAMPLER.replace(

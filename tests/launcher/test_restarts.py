@@ -52,13 +52,17 @@ print("done", flush=True)
 """
 
 
+STATUS = ("status", [3], 3, "exit status 3 (before the first step)")
+PLAIN = ("plain", [3], 1, "RuntimeError: sample 7 is damaged (at step 6)")
+
+
 @pytest.mark.parametrize(
     ("how", "starts", "status", "cause"),
     [
         ("cannot begin", [3], 1, "RuntimeError: no licence, says <object object at ...> of ... ("),
-        ("status", [3], 3, "exit status 3 (before the first step)"),
-        ("plain", [3], 1, "RuntimeError: sample 7 is damaged (at step 6)"),
         ("moves on", [5], 0, None),
+        pytest.param(*STATUS, marks=pytest.mark.slow),
+        pytest.param(*PLAIN, marks=pytest.mark.slow),
         pytest.param("own loop", [6], 1, None, marks=pytest.mark.slow),
         pytest.param("killed", [6], 137, None, marks=pytest.mark.slow),
         pytest.param("elastic", [1, 2, 3], 1, "at step 6", marks=pytest.mark.slow),

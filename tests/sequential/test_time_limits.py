@@ -56,6 +56,7 @@ def test_a_script(tmp_path: Path) -> None:
     assert "if it is only slow, raise timeout= of DDPConfig.from_env or init." in text
 
 
+@pytest.mark.slow
 def test_the_trainer(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=f"rank 0 {LATE}"):
         launch(trainer, 2, args=(str(tmp_path),), timeout=60)

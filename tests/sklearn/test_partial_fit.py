@@ -28,8 +28,17 @@ def labelled(kind: type, y: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     return ((y > 0).astype(int), {"classes": [0, 1]}) if kind is TAGIClassifier else (y, {})
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@pytest.mark.parametrize(
+    ("offset", "scale"),
+    [
+        (0.0, 1e-3),
+        (1000.0, 1e6),
+        *(
+            pytest.param(*units, marks=pytest.mark.slow)
+            for units in [(0.0, 1.0), (0.0, 1e6), (1000.0, 1e-3), (1000.0, 1.0)]
+        ),
+    ],
+)
 @pytest.mark.parametrize("chunk", [1, 32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_of_any_size_is_learned(

@@ -36,7 +36,7 @@ class Notes:
         (TAGIRegressor, VALUES, 1, True),
         (TAGIRegressor, VALUES, 2, True),
         (TAGIClassifier, LABELS, 1, False),
-        (TAGIClassifier, LABELS, 2, False),
+        pytest.param(TAGIClassifier, LABELS, 2, False, marks=pytest.mark.slow),
     ],
 )
 def test_each_epoch_is_logged(kind: Any, y: Any, ranks: int, early: bool) -> None:

@@ -265,7 +265,9 @@ def test_torchs_wrappers(shm: RankPool, wrap: Callable[..., Any], tmp_path: Path
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("wrap", [ddp, fsdp, fsdp2])
+@pytest.mark.parametrize(
+    "wrap", [fsdp2, *(pytest.param(each, marks=pytest.mark.slow) for each in (ddp, fsdp))]
+)
 def test_torchs_wrappers_over_mpi(mpi: RankPool, wrap: Callable[..., Any], tmp_path: Path) -> None:
     for gloo, ours in mpi.run(
         run_on_gloo_and_ours, str(tmp_path / "f"), "mpi", train_by_wrapper, wrap, limit=60

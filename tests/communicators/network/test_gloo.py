@@ -20,7 +20,7 @@ from tagi_ddp.communicators import BackendUnavailable, PeerLost, Timeout, as_com
 from tagi_ddp.launcher.launch import launch
 
 
-@pytest.mark.ranks("gloo", 2, 3)
+@pytest.mark.ranks("gloo", 3)
 class TestGloo(WholeContract):
     """On one host: through its memory."""
 

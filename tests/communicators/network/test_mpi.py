@@ -21,7 +21,7 @@ from contract.programs import ProgramsContract
 from support.rank_pool import RankPool, await_end, mpirun, worker_environment
 
 
-@pytest.mark.ranks("mpi", 2, 3)
+@pytest.mark.ranks("mpi", 3)
 class TestMpi(
     OperationsContract,
     ArgumentsContract,
