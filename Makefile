@@ -70,7 +70,7 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    build/sanitize/bin/python -m pytest -p no:cacheprovider -m "not slow" \
 	    tests/update tests/sequential tests/elastic tests/checkpoint tests/communicators/test_shm.py \
 	    $(addprefix tests/compute/test_,native.py linear.py lstm.py embedding.py as_pytagi.py) \
-	    tests/communicators/test_shm_memory.py tests/communicators/nccl \
+	    tests/communicators/test_shm_memory.py tests/communicators/nccl tests/engine/test_memory.py
 
 # Jobs in which one rank does something random at a random time; jobs that outlive their ranks, at
 # random times and at each of their calls; signals, storage, data and launchers; checkpoints with a

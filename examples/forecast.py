@@ -37,7 +37,9 @@ def inputs(growth, month):
 def train(growth, months, epochs):
     """Return the network after passes over the series, and the smoothed outputs of the last."""
     pytagi.manual_seed(1)
-    model = accelerate(Sequential(SLSTM(4, 20, 1), SLSTM(20, 20, 1), SLinear(20, 1)))
+    model = accelerate(
+        Sequential(SLSTM(4, 20, seq_len=1), SLSTM(20, 20, seq_len=1), SLinear(20, 1))
+    )
     model.num_samples = len(months)
     for epoch in range(epochs):
         noise = np.array([max(0.3, 0.9**epoch) ** 2], np.float32)

@@ -51,12 +51,12 @@ def regression(*widths: int) -> Callable[[], Sequential]:
 
 def recurrent(width: int, steps: int) -> Callable[[], Sequential]:
     return lambda: Sequential(
-        LSTM(1, width, steps), LSTM(width, width, steps), Linear(width * steps, 1)
+        LSTM(1, width, seq_len=steps), LSTM(width, width, seq_len=steps), Linear(width * steps, 1)
     )
 
 
 def smoother() -> Sequential:
-    return Sequential(SLSTM(1, 40, 1), SLSTM(40, 40, 1), SLinear(40, 1))
+    return Sequential(SLSTM(1, 40, seq_len=1), SLSTM(40, 40, seq_len=1), SLinear(40, 1))
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:

@@ -21,6 +21,11 @@ from tagi_ddp.commands.check import Check, Finding, Findings, Status, report
 from tagi_ddp.environment import setting
 
 _INSTALL_ENGINE = "pip install pytagi==0.2.1"
+_BUILD = "build the engine again, for this Python and with the libraries of this machine"
+_SLOW = (
+    "training goes by the engine's public interface, and is a thousand times slower, without "
+    "BatchNorm2d: the layout of pytagi 0.2.1 is known"
+)
 # With both set, Open MPI's mpirun runs as root without an option.
 _ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
@@ -61,18 +66,33 @@ def _engine() -> Finding:
             remedy = f"unset {variable}, or give it the path of a library that can be loaded"
         elif importlib.util.find_spec("pytagi") is None:
             remedy = _INSTALL_ENGINE
+        elif is_built_from_source():
+            remedy = _BUILD
         return Finding("broken", str(error), remedy)
-    parts = [
-        f"pytagi {importlib.metadata.version('pytagi')} in {Path(str(engine.__file__)).parent}"
-    ]
+    source = " built from source" if is_built_from_source() else ""
+    folder = Path(str(engine.__file__)).parent
+    parts = [f"pytagi {importlib.metadata.version('pytagi')}{source} in {folder}"]
     parts += [f"{name}: {path}" for name, path in loaded_libraries().items()]
     try:
         verify_layout()
     except LayoutError as error:
         parts.append(f"its memory is not laid out as expected: {error}")
-        return Finding("broken", "; ".join(parts))
+        return Finding("missing", "; ".join(parts), _SLOW)
     parts.append("memory layout verified")
     return Finding("ok", "; ".join(parts))
+
+
+def is_built_from_source() -> bool:
+    """Return whether the engine that Python finds is no wheel of PyPI; do not load it."""
+    found = importlib.util.find_spec("cutagi")
+    try:
+        wheel = importlib.metadata.distribution("pytagi")
+    except importlib.metadata.PackageNotFoundError:
+        return found is not None
+    files = {str(wheel.locate_file(file)) for file in wheel.files or ()}
+    return "manylinux" not in (wheel.read_text("WHEEL") or "") or (
+        found is not None and found.origin not in files
+    )
 
 
 def _cores() -> Finding:
@@ -251,8 +271,8 @@ CHECKS = {
     "tagi_ddp": Check(_package, "install it again, with pip's --force-reinstall --no-deps"),
     "engine": Check(
         _engine,
-        f"{_INSTALL_ENGINE} --force-reinstall; TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub "
-        "make it do without these libraries",
+        f"for PyPI's wheel: {_INSTALL_ENGINE} --force-reinstall; one of your own: {_BUILD}; "
+        "TAGI_DDP_LIBMPI=stub and TAGI_DDP_LIBNCCL=stub make it do without these libraries",
     ),
     "cores": Check(_cores, "ask for more: taskset, SLURM's -c, docker's --cpus, limits.cpu"),
     "torch": Check(_torch, "to compute fast: pip install torch"),

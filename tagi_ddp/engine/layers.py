@@ -11,6 +11,15 @@ DELTAS = ("delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b")
 _INITIALISED_LATE = ("Conv2d", "ConvTranspose2d", "LSTM", "SLSTM")
 
 
+# The kinds of layer, of those with parameters, that are known to keep them in these vectors.
+_KNOWN = (
+    *("Linear", "Conv2d", "ConvTranspose2d", "BatchNorm2d", "LayerNorm", "Embedding", "LSTM"),
+    *("SLSTM", "SLinear", "RMSNorm", "ReLU", "Sigmoid", "Tanh", "Softplus", "LeakyReLU", "Softmax"),
+    *("MixtureReLU", "MixtureSigmoid", "MixtureSoftplus", "MixtureTanh", "ClosedFormSoftmax"),
+    *("Remax", "EvenExp", "AvgPool2d", "MaxPool2d"),
+)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer: its name, which has its path, and the engine's object, which owns its memory."""
@@ -45,6 +54,27 @@ def _walk(path: str, handle: Any) -> Iterator[Layer]:
             yield from _walk(f"{path}.{index}", inner)
     else:
         yield Layer(f"{path} ({handle.get_layer_info()})", kind, handle)
+
+
+def require_all_parameters(model: Any) -> None:
+    """Raise ValueError if `state_dict` shows other parameters than the layers' vectors hold.
+
+    The others would never be exchanged. The engine copies all for that, so layers of known kinds
+    are not compared.
+    """
+    layers = list(walk(model))
+    unknown = [layer for layer in layers if layer.kind not in _KNOWN]
+    if not unknown:
+        return
+    shown = sum(len(part) for parts in model.state_dict().values() for part in parts)
+    found = sum(len(getattr(layer.handle, name)) for layer in layers for name in PARAMETERS)
+    if shown != found:
+        names = ", ".join(layer.name for layer in unknown)
+        raise ValueError(
+            f"the engine shows {shown} parameters, but its layers hold {found} where this package "
+            f"looks for them; those of {names} may be elsewhere. Ranks would not exchange them: "
+            "leave such layers out, or train by the engine alone"
+        )
 
 
 def lstm_steps(handle: Any) -> int:

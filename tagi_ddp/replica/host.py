@@ -23,7 +23,14 @@ from tagi_ddp._backend import (
     engine_layer,
 )
 from tagi_ddp.communicators import Buffer, Communicator
-from tagi_ddp.engine.layers import DELTAS, PARAMETERS, Layer, initialise, walk
+from tagi_ddp.engine.layers import (
+    DELTAS,
+    PARAMETERS,
+    Layer,
+    initialise,
+    require_all_parameters,
+    walk,
+)
 from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
 from tagi_ddp.environment import setting
 from tagi_ddp.replica.parameter_file import statistics_of
@@ -45,6 +52,7 @@ def attach(model: Any) -> HostReplica:
             "the GPU by device='cuda:0' and compute='torch'"
         )
     initialise(model)
+    require_all_parameters(model)
     if access == "public":
         return Copied(model)
     try:
@@ -54,7 +62,7 @@ def attach(model: Any) -> HostReplica:
             raise
         warnings.warn(
             f"the engine's memory is not as expected ({error}), so its public interface is used: "
-            "correct, but a thousand times slower. Use pytagi 0.2.1 or report your version.",
+            "correct, but a thousand times slower. tagi-ddp doctor tells more",
             RuntimeWarning,
             stacklevel=2,
         )

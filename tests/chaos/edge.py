@@ -6,7 +6,8 @@ no process is left, and a new start ends with the state of a job without a fault
 
 - signal: SIGTERM or SIGUSR1 to one rank or to all: a checkpoint after the last step, status 75;
 - storage: writes that stall or fail, on one rank: CheckpointError on all ranks, within the limit;
-- data: another seed, size, order, length or rows, on one rank: RanksDiffer on all, before any step;
+- data: another seed, size, order, length or rows, on one rank: RanksDiffer on all, before
+  they exchange anything;
 - launcher: it is killed, it gets a signal, or a rank is killed and it starts all again.
 """
 
@@ -291,7 +292,7 @@ def _first_start(fault: Fault, folder: Path, statuses: list[int | None], began: 
         found = [line["error"] for line in errors]
         if found not in [[name] * fault.ranks for name in ("RanksDiffer", "CheckpointError")]:
             broken.append(f"errors {errors}")
-        if steps > 1 or saved:
+        if steps > REDUCTIONS[fault.reduction].get("sync_every", 1) or saved:
             broken.append(f"{steps} steps, saved {saved}")
     return broken
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytagi
 import pytest
 
 from tagi_ddp.commands.check import Finding, Process
@@ -21,7 +23,7 @@ from tagi_ddp.commands.checks import CHECKS
 
 BIN = Path(sys.executable).parent
 SHIM = Path(sysconfig.get_path("purelib"), "tagi_ddp", "engine", "shims", "libnccl.so.2")
-NAMES = ["python", "tagi_ddp", "engine", "torch", "MPI", "gloo", "shared memory"]
+NAMES = ["python", "tagi_ddp", "engine", "cores", "torch", "MPI", "gloo", "shared memory"]
 NAMES += ["CUDA", "NCCL", "launcher", "compute on GPUs"]
 PACKAGES = {"engine": "pytagi", "torch": "torch", "gloo": "torch", "MPI": "mpi4py"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -168,7 +170,8 @@ def test_an_engine_that_crashes_or_hangs(tmp_path: Path, code: str, detail: str)
     assert not any(ready.values())
     engine = checks["engine"]
     assert (engine["status"], detail in engine["detail"]) == ("broken", True), engine
-    assert engine["remedy"].startswith("pip install pytagi==0.2.1 --force-reinstall")
+    assert "for PyPI's wheel: pip install pytagi==0.2.1 --force-reinstall" in engine["remedy"]
+    assert "one of your own: build the engine again" in engine["remedy"]
     assert ("--timeout 40" in engine["remedy"]) == ("sleep" in code)
     assert checks["shared memory"]["status"] == "ok", checks["shared memory"]
 
@@ -318,8 +321,25 @@ def verify_layout():
 pointers.verify_layout = verify_layout
 """
     found = check("engine", before)
-    assert found.status == "broken"
+    assert found.status == "missing"
     assert "mu_w has moved" in found.detail
+    assert "install" not in found.remedy  # It would replace what the user has built.
+    assert "a thousand times slower" in found.remedy
+
+
+def test_an_engine_that_a_user_has_built(tmp_path: Path) -> None:
+    """The wheel's extension, somewhere else."""
+    import cutagi
+
+    built = shutil.copy(cutagi.__file__, tmp_path)
+    found = check("engine", PYTHONPATH=str(tmp_path))
+    assert found.status == "ok", found
+    assert f" built from source in {Path(pytagi.__file__).parent}" in found.detail
+    assert "built from source" not in check("engine").detail
+    Path(built).write_bytes(b"")
+    found = check("engine", PYTHONPATH=str(tmp_path))
+    assert found.status == "broken"
+    assert found.remedy.startswith("build the engine again")
 
 
 def test_mpi_without_mpirun(tmp_path: Path) -> None:

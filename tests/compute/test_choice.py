@@ -97,7 +97,7 @@ def test_smoothers() -> None:
 
     def network() -> Any:
         pytagi.manual_seed(3)
-        return Sequential(SLSTM(1, 4, 1), SLinear(4, 1))
+        return Sequential(SLSTM(1, 4, seq_len=1), SLinear(4, 1))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -93,7 +93,10 @@ def test_lstm(
     import pytagi.nn as nn
 
     pytagi.manual_seed(seed % 2**31)
-    layers = [nn.LSTM(inputs if i == 0 else hidden, hidden, steps, bias) for i in range(depth)]
+    layers = [
+        nn.LSTM(inputs if i == 0 else hidden, hidden, seq_len=steps, bias=bias)
+        for i in range(depth)
+    ]
     pair = Pair([*layers, nn.Linear(hidden * steps, outputs)], outputs, seed)
     for _ in range(3):
         pair.step(batch, inputs * steps, exact)
@@ -104,7 +107,9 @@ def test_states_of_single_samples(steps: int) -> None:
     """One sample of one step is what the states are carried across: others carry zeros."""
     import pytagi.nn as nn
 
-    pair = Pair([nn.LSTM(3, 5, steps), nn.LSTM(5, 4, steps), nn.Linear(4 * steps, 2)], 2)
+    pair = Pair(
+        [nn.LSTM(3, 5, seq_len=steps), nn.LSTM(5, 4, seq_len=steps), nn.Linear(4 * steps, 2)], 2
+    )
     for layer in pair.lstms:
         assert layer.get_states()[0].numel() == 0
     for _ in range(4):
@@ -129,7 +134,7 @@ def test_states_of_single_samples(steps: int) -> None:
 def test_set_states(batch: int, steps: int, exact: bool) -> None:
     import pytagi.nn as nn
 
-    pair = Pair([nn.LSTM(3, 5, steps), nn.Linear(5 * steps, 2)], 2)
+    pair = Pair([nn.LSTM(3, 5, seq_len=steps), nn.Linear(5 * steps, 2)], 2)
     pair.step(batch, 3 * steps, exact)
     zero = pair.both.replica.arrays()[0]["mu_w"][: 5 * 8].copy()
     pair.set_states(batch * steps * 5)
@@ -143,7 +148,7 @@ def test_set_states(batch: int, steps: int, exact: bool) -> None:
 def test_another_batch_size_forgets() -> None:
     import pytagi.nn as nn
 
-    pair = Pair([nn.LSTM(3, 5, 2), nn.Linear(10, 2)], 2)
+    pair = Pair([nn.LSTM(3, 5, seq_len=2), nn.Linear(10, 2)], 2)
     pair.set_states(4 * 2 * 5)  # before the first batch: in vain
     for batch in (4, 3):  # the engine writes beyond its buffers when batches grow
         pair.step(batch, 6)
@@ -158,7 +163,7 @@ def test_another_batch_size_forgets() -> None:
 def test_activation_below_is_ignored() -> None:
     import pytagi.nn as nn
 
-    layers = [nn.Linear(4, 6), nn.Sigmoid(), nn.LSTM(3, 5, 2), nn.Tanh(), nn.Linear(10, 1)]
+    layers = [nn.Linear(4, 6), nn.Sigmoid(), nn.LSTM(3, 5, seq_len=2), nn.Tanh(), nn.Linear(10, 1)]
     pair = Pair(layers, 1)
     pair.step(4, 4)
     pair.step(4, 4)

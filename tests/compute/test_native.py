@@ -27,7 +27,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="takes 6 inputs, but the one before has 5 outputs"):
         accelerate(nn.Sequential(nn.Linear(3, 5), nn.Linear(6, 2)), "native")
     with pytest.raises(ValueError, match="SLinear is computed with one output only"):
-        accelerate(nn.Sequential(nn.SLSTM(1, 4, 1), nn.SLinear(4, 2)), "native")
+        accelerate(nn.Sequential(nn.SLSTM(1, 4, seq_len=1), nn.SLinear(4, 2)), "native")
     with pytest.raises(ValueError, match=r"float32, but device is 'cpu' and precision 'bfloat16'"):
         accelerate(fresh("mlp"), "native", precision="bfloat16")
 
@@ -50,7 +50,7 @@ def test_smoothers(inputs: int, hidden: int, depth: int, steps: int, seed: int) 
 
     def network() -> Any:
         pytagi.manual_seed(seed)
-        layers = [nn.SLSTM(inputs if i == 0 else hidden, hidden, 1) for i in range(depth)]
+        layers = [nn.SLSTM(inputs if i == 0 else hidden, hidden, seq_len=1) for i in range(depth)]
         return nn.Sequential(*layers, nn.SLinear(hidden, 1))
 
     plain, ours = network(), network()
@@ -79,7 +79,7 @@ def test_smoothers(inputs: int, hidden: int, depth: int, steps: int, seed: int) 
 def test_a_series_is_no_longer_than_told() -> None:
     import pytagi.nn as nn
 
-    model = accelerate(nn.Sequential(nn.SLSTM(1, 4, 1), nn.SLinear(4, 1)))
+    model = accelerate(nn.Sequential(nn.SLSTM(1, 4, seq_len=1), nn.SLinear(4, 1)))
     with pytest.raises(RuntimeError, match="no smoothed outputs before a smoother"):
         model.get_outputs_smoother()
     model.num_samples = 2

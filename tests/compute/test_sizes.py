@@ -33,8 +33,8 @@ MISFITS: dict[str, tuple[Callable[[], list[Any]], int, int, int]] = {
     "image": (lambda: [image(2), ReLU(), Linear(12, 4)], 36, 12, 72),
     "channels": (lambda: [image(2), Conv2d(1, 2, 3, padding=1), Linear(72, 4)], 36, 36, 72),
     "layer norm": (lambda: [Linear(6, 8), LayerNorm([4]), Linear(8, 4)], 6, 4, 8),
-    "series": (lambda: [LSTM(2, 4, 3), Linear(4, 4)], 6, 4, 12),
-    "two series": (lambda: [LSTM(2, 4, 3), LSTM(4, 4, 2), Linear(8, 4)], 6, 8, 12),
+    "series": (lambda: [LSTM(2, 4, seq_len=3), Linear(4, 4)], 6, 4, 12),
+    "two series": (lambda: [LSTM(2, 4, seq_len=3), LSTM(4, 4, seq_len=2), Linear(8, 4)], 6, 8, 12),
     "embedding": (lambda: [Embedding(5, 3, 6), Linear(9, 4)], 6, 9, 18),
 }
 

@@ -294,7 +294,7 @@ def test_where_there_are_no_graphs(options: dict[str, Any], reason: str) -> None
 def test_states_are_not_captured(in_block: bool, stand_in: None) -> None:
     from pytagi.nn import LSTM, LayerBlock, Linear, Sequential
 
-    layers = [LSTM(2, 6, 4), LSTM(6, 6, 4)]
+    layers = [LSTM(2, 6, seq_len=4), LSTM(6, 6, seq_len=4)]
     model = Sequential(*([LayerBlock(*layers)] if in_block else layers), Linear(6 * 4, 3))
     with pytest.warns(RuntimeWarning, match="LSTM layers keep states"):
         accelerate(model, device=DEVICE, cuda_graph=True)

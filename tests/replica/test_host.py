@@ -37,7 +37,7 @@ NETWORKS: dict[str, tuple[int, Callable[[], Any]]] = {
     ),
     "BatchNorm2d": (64, lambda: convolutional(nn.BatchNorm2d(4), nn.Linear(256, 2))),
     "LayerNorm": (3, lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm([4]), nn.Linear(4, 2))),
-    "LSTM": (6, lambda: nn.Sequential(nn.LSTM(2, 4, 3), nn.Linear(12, 2))),
+    "LSTM": (6, lambda: nn.Sequential(nn.LSTM(2, 4, seq_len=3), nn.Linear(12, 2))),
     "Embedding": (3, lambda: nn.Sequential(nn.Embedding(10, 4, 3), nn.Linear(12, 2))),
     "AvgPool2d": (64, lambda: convolutional(nn.AvgPool2d(2, 2), nn.Linear(64, 2))),
     "MaxPool2d": (64, lambda: convolutional(nn.MaxPool2d(2, 2), nn.Linear(64, 2))),
@@ -124,7 +124,7 @@ def test_memory_is_what_the_getters_say(kind: str) -> None:
 
 
 def smoother() -> Any:
-    model = nn.Sequential(nn.SLSTM(1, 4, 1), nn.SLSTM(4, 4, 1), nn.SLinear(4, 1))
+    model = nn.Sequential(nn.SLSTM(1, 4, seq_len=1), nn.SLSTM(4, 4, seq_len=1), nn.SLinear(4, 1))
     model.num_samples = 5
     return model
 

@@ -78,7 +78,7 @@ def test_lstm_states(steps: int) -> None:
     answers = []
     for compute in ("engine", "torch"):
         pytagi.manual_seed(3)
-        model = accelerate(Sequential(LSTM(2, 3, steps), Linear(3 * steps, 2)), compute)
+        model = accelerate(Sequential(LSTM(2, 3, seq_len=steps), Linear(3 * steps, 2)), compute)
         x, y = np.ones((1, 2 * steps)), np.ones((1, 2))
         outputs = []
         for _ in range(2):
@@ -257,7 +257,7 @@ def test_even_exp_in_micro_batches() -> None:
 def test_states_of_other_layers_and_sizes_are_refused() -> None:
     from pytagi.nn import LSTM, Linear, Sequential
 
-    model = accelerate(Sequential(LSTM(2, 3, 1), Linear(3, 1)))
+    model = accelerate(Sequential(LSTM(2, 3, seq_len=1), Linear(3, 1)))
     model(np.ones((1, 2)))
     states = model.get_lstm_states()
     with pytest.raises(ValueError, match="states has layer 1"):
@@ -271,8 +271,8 @@ def test_networks_that_cannot_smooth_say_so() -> None:
 
     for compute in ("engine", "native"):
         for layers in (
-            [SLSTM(2, 3, 1), Linear(3, 1)],
-            [SLSTM(2, 3, 1), Linear(3, 4), SLinear(4, 1)],
+            [SLSTM(2, 3, seq_len=1), Linear(3, 1)],
+            [SLSTM(2, 3, seq_len=1), Linear(3, 4), SLinear(4, 1)],
         ):
             net = Sequential(*layers)
             net.num_samples = 2
@@ -280,7 +280,7 @@ def test_networks_that_cannot_smooth_say_so() -> None:
             model.learn(np.ones((1, 2)), np.ones((1, 1)), 1.0)
             with pytest.raises(RuntimeError, match="needs SLSTM layers and, last, an SLinear"):
                 model.smoother()
-        net = Sequential(SLSTM(2, 3, 1), SLinear(3, 1))
+        net = Sequential(SLSTM(2, 3, seq_len=1), SLinear(3, 1))
         net.num_samples = 2
         model = accelerate(net, compute)
         with pytest.raises(RuntimeError, match="needs a series"):

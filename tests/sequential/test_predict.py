@@ -127,7 +127,7 @@ def test_a_series_goes_on_from_sample_to_sample() -> None:
     from pytagi.nn import LSTM, Linear, Sequential
 
     pytagi.manual_seed(0)
-    model = tagi_ddp.accelerate(Sequential(LSTM(1, 4, 1), Linear(4, 1)))
+    model = tagi_ddp.accelerate(Sequential(LSTM(1, 4, seq_len=1), Linear(4, 1)))
     first, second = (model.predict([1.0])[0].item() for _ in range(2))
     model.reset_lstm_states()
     assert model.predict([1.0])[0].item() == first != second

@@ -28,8 +28,8 @@ def network(smooths: bool = False) -> Any:
 
     pytagi.manual_seed(5)
     if smooths:
-        return nn.Sequential(nn.SLSTM(1, 6, 1), nn.SLSTM(6, 4, 1), nn.SLinear(4, 1))
-    return nn.Sequential(nn.LSTM(1, 6, 1), nn.LSTM(6, 4, 1), nn.Linear(4, 1))
+        return nn.Sequential(nn.SLSTM(1, 6, seq_len=1), nn.SLSTM(6, 4, seq_len=1), nn.SLinear(4, 1))
+    return nn.Sequential(nn.LSTM(1, 6, seq_len=1), nn.LSTM(6, 4, seq_len=1), nn.Linear(4, 1))
 
 
 def series(number: int) -> np.ndarray:

@@ -45,25 +45,25 @@ def batch_norm() -> list[Any]:
 def lstm() -> list[Any]:
     from pytagi.nn import LSTM, Linear
 
-    return [LSTM(3, 5, 1), LSTM(5, 4, 1), Linear(4, 2)]
+    return [LSTM(3, 5, seq_len=1), LSTM(5, 4, seq_len=1), Linear(4, 2)]
 
 
 def sequences() -> list[Any]:
     from pytagi.nn import LSTM, Linear
 
-    return [LSTM(3, 4, 2), Linear(8, 2)]
+    return [LSTM(3, 4, seq_len=2), Linear(8, 2)]
 
 
 def slstm() -> list[Any]:
     from pytagi.nn import SLSTM, SLinear
 
-    return [SLSTM(3, 4, 1), SLSTM(4, 5, 1), SLinear(5, 1)]
+    return [SLSTM(3, 4, seq_len=1), SLSTM(4, 5, seq_len=1), SLinear(5, 1)]
 
 
 def embedding() -> list[Any]:
     from pytagi.nn import LSTM, Embedding, Linear, ReLU
 
-    return [Embedding(CATEGORIES, 2, 3), ReLU(), LSTM(6, 4, 1), Linear(4, 2)]
+    return [Embedding(CATEGORIES, 2, 3), ReLU(), LSTM(6, 4, seq_len=1), Linear(4, 2)]
 
 
 KINDS = {

@@ -58,13 +58,13 @@ FIRST: dict[str, tuple[Any, Callable[[], list[Any]], list[tuple[int, ...]], Any]
     ),
     "series": (
         "auto",
-        lambda: [LSTM(2, 4, 3), Linear(12, 2)],
+        lambda: [LSTM(2, 4, seq_len=3), Linear(12, 2)],
         [(2, 3, 2), (2, 6), (6, 2)],
         [(3, 2, 2), (2, 2, 3), (6, 2, 1), (12, 1), (2, 5)],
     ),
     "smoothed": (
         "native",
-        lambda: [SLSTM(2, 4, 1), SLinear(4, 1)],
+        lambda: [SLSTM(2, 4, seq_len=1), SLinear(4, 1)],
         [(2, 2), (2, 1, 2)],
         [(4, 1), (1, 4), (2, 3)],
     ),

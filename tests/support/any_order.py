@@ -44,10 +44,12 @@ def networks() -> dict[str, Any]:
     return {
         "dense": lambda: Sequential(Linear(3, 9), MixtureReLU(), Linear(9, 2)),
         "pairs": lambda: Sequential(Linear(3, 5), ReLU(), Linear(5, 4), EvenExp()),
-        "lstm": lambda: Sequential(LSTM(3, 5, 1), LSTM(5, 4, 1), Linear(4, 2)),
-        "sequence": lambda: Sequential(LSTM(3, 4, 2), Linear(8, 1)),
-        "smoothing": lambda: Sequential(SLSTM(3, 4, 1), SLSTM(4, 3, 1), SLinear(3, 1)),
-        "not smoothing": lambda: Sequential(SLSTM(3, 4, 1), Linear(4, 6), SLinear(6, 1)),
+        "lstm": lambda: Sequential(LSTM(3, 5, seq_len=1), LSTM(5, 4, seq_len=1), Linear(4, 2)),
+        "sequence": lambda: Sequential(LSTM(3, 4, seq_len=2), Linear(8, 1)),
+        "smoothing": lambda: Sequential(
+            SLSTM(3, 4, seq_len=1), SLSTM(4, 3, seq_len=1), SLinear(3, 1)
+        ),
+        "not smoothing": lambda: Sequential(SLSTM(3, 4, seq_len=1), Linear(4, 6), SLinear(6, 1)),
         "embedding": lambda: Sequential(Embedding(6, 2, 3), Linear(6, 2)),
         "images": images,
     }

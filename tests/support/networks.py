@@ -120,7 +120,7 @@ def batch_norm() -> Any:
 def lstm() -> Any:
     from pytagi.nn import LSTM, Linear, Sequential
 
-    return Sequential(LSTM(2, 6, 4), LSTM(6, 6, 4), Linear(6 * 4, 3))
+    return Sequential(LSTM(2, 6, seq_len=4), LSTM(6, 6, seq_len=4), Linear(6 * 4, 3))
 
 
 def embedding() -> Any:
