@@ -19,9 +19,10 @@ from tagi_ddp.commands.signals import Ended, for_ranks, forwarded
 from tagi_ddp.communicators.cores import usable_cores
 from tagi_ddp.elastic.messages import PREEMPTED
 from tagi_ddp.environment import detect
-from tagi_ddp.launcher.failure import LaunchError, Restarts
+from tagi_ddp.launcher.failure import LaunchError
 from tagi_ddp.launcher.nodes import Nodes
 from tagi_ddp.launcher.rank_output import RankOutputs, standard_descriptors
+from tagi_ddp.launcher.restarts import Restarts
 from tagi_ddp.launcher.supervisor import supervise
 
 

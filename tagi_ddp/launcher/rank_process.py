@@ -19,8 +19,8 @@ from typing import Any, NoReturn, TypedDict
 
 from tagi_ddp.communicators.errors import PeerLost
 from tagi_ddp.elastic.connection import open_launcher_connection
-from tagi_ddp.launcher.failure import cause_of
 from tagi_ddp.launcher.pickling import dumps
+from tagi_ddp.launcher.restarts import cause_of
 from tagi_ddp.trace import script_step
 
 _PR_SET_PDEATHSIG = 1

@@ -18,10 +18,11 @@ from typing import IO
 
 from tagi_ddp.elastic.membership import ElasticPolicy, name_of, number_of
 from tagi_ddp.elastic.messages import PREEMPTED
-from tagi_ddp.launcher.failure import Failure, LaunchError, Restarts
+from tagi_ddp.launcher.failure import Failure, LaunchError
 from tagi_ddp.launcher.host import HostAssignment, new_job, reserve_port
 from tagi_ddp.launcher.nodes import Nodes
 from tagi_ddp.launcher.rank_output import RankOutputs
+from tagi_ddp.launcher.restarts import Restarts
 from tagi_ddp.launcher.started_rank import Start, StartedRank
 
 _TICK = 0.05  # seconds between two checks of the ranks

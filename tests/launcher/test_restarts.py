@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tagi_ddp.elastic.messages import PREEMPTED
-from tagi_ddp.launcher.failure import Failure, Restarts, cause_of
+from tagi_ddp.launcher.failure import Failure
+from tagi_ddp.launcher.restarts import Restarts, cause_of
 
 SCRIPT = """
 import os, sys
