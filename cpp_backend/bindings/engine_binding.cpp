@@ -47,8 +47,8 @@ nb::object view(T* data, size_t size) {
                     nb::rv_policy::reference);
 }
 
-// Returns the vector if there is one: its begin, end and capacity are in order. Another layout of the
-// memory may have anything there, of which nothing may be read.
+// Returns the vector if there is one: its begin, end and capacity are in order. Another layout of
+// the memory may have anything there, of which nothing may be read.
 std::vector<float>& checked(std::vector<float>& values) {
     uintptr_t words[3];
     static_assert(sizeof words == sizeof values);
@@ -60,9 +60,7 @@ std::vector<float>& checked(std::vector<float>& values) {
     return values;
 }
 
-nb::object view(std::vector<float>& values) {
-    return view(checked(values).data(), values.size());
-}
+nb::object view(std::vector<float>& values) { return view(checked(values).data(), values.size()); }
 
 }  // namespace
 
