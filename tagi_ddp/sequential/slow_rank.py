@@ -49,7 +49,8 @@ class SlowRank:
                     for total, earlier in zip(totals, before, strict=True)
                 ]
                 self._compare(seconds, now)
-            self._left = max(1, min(_MOST, int(number * _LOOK / passed)))
+            left = _LOOK - passed if passed < _LOOK else _LOOK  # seconds
+            self._left = max(1, min(_MOST, int(number * left / passed)))
             if passed < _LOOK:
                 return
         self._began, self._totals, self._exchanges = now, totals, exchanges
