@@ -247,8 +247,12 @@ FileDescriptor accept_one(const Rendezvous& rendezvous, int listener, Hello& hel
     return peer;
 }
 
-// Refuses the other ranks, which come at about the same time, for the same reason as the first one.
-void refuse_others(Rendezvous rendezvous, int listener, int missing, const Reply& reply) {
+// Refuses all ranks, one of which has been refused; others come at about the same time.
+void refuse_all(Rendezvous rendezvous, int listener, const std::vector<FileDescriptor>& peers,
+                const Reply& reply) {
+    answer_all(peers, reply);
+    auto missing = rendezvous.size - 2;
+    for (const FileDescriptor& peer : peers) missing -= bool(peer);
     rendezvous.deadline = std::min(rendezvous.deadline, Clock::now() + refusal_time);
     while (missing > 0 && wait_for(rendezvous, listener, POLLIN)) {
         Hello hello{};
@@ -275,9 +279,6 @@ void accept_all(const Rendezvous& rendezvous, int listener, std::vector<FileDesc
             check(rendezvous, hello, peers);
         } catch (const CommunicatorError& error) {
             answer(peer.get(), refusal(error));
-            answer_all(peers, refusal(error));
-            peers.clear();
-            refuse_others(rendezvous, listener, missing - 1, refusal(error));
             throw;
         }
         peers[hello.rank] = std::move(peer);
@@ -307,7 +308,10 @@ FileDescriptor host(const Rendezvous& rendezvous, size_t bytes,
         answer_all(peers, Reply{}, memory.get());
         await_claims(rendezvous, peers);
     } catch (const CommunicatorError& error) {
-        answer_all(peers, refusal(error));
+        if (error.kind() == ErrorKind::mismatch)
+            refuse_all(rendezvous, listener.get(), peers, refusal(error));
+        else
+            answer_all(peers, refusal(error));
         throw;
     }
     answer_all(peers, Reply{});

@@ -358,7 +358,7 @@ class BaseCommunicator(guard.Closing, Generic[E, R]):
     def _overdue(self, call: Call, seconds: float) -> errors.Timeout:
         missing = call.waits_for()
         what = (
-            errors.timeout_text(missing, seconds, call.previous)
+            errors.timeout_text(missing, seconds, "")
             if missing
             else f"not complete in {seconds:g} s."
         )

@@ -12,6 +12,9 @@ from typing import Any
 from tagi_ddp.communicators.communicator import Communicator, all_gather_object
 from tagi_ddp.communicators.guard import AllRanksRaise
 
+EARLIER = "(earlier)"
+"""It stands for the version of a package that sends none."""
+
 Entry = tuple[str, str]
 Gather = Callable[[Any], list[Any]]
 Same = Callable[[str, object], None]

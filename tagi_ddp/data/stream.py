@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tagi_ddp.checks import integer
-from tagi_ddp.data.empty_batch import empty_batch, parts_of
+from tagi_ddp.data.digest import digest_of
+from tagi_ddp.data.empty_batch import empty_batch
 from tagi_ddp.data.sampler import DistributedSampler, note_drawn, share_of
 from tagi_ddp.trace import script_step
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-_SAMPLES, _NUMBERS = 16, 1024  # samples that all ranks compare, and numbers of each array
+_SAMPLES = 16  # of the first batch, which all ranks compare
 
 
 class PreparedStream:
@@ -33,7 +35,7 @@ class PreparedStream:
         from torch.utils.data import DataLoader
 
         assert loader.batch_size is not None
-        self.rank, self.num_replicas = rank, ranks
+        self.num_replicas = ranks
         self._size, self._seed, self._epoch = loader.batch_size, seed, 0
         self._dataset = loader.dataset
         self._digest = ""  # of the first batch
@@ -62,7 +64,10 @@ class PreparedStream:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch next, the same on all ranks; the stream's own ``set_epoch`` gets it."""
+        """Begin this epoch next, the same on all ranks; the stream's own ``set_epoch`` gets it.
+
+        Persistent workers have copies of the stream, which do not get it.
+        """
         self._epoch = integer("epoch", epoch, 0)
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
@@ -73,7 +78,8 @@ class PreparedStream:
 
         # All ranks' workers get the same seeds, which are not drawn from the user's generator.
         self._loader.generator = torch.Generator(torch.get_default_device())
-        self._loader.generator.manual_seed((self._seed * 1_000_003 + self._epoch) % 2**63)
+        drawn = np.random.SeedSequence([self._seed, self._epoch]).generate_state(1, np.uint64)
+        self._loader.generator.manual_seed(int(drawn[0]) >> 1)
         self._digest = ""
         for digest, batch in self._loader:
             self._digest = self._digest or digest
@@ -108,7 +114,7 @@ class _CollateShare:
         self._first = True
 
     def __call__(self, samples: list[Any]) -> tuple[str, Any]:
-        digest = _digest_of(samples[:_SAMPLES]) if self._first else ""
+        digest = digest_of(samples[:_SAMPLES]) if self._first else ""
         self._first = False
         share = samples[share_of(len(samples), self._rank, self._ranks)]
         return digest, self._collate(share) if share else self._none(samples)
@@ -122,24 +128,3 @@ class _CollateShare:
                 f"one, and a batch of no samples cannot be made: {error}. Give the loader "
                 "drop_last=True, or a collate_fn that returns arrays in mappings or sequences"
             ) from error
-
-
-def _digest_of(samples: list[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for leaf in _leaves(samples):
-        if getattr(leaf, "shape", None) and hasattr(leaf, "tolist"):
-            leaf = leaf.reshape(-1)[:_NUMBERS].tolist()
-        elif hasattr(leaf, "item"):
-            leaf = leaf.item()
-        if isinstance(leaf, str | bytes | int | float | complex | list):
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    parts = parts_of(value)
-    if parts is None:
-        yield value
-    else:
-        for _, part in parts:
-            yield from _leaves(part)

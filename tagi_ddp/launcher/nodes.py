@@ -23,7 +23,7 @@ from typing import Any
 
 from tagi_ddp.communicators.communicator import DEFAULT_TIMEOUT
 from tagi_ddp.communicators.control import mesh
-from tagi_ddp.communicators.equality import package_version
+from tagi_ddp.communicators.equality import EARLIER, package_version
 from tagi_ddp.elastic.membership import number_of
 from tagi_ddp.environment import job_secret
 from tagi_ddp.launcher.failure import Failure
@@ -175,7 +175,7 @@ class Nodes:
                 soon = min(deadline, time.monotonic() + _SLICE)
                 for node, connection in listener.accept(missing, soon).items():
                     hello = _hello_of(connection)
-                    version = hello.get("version", "of an earlier time")
+                    version = hello.get("version", EARLIER)
                     if hello and version != package_version():
                         raise self._other_version(node, version, connection)
                     if hello.get("ranks") and hello.get("job", "") in ("", self.job):

@@ -59,8 +59,8 @@ def supervise(
     rank replaces it while ``restarts`` are left. A failure that ends the job is counted there, too.
     """
     signals = [] if signals is None else signals
-    restarts, began = restarts or Restarts(0), time.monotonic()
-    team = _Team(nodes, restarts, signals, outputs or RankOutputs())
+    restarts, outputs, began = restarts or Restarts(0), outputs or RankOutputs(), time.monotonic()
+    team = _Team(nodes, restarts, signals, outputs)
     ended: SystemExit | None = None  # by a signal
     try:
         team.start(command, nprocs, pass_fds)
@@ -71,7 +71,7 @@ def supervise(
     finally:
         # A second Ctrl-C, during any of these calls, only shortens the ranks' grace period.
         try:
-            team.terminate(grace if ended is not None else 0.0)
+            team.terminate(ended is not None, grace)
             if ended is not None and team.is_preempted():
                 ended.code = PREEMPTED
         finally:
@@ -88,7 +88,7 @@ def supervise(
             failure.exitcode,
             failure.traceback,
         )
-    team._outputs.check()
+    outputs.check()
     return [rank.report.get("result") for rank in sorted(team.ranks, key=lambda r: r.number)]
 
 
@@ -294,19 +294,23 @@ class _Team:
         """Return whether all ranks have saved a checkpoint after a signal."""
         return bool(self.ranks) and all(rank.exitcode == PREEMPTED for rank in self.ranks)
 
-    def terminate(self, grace: float | None) -> None:
-        """Send SIGTERM to every remaining process, and wait ``grace`` seconds for the ranks.
+    def terminate(self, announced: bool, grace: float | None) -> None:
+        """Send SIGTERM to every remaining process, and wait a few seconds for the ranks.
 
-        None: as long as ranks that save a checkpoint have asked for. They may need the processes
-        that they have started, which then end with them.
+        If a signal has ``announced`` the end, wait ``grace`` seconds, or as long as the ranks that
+        save a checkpoint have asked for. These may need the processes that they have started, which
+        then end with them.
         """
-        asked = max((rank.grace for rank in self.ranks), default=0.0)
+        saving = [rank for rank in self.ranks if announced and rank.grace]
         for rank in self.ranks:
-            if grace != 0 and rank.grace:
+            if rank in saving:
                 rank.forward_signal(signal.SIGTERM)
             else:
                 rank.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + (max(asked, _GRACE) if grace is None else grace or _GRACE)
+        seconds = max([_GRACE, *(rank.grace for rank in saving)])
+        if announced and grace is not None:
+            seconds = grace
+        deadline = time.monotonic() + seconds
         while any(rank.exitcode is None for rank in self.ranks) and time.monotonic() < deadline:
             self._read_pipes(_TICK)
             for rank in self.ranks:

@@ -188,8 +188,7 @@ class ParallelConfig(Config):
     @property
     def of_ddp(self) -> dict[str, Any]:
         """The settings of DistributedDataParallel that are not its defaults, by their names."""
-        names = [each.name for each in fields(self)]
-        others = names[: names.index("find_unused_parameters")]
+        others = ("use_fsdp", "cpu_offload", "sharding_strategy", "sync_module_states", "timeout")
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         return {
             name: value

@@ -154,16 +154,16 @@ class BaseTrainer(Closing, Generic[TrainerConfigT, ModelT, TaskT]):
             sampler = self._sampler_of(data, seed, batch_size)
             losses: list[float] = []
             self.should_stop, self._unchecked = False, not self._stands_by
-            self._tracking = Tracking(trackers, self.rank)
+            self._tracking = Tracking(() if self._stands_by else trackers, self.rank)
             with self._tracking.run(self.config.name, {**order, "epochs": epochs}):
                 while self.state.epoch < epochs and not self.should_stop:
                     self.state.order = order
                     loss = self._train_epoch(task_model, data, sampler, batch_size)
                     losses.append(loss)
                     self._end_epoch(loss, held_out, batch_size)
-            self.save_checkpoint(_CHECKPOINTS)
-            for checkpoints in self._folders.values():
-                checkpoints.wait()
+                self.save_checkpoint(_CHECKPOINTS)
+                for checkpoints in self._folders.values():
+                    checkpoints.wait()
             self._close_folders()
         except BaseException as error:
             self._give_up(error)  # This is first, as the others wait.

@@ -11,7 +11,6 @@ import argparse
 import collections
 import contextlib
 import gc
-import json
 import os
 import secrets
 import shutil
@@ -20,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos.faults import KINDS, Fault, Report, broken_promises
+from chaos.forks import fork_ranks, lines, running
 from chaos.rank import run
 from support.rank_pool import free_port, worker_environment
 
@@ -48,54 +48,11 @@ def play(fault: Fault) -> tuple[list[str], str]:
         return broken_promises(fault, reports, left), (folder / "output").read_text()
 
 
-def _place(rank: int, size: int, port: int, job: str) -> dict[str, str]:
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TAGI_DDP_JOB": job}
-    return {key: str(value) for key, value in (place | more).items()}
-
-
 def _fork(fault: Fault, folder: Path) -> dict[int, int | None]:
     """Return the exit statuses, by process, of ranks that are forks of this one."""
-    port = free_port()
-    pids = []
-    for rank in range(fault.ranks):
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(fault, folder, _place(rank, fault.ranks, port, folder.name))
-        pids.append(pid)
-    statuses: dict[int, int | None] = dict.fromkeys(pids)
-    deadline = time.monotonic() + LIMIT
-    stopped = {pids[fault.culprit]} if fault.kind == "stop" else set()
-    while any(statuses[pid] is None for pid in set(pids) - stopped):
-        for pid in set(pids) - stopped:
-            if statuses[pid] is None:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                statuses[pid] = os.waitstatus_to_exitcode(status) if ended else None
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.002)
-    for pid in pids:
-        if statuses[pid] is None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return statuses
-
-
-def _be_rank(fault: Fault, folder: Path, place: dict[str, str]) -> None:
-    os.environ.update(place)
-    output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    status = 1
-    try:
-        run(fault, folder)
-        status = 0
-    except SystemExit as end:
-        status = int(str(end.code))
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    finally:
-        os._exit(status)
+    endpoint = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    spared = [fault.culprit] if fault.kind == "stop" else []
+    return fork_ranks(fault.ranks, folder, partial(run, fault, folder), LIMIT, endpoint, spared)
 
 
 def _launch(fault: Fault, folder: Path) -> dict[int, int | None]:
@@ -126,17 +83,13 @@ def _launch(fault: Fault, folder: Path) -> dict[int, int | None]:
     return dict.fromkeys(pids, process.returncode if ended else None)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def _pid(path: Path) -> int:
-    return next((line["pid"] for line in _lines(path) if "pid" in line), 0)
+    return next((line["pid"] for line in lines(path) if "pid" in line), 0)
 
 
 def _report(path: Path, statuses: dict[int, int | None]) -> Report:
     report = Report(statuses.get(_pid(path)), {})
-    for line in _lines(path):
+    for line in lines(path):
         if "step" in line:
             report.hashes[line["step"]] = line["hash"]
         if "refused" in line:
@@ -149,21 +102,7 @@ def _report(path: Path, statuses: dict[int, int | None]) -> Report:
 
 
 def _running(folder: Path) -> list[int]:
-    """Return the ranks that still run, a moment after the end: the kernel takes one."""
-    deadline = time.monotonic() + 5
-    while True:
-        pids = [_pid(path) for path in folder.glob("*.jsonl")]
-        alive = [pid for pid in pids if pid and _is_running(pid)]
-        if not alive or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return running(map(_pid, folder.glob("*.jsonl")), 5)
 
 
 def campaign(numbers: range) -> tuple[collections.Counter[tuple[str, str]], list[str]]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import gc
 import json
 import os
@@ -27,6 +26,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos.checkpointed import digest
+from chaos.forks import fork_ranks, lines, running
 from support.rank_pool import worker_environment
 
 from tagi_ddp import DDPSequential, DistributedSampler, init
@@ -152,44 +153,8 @@ def _full(*_: Any) -> None:
 
 def fork(fault: Fault, folder: Path) -> list[int | None]:
     """Return the exit statuses of ranks that are forks of this process; None: it never ended."""
-    pids = []
-    numbers = {"WORLD_SIZE": fault.ranks, "LOCAL_WORLD_SIZE": fault.ranks}
-    for rank in range(fault.ranks):
-        pid = os.fork()
-        if pid == 0:
-            place = {**numbers, "RANK": rank, "LOCAL_RANK": rank, "TAGI_DDP_JOB": folder.name}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            _be_rank(fault, folder)
-        pids.append(pid)
-    statuses: dict[int, int | None] = dict.fromkeys(pids)
-    deadline = time.monotonic() + LIMIT
-    while None in statuses.values() and time.monotonic() < deadline:
-        for pid in pids:
-            if statuses[pid] is None:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                statuses[pid] = os.waitstatus_to_exitcode(status) if ended else None
-        time.sleep(0.002)
-    for pid in pids:
-        if statuses[pid] is None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    statuses = fork_ranks(fault.ranks, folder, partial(train, fault, folder), LIMIT, {})
     return list(statuses.values())
-
-
-def _be_rank(fault: Fault, folder: Path) -> None:
-    output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    status = 1
-    try:
-        train(fault, folder)
-        status = 0
-    except SystemExit as end:
-        status = int(str(end.code))
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-    finally:
-        os._exit(status)
 
 
 def launch(fault: Fault, folder: Path, disturb: bool) -> int | None:
@@ -214,35 +179,13 @@ def launch(fault: Fault, folder: Path, disturb: bool) -> int | None:
 def _await_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
-        if any(line.get("step") == step for line in lines(folder)):
+        if any(line.get("step") == step for line in lines_of(folder)):
             return
         time.sleep(0.005)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-    return found
-
-
-def running(folder: Path) -> list[int]:
-    """Return the ranks that still run two seconds later: the kernel takes a moment to end them."""
-    deadline = time.monotonic() + 2
-    while True:
-        alive = [line["pid"] for line in lines(folder) if "pid" in line and _runs(line["pid"])]
-        if not alive or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [line for path in sorted(folder.glob("*.jsonl")) for line in lines(path)]
 
 
 # --- promises ------------------------------------------------------------------------------------
@@ -257,13 +200,14 @@ def play(fault: Fault, expected: str) -> list[str]:
         else:
             began = time.monotonic()
             broken = _first_start(fault, folder, fork(fault, folder), began)
-        broken += [f"process {pid} was left" for pid in running(folder)]
+        pids = [line["pid"] for line in lines_of(folder) if "pid" in line]
+        broken += [f"process {pid} was left" for pid in running(pids, 2)]
         for path in folder.glob("*.jsonl"):
             path.unlink()
         statuses = fork(fault, folder)
         if set(statuses) != {0}:
             broken.append(f"the new start ended with {statuses}")
-        if {line["state"] for line in lines(folder) if "state" in line} != {expected}:
+        if {line["state"] for line in lines_of(folder) if "state" in line} != {expected}:
             broken.append("the new start ended with another state")
         if broken:
             broken.append((folder / "output").read_text()[-1500:])
@@ -272,9 +216,9 @@ def play(fault: Fault, expected: str) -> list[str]:
 
 def _first_start(fault: Fault, folder: Path, statuses: list[int | None], began: float) -> list[str]:
     broken = [] if None not in statuses else ["a rank never ended"]
-    errors = [line for line in lines(folder) if "error" in line]
+    errors = [line for line in lines_of(folder) if "error" in line]
     saved = [checkpoint.step for checkpoint in Folder(folder / "saved").whole()]
-    steps = max((line["step"] for line in lines(folder) if "step" in line), default=-1) + 1
+    steps = max((line["step"] for line in lines_of(folder) if "step" in line), default=-1) + 1
     if fault.kind == "signal":
         if set(statuses) != {75}:
             broken.append(f"statuses {statuses}, not 75")
@@ -319,7 +263,7 @@ def campaign(numbers: range) -> tuple[collections.Counter[tuple[str, str]], list
         for reduction in REDUCTIONS:
             with tempfile.TemporaryDirectory(prefix="edge.") as name:
                 fork(Fault(-1, "none", "", ranks, -1, -1, reduction), Path(name))
-                (state,) = {line["state"] for line in lines(Path(name)) if "state" in line}
+                (state,) = {line["state"] for line in lines_of(Path(name)) if "state" in line}
                 expected[ranks, reduction] = state
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     failures = []

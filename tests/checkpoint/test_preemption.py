@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rank_pool import mpirun, worker_environment
 
 from tagi_ddp.checkpoint.preemption import Preemption
 from tagi_ddp.launcher.host import reserve_port
@@ -318,3 +319,27 @@ def test_ranks_ask_each_other_about_five_times_a_second() -> None:
     assert preemption.is_due("another group")  # whose ranks count anew
     preemption.received = signal.SIGTERM
     assert preemption.ask(gather) == [signal.SIGTERM, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "number", "expected"),
+    [("mpirun", signal.SIGUSR1, 75), ("torchrun", signal.SIGTERM, 1)],
+)
+def test_under_other_launchers(tmp_path: Path, name: str, number: int, expected: int) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = mpirun(2) if name == "mpirun" else [sys.executable, *torchrun]
+    head = HEAD.replace('print("pid"', 'open("begun", "w"); print("pid"')
+    (tmp_path / "job.py").write_text(head + SAMPLER)
+    script = ["job.py"] if name == "torchrun" else [sys.executable, "job.py"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": worker_environment({}), "text": True}
+    with subprocess.Popen([*command, *script], stdout=subprocess.DEVNULL, **options) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == expected
+    assert len(saved(tmp_path)) == 1
+    done = subprocess.run([*command, *script], capture_output=True, timeout=60, **options)
+    assert done.returncode == 0, done.stderr
+    assert len(set(hashes(done.stdout))) == 1

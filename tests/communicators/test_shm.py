@@ -62,6 +62,7 @@ try:
 except Exception as error:
     print(type(error).__name__, error.ranks, flush=True)
 """
+SENDS_NONE = 'struct.pack("II", 1, 3)'
 # Does what rank 1 does at the start, up to a point.
 DYING = """
 import array, fcntl, os, socket, struct, sys, time
@@ -86,6 +87,25 @@ if point > 2:
 if point > 3:
     meeting.recv(4096)
 """
+
+
+def test_a_rank_of_a_version_that_sends_none_is_refused() -> None:
+    """The others are refused for the same reason, also those that have not called yet."""
+    job = secrets.token_hex(4)
+    earlier = DYING.replace('struct.pack("II40s", 1, 3, package_version().encode())', SENDS_NONE)
+    assert earlier != DYING
+    scripts = [[RANK, "0", job], [RANK, "2", job], [earlier, job, "0"]]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", *script], stdout=subprocess.PIPE, text=True)
+        for script in scripts
+    ]
+    try:
+        found = [process.communicate(timeout=45)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert found == ["Mismatch (1,)\n"] * 2 + [""]
 
 
 @pytest.mark.parametrize("point", range(5))

@@ -241,7 +241,10 @@ def test_a_launcher_tells_for_whom_it_waits(port: int, monkeypatch: pytest.Monke
         assert 2 <= len(lines) <= 4
 
 
-def test_versions_that_differ_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [{"version": "99.0.0"}, {}])
+def test_versions_that_differ_are_refused(
+    port: int, other: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By all launchers, also one of the same version that has come before."""
     monkeypatch.setenv("TAGI_DDP_SECRET", "ours")
     where, version = ("localhost", port), nodes.package_version()
@@ -251,9 +254,12 @@ def test_versions_that_differ_are_refused(port: int, monkeypatch: pytest.MonkeyP
         while not launchers[0]._others:
             time.sleep(0.01)
         launchers[2]._call(time.monotonic() + 10)
-        launchers[2]._send(0, {"ranks": 1, "job": "", "version": "99.0.0"})
-        text = f"node 2 has tagi_ddp 99.0.0, but node 0 has {version}: install the same version"
-        assert text in launchers[2]._receive(0)["refused"]
+        launchers[2]._send(0, {"ranks": 1, "job": "", **other})
+        text = f", but node 0 has {version}: install the same version"
+        assert (
+            f"node 2 has tagi_ddp {other.get('version', nodes.EARLIER)}{text}"
+            in launchers[2]._receive(0)["refused"]
+        )
         for each in joins:
             with pytest.raises(ConnectionRefusedError, match=text):
                 each.result(30)

@@ -324,9 +324,18 @@ class Handshake:
             raise type(error)(f"{self.where}: {error}", error.ranks) from error
         raise CommunicatorError(f"{self.where}: the backend failed: {error}") from error
 
+    def _last_call(self) -> str:
+        """Return the last collective of the ranks for which the others wait; "" if not known.
+
+        All ranks have made the one before this, as all calls of each are compared.
+        """
+        if self.call.peer is not None:
+            return ""
+        return self.call.previous if self._absent() else self.call.title
+
     def _time_out(self, missing: list[int]) -> NoReturn:
         limit = self.call.limit
         what = f"all ranks came, but the data did not within {limit:g} s. Look at the network."
         if missing:
-            what = errors.timeout_text(missing, limit, self.call.previous)
+            what = errors.timeout_text(missing, limit, self._last_call())
         raise Timeout(f"{self.where}: {what}", missing)

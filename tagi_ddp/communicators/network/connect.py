@@ -14,7 +14,7 @@ from functools import partial
 from tagi_ddp.communicators import shm
 from tagi_ddp.communicators.communicator import Communicator
 from tagi_ddp.communicators.control.channel import ControlChannel
-from tagi_ddp.communicators.equality import package_version
+from tagi_ddp.communicators.equality import EARLIER, package_version
 from tagi_ddp.communicators.errors import Mismatch
 from tagi_ddp.communicators.network.checked import Connect, open_channel, opened
 from tagi_ddp.communicators.network.communicator import NetworkCommunicator, OpenLibrary, Sites
@@ -63,12 +63,15 @@ def connect(
     ]
     everyone = [json.loads(record) for record in exchange(json.dumps(own).encode())]
     where = f"init on rank {rank} of {size} ({backend})"
-    try:
-        _require_same_version([each[4] if len(each) > 4 else "earlier" for each in everyone], where)
-    except Mismatch:
-        with suppress(Exception):
-            exchange(b"")  # All have read the versions after that.
-        raise
+    versions = [each[4] if len(each) > 4 else EARLIER for each in everyone]
+    if others := [r for r, version in enumerate(versions) if version != versions[0]]:
+        with suppress(RuntimeError):  # The last one may not find the others any more.
+            exchange(b"")  # After that all have read the versions.
+        raise Mismatch(
+            f"{where}: rank {others[0]} has tagi_ddp {versions[others[0]]}, rank 0 has "
+            f"{versions[0]}. Install the same version for all ranks.",
+            others,
+        )
     locations = tuple(Location.of(each[0]) for each in everyone)
     wishes = {each[2] for each in everyone}
     sites = Sites(Topology(locations), "0" not in wishes, levels or "1" in wishes)
@@ -90,16 +93,6 @@ def connect(
     channel = open_channel(where, rank, hosts, call, exchange, secret)
     release()
     return _on_network(backend, channel, sites, open_library, call, call.limit)
-
-
-def _require_same_version(versions: list[str], where: str) -> None:
-    others = [rank for rank, version in enumerate(versions) if version != versions[0]]
-    if others:
-        raise Mismatch(
-            f"{where}: rank {others[0]} has tagi_ddp {versions[others[0]]}, rank 0 has "
-            f"{versions[0]}. Install the same version for all ranks.",
-            others,
-        )
 
 
 def part_of(

@@ -32,7 +32,7 @@ from tagi_ddp.communicators.errors import (
 from tagi_ddp.communicators.network.connect import connect as connect_ranks
 from tagi_ddp.communicators.network.gloo import GlooLibrary
 from tagi_ddp.communicators.operations import Call, in_time
-from tagi_ddp.environment import job_secret, rendezvous_endpoint
+from tagi_ddp.environment import job_secret, rendezvous_endpoint, two_levels
 
 _STORE_SLICE = 0.01  # seconds between two reads of the store
 _MORE = 1.0  # seconds after its limit at which a call of the store counts as stuck
@@ -47,6 +47,7 @@ def create(rank: int, world_size: int, job: str | None, timeout: float) -> Commu
     is one. Raises BackendUnavailable if the variables are not set.
     """
     _check_interfaces()
+    two_levels()  # A wrong value raises before another rank can find a store here.
     call = Call("init", "", timeout, deadline=time.monotonic() + timeout)
     named = (os.environ[name] for name in _JOB_NAMES if name in os.environ)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -83,16 +84,19 @@ class _Rendezvous:
     def connect(self) -> Communicator:
         if not self._secret and self._rank == 0:
             _warn_of_strangers()
-        return connect_ranks(
-            "gloo",
-            self._rank,
-            self._size,
-            self._call,
-            self._exchange,
-            GlooLibrary,
-            secret=self._secret,
-            release=self._release,
-        )
+        try:
+            return connect_ranks(
+                "gloo",
+                self._rank,
+                self._size,
+                self._call,
+                self._exchange,
+                GlooLibrary,
+                secret=self._secret,
+                release=self._release,
+            )
+        finally:
+            self._release()  # The frames of an error would keep the store for a while.
 
     def _release(self) -> None:
         """Drop the store before any rank returns.

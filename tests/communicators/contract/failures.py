@@ -18,7 +18,6 @@ import tagi_ddp
 from tagi_ddp.communicators import CommunicatorError, Mismatch, PeerLost, Timeout, init
 
 LIMIT = 1.0  # of the communicator, in seconds
-WITHIN = f"within {LIMIT:g} s; its process lives, and its last call was barrier #1. Look at its"
 SLACK = 1.5  # of a busy machine
 
 
@@ -132,6 +131,13 @@ def check_timeouts(answers: list[Timed], late: int, words: str) -> None:
         assert words in text
         assert began + seconds - first > LIMIT * 0.9
         assert seconds < LIMIT + SLACK
+
+
+def within_limit(pool: RankPool) -> str:
+    """Return words of the error about a rank that made a barrier only."""
+    lives = f"within {LIMIT:g} s; its process lives"
+    # Operations on a device run behind the calls of their ranks.
+    return lives if pool.backend == "nccl" else f"{lives}, and its last call was barrier #1. Look"
 
 
 def come_late(comm: Any, call: Callable[[Any], Any], folder: Path) -> list[Report]:
@@ -286,6 +292,7 @@ def init_with_another_version(comm: Any, settings: dict[str, Any]) -> Report:
     finally:
         package.__version__ = own  # type: ignore[attr-defined]
         comm.barrier()
+        init(**{**settings, **where}).close()  # It finds nothing of the one before.
 
 
 class InitContract:
@@ -347,17 +354,17 @@ class FailuresContract:
 
     def test_limit_of_one_call(self, pool: RankPool, size: int, tmp_path: Path) -> None:
         answers = pool.run(late_for_one, tmp_path, size=size, fresh=True)[:-1]
-        check_timeouts(answers, size - 1, WITHIN)
+        check_timeouts(answers, size - 1, within_limit(pool))
 
     def test_those_that_wait_longer_are_not_blamed(
         self, pool: RankPool, size: int, tmp_path: Path
     ) -> None:
         answers = pool.run(give_up_first, tmp_path, size=size, fresh=True)[:-1]
-        check_timeouts(answers, size - 1, WITHIN)
+        check_timeouts(answers, size - 1, within_limit(pool))
 
     def test_a_limit_that_is_set_later(self, pool: RankPool, size: int, tmp_path: Path) -> None:
         answers = pool.run(late_for_all, tmp_path, size=size, fresh=True)[:-1]
-        check_timeouts(answers, size - 1, WITHIN)
+        check_timeouts(answers, size - 1, within_limit(pool))
 
     @pytest.mark.parametrize("what", DIFFERENT)
     def test_mismatch(self, pool: RankPool, size: int, what: str) -> None:
