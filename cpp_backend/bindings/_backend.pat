@@ -47,25 +47,20 @@ _backend.NcclRank.group:
     def group(self, stream: int | None, calls: Callable[[], None]) -> NcclOperation:
         \doc
 
-_backend.EngineLayer.neg_var_w_counter:
-    @property
-    def neg_var_w_counter(self) -> NDArray[numpy.int32]:
-        \doc
-
-_backend.EngineLayer.vector:
-    def vector(self, name: str) -> NDArray[numpy.float32]:
+_backend.EngineVectors.view:
+    def view(self, name: str) -> NDArray[numpy.float32]:
         \doc
 
 _backend.batch_norm_statistics:
     def batch_norm_statistics(address: int) -> tuple[NDArray[numpy.float32], NDArray[numpy.float32], float, float, NDArray[numpy.uint8]]:
         \doc
 
-_backend.smoothing_lstm:
-    def smoothing_lstm(address: int) -> tuple[NDArray[numpy.int32], int, list[NDArray[numpy.float32]]]:
+_backend.lstm_series:
+    def lstm_series(address: int) -> tuple[NDArray[numpy.int32], int, list[NDArray[numpy.float32]]]:
         \doc
 
-_backend.smoothing_linear:
-    def smoothing_linear(address: int) -> tuple[NDArray[numpy.int32], int]:
+_backend.linear_series:
+    def linear_series(address: int) -> tuple[NDArray[numpy.int32], int]:
         \doc
 
 _backend.hidden_states:
@@ -79,6 +74,11 @@ _backend.delta_states:
 _backend.Parameters.blocks:
     @property
     def blocks(self) -> list[tuple[int, int]]:
+        \doc
+
+_backend.Parameters.rows:
+    @property
+    def rows(self) -> list[int]:
         \doc
 
 _backend.CAP_FACTORS:

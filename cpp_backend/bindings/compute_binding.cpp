@@ -156,13 +156,24 @@ void bind_compute(nb::module_& module) {
     nb::class_<Network>(module, "Network",
                         "A small network's forward, output update and backward over a replica's "
                         "parameters, in the caller's thread.")
-        .def(nb::init<Parameters&>(), "parameters"_a, nb::keep_alive<1, 2>())
+        .def(nb::init<Parameters&, size_t>(), "parameters"_a, "input_rows"_a = 1,
+             nb::keep_alive<1, 2>())
         .def("add_linear", &Network::add_linear, "index"_a, "outputs"_a, "inputs"_a, "smoothing"_a)
-        .def("add_lstm", &Network::add_lstm, "index"_a, "outputs"_a, "inputs"_a, "steps"_a,
-             "smoothing"_a)
+        .def(
+            "add_lstm",
+            [](Network& self, size_t index, size_t outputs, size_t inputs, size_t steps,
+               bool smoothing, bool recurrent, bool last_step) {
+                const Recurrence recurrence = !recurrent  ? Recurrence::none
+                                              : last_step ? Recurrence::last_step
+                                                          : Recurrence::all_steps;
+                self.add_lstm(index, outputs, inputs, steps, smoothing, recurrence);
+            },
+            "index"_a, "outputs"_a, "inputs"_a, "steps"_a, "smoothing"_a, "recurrent"_a,
+            "last_step"_a)
         .def("add_layer_norm", &Network::add_layer_norm, "index"_a, "inputs"_a, "epsilon"_a)
+        .def("add_rms_norm", &Network::add_rms_norm, "index"_a, "inputs"_a, "epsilon"_a)
         .def("add_embedding", &Network::add_embedding, "index"_a, "size"_a, "inputs"_a, "padding"_a,
-             "sums"_a)
+             "sums"_a, "rows"_a)
         .def("add_activation", &Network::add_activation, "kind"_a)
         .def_prop_ro("input_size", &Network::input_size)
         .def_prop_ro("output_size", &Network::output_size)
@@ -223,8 +234,8 @@ void bind_compute(nb::module_& module) {
                     self.backward(false);
                     read_outputs(self, out_mean, out_variance);
                     if (together == nullptr) {
-                        culprit =
-                            apply_own(self.parameters(), cap_factor(static_cast<int64_t>(batch)));
+                        const Cap cap = Cap::of_batch(static_cast<int64_t>(batch));
+                        culprit = apply_own(self.parameters(), cap);
                         if (!culprit.empty()) refused_by.push_back(0);
                     }
                 }
@@ -250,7 +261,7 @@ void bind_compute(nb::module_& module) {
                 if (!self.has_input_innovation()) {
                     throw std::runtime_error("set input_state_update to True before backward()");
                 }
-                const size_t count = self.outputs().batch * self.input_size();
+                const size_t count = self.input_count();
                 require_size("mean", mean.size(), count);
                 require_size("variance", variance.size(), count);
                 self.read_input_innovation(mean.data(), variance.data());

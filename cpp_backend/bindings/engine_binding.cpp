@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "engine/layer_layout.h"
+#include "engine/engine_memory.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -22,20 +22,20 @@ Object* object_at(uintptr_t address) {
     return reinterpret_cast<Object*>(address);
 }
 
-std::vector<float>& vector_of(EngineLayer& layer, const std::string& name) {
-    using Field = std::vector<float> EngineLayer::*;
+std::vector<float>& vector_of(EngineVectors& vectors, const std::string& name) {
+    using Field = std::vector<float> EngineVectors::*;
     constexpr std::pair<const char*, Field> fields[] = {
-        {"mu_w", &EngineLayer::mu_w},
-        {"var_w", &EngineLayer::var_w},
-        {"mu_b", &EngineLayer::mu_b},
-        {"var_b", &EngineLayer::var_b},
-        {"delta_mu_w", &EngineLayer::delta_mu_w},
-        {"delta_var_w", &EngineLayer::delta_var_w},
-        {"delta_mu_b", &EngineLayer::delta_mu_b},
-        {"delta_var_b", &EngineLayer::delta_var_b},
+        {"mu_w", &EngineVectors::mu_w},
+        {"var_w", &EngineVectors::var_w},
+        {"mu_b", &EngineVectors::mu_b},
+        {"var_b", &EngineVectors::var_b},
+        {"delta_mu_w", &EngineVectors::delta_mu_w},
+        {"delta_var_w", &EngineVectors::delta_var_w},
+        {"delta_mu_b", &EngineVectors::delta_mu_b},
+        {"delta_var_b", &EngineVectors::delta_var_b},
     };
     for (const auto& [known, field] : fields) {
-        if (name == known) return layer.*field;
+        if (name == known) return vectors.*field;
     }
     throw std::invalid_argument("name is " + name + ", expected that of a vector of a layer");
 }
@@ -65,37 +65,22 @@ nb::object view(std::vector<float>& values) { return view(checked(values).data()
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-    nb::class_<EngineLayer>(module, "EngineLayer", "The memory of one engine layer at its address.")
-        .def_ro("input_size", &EngineLayer::input_size)
-        .def_ro("output_size", &EngineLayer::output_size)
-        .def_ro("num_weights", &EngineLayer::num_weights)
-        .def_ro("num_biases", &EngineLayer::num_biases)
-        .def_ro("in_width", &EngineLayer::in_width)
-        .def_ro("in_height", &EngineLayer::in_height)
-        .def_ro("in_channels", &EngineLayer::in_channels)
-        .def_ro("out_width", &EngineLayer::out_width)
-        .def_ro("out_height", &EngineLayer::out_height)
-        .def_ro("out_channels", &EngineLayer::out_channels)
-        .def_ro("bias", &EngineLayer::bias)
-        .def_ro("num_threads", &EngineLayer::num_threads)
-        .def_ro("training", &EngineLayer::training)
-        .def_prop_ro(
-            "neg_var_w_counter", [](EngineLayer& l) { return view(&l.neg_var_w_counter, 1); },
-            "A view of the counter of corrected variances, int32.")
+    nb::class_<EngineVectors>(module, "EngineVectors",
+                              "The parameters and deltas of one engine layer.")
         .def(
-            "vector",
-            [](EngineLayer& l, const std::string& name) { return view(vector_of(l, name)); },
+            "view",
+            [](EngineVectors& v, const std::string& name) { return view(vector_of(v, name)); },
             "name"_a,
             "A view of mu_w, var_w, mu_b, var_b or their delta_..., float32. Raises ValueError if "
             "there is no vector.")
         .def(
             "size",
-            [](EngineLayer& l, const std::string& name) {
-                return checked(vector_of(l, name)).size();
+            [](EngineVectors& v, const std::string& name) {
+                return checked(vector_of(v, name)).size();
             },
             "name"_a, "The size of such a vector, of which no element is read.");
-    module.def("engine_layer", &object_at<EngineLayer>, "address"_a, nb::rv_policy::reference,
-               "The layer at a verified address.");
+    module.def("engine_vectors", &object_at<EngineVectors>, "address"_a, nb::rv_policy::reference,
+               "The vectors of a layer at their verified address.");
 
     module.def(
         "batch_norm_statistics",
@@ -107,32 +92,31 @@ void bind_engine(nb::module_& module) {
                                   norm->momentum, view(flag, 1));
         },
         "address"_a,
-        "A batch normalization layer: views of its running means and variances, epsilon, momentum, "
+        "The fields of a batch normalization layer: views of its running means and variances, "
+        "epsilon, momentum, "
         "and a view of its flag for the first batch.");
     module.def(
-        "smoothing_lstm",
+        "lstm_series",
         [](uintptr_t address) {
-            auto* layer = object_at<EngineSLSTM>(address);
-            auto& series = layer->smooth_states;
+            auto* series = object_at<EngineLSTMSeries>(address);
             nb::list written;
-            for (auto* parts : {series.priors, series.posteriors}) {
+            for (auto* parts : {series->priors, series->posteriors}) {
                 for (size_t p = 0; p < 4; ++p) written.append(view(parts[p]));
             }
-            for (auto& covariance : series.covariances) written.append(view(covariance));
-            return nb::make_tuple(view(&layer->time_step, 1), series.num_timesteps, written);
+            for (auto& covariance : series->covariances) written.append(view(covariance));
+            return nb::make_tuple(view(&series->time_step, 1), series->num_timesteps, written);
         },
         "address"_a,
-        "A smoothing LSTM layer: a view of the number of the series' next step, the series' "
-        "length, "
+        "The series of a smoothing LSTM layer: a view of the number of its next step, its length, "
         "and views of all arrays that forward and backward write, with a row for each step.");
     module.def(
-        "smoothing_linear",
+        "linear_series",
         [](uintptr_t address) {
-            auto* layer = object_at<EngineSLinear>(address);
-            return nb::make_tuple(view(&layer->time_step, 1), layer->smooth_states.num_timesteps);
+            auto* series = object_at<EngineLinearSeries>(address);
+            return nb::make_tuple(view(&series->time_step, 1), series->num_timesteps);
         },
         "address"_a,
-        "A smoothing linear layer: a view of the number of the series' next step, and the series' "
+        "The series of a smoothing linear layer: a view of the number of its next step, and its "
         "length.");
     module.def(
         "hidden_states",

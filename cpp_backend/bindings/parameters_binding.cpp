@@ -67,19 +67,26 @@ void bind_parameters(nb::module_& module) {
         .def(nb::init<>())
         .def(
             "add_engine_layer",
-            [](Parameters& self, const std::string& name, uintptr_t address) {
-                self.add_engine_layer(name, reinterpret_cast<EngineLayer*>(address));
+            [](Parameters& self, const std::string& name, uintptr_t vectors, uintptr_t counter,
+               bool has_biases, int64_t rows) {
+                self.add_engine_layer(name,
+                                      {reinterpret_cast<EngineVectors*>(vectors),
+                                       reinterpret_cast<int32_t*>(counter), has_biases, rows});
             },
-            "name"_a, "address"_a, "Add a layer at a verified address of the engine's memory.")
+            "name"_a, "vectors"_a, "counter"_a, "has_biases"_a, "rows"_a = 1,
+            "Add a layer by the verified addresses of its vectors and of its counter of corrected "
+            "variances. ``rows`` of a sample count for its cap factor, see `Cap`.")
         .def(
             "add_layer",
             [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
-               const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter) {
-                Block block = as_block(weights);
+               const std::vector<Floats>& biases, nb::ndarray<int32_t, nb::shape<1>> counter,
+               int64_t rows) {
+                Block block = as_block(weights), other = as_block(biases);
                 block.neg_var_counter = counter.data();
-                self.add_layer(name, block, as_block(biases));
+                block.rows = other.rows = rows;
+                self.add_layer(name, block, other);
             },
-            "name"_a, "weights"_a, "biases"_a, "counter"_a,
+            "name"_a, "weights"_a, "biases"_a, "counter"_a, "rows"_a = 1,
             "Add a layer in arrays that the caller keeps: (mu, var, delta_mu, delta_var) of the "
             "weights and of the biases, float32, and an int32 array that counts the corrected "
             "variances.")
@@ -103,6 +110,15 @@ void bind_parameters(nb::module_& module) {
                 return result;
             },
             "(offset, count) of each layer's weights and biases in the flat sequence.")
+        .def_prop_ro(
+            "rows",
+            [](const Parameters& self) {
+                nb::list result;
+                for (size_t i = 0; i < self.blocks().size(); i += 2)
+                    result.append(self.blocks()[i].rows);
+                return result;
+            },
+            "The rows of a sample that count for each layer's cap factor, see `Cap`.")
         .def_prop_ro("size", &Parameters::size)
         .def(
             "first_not_finite",
@@ -135,7 +151,7 @@ void bind_parameters(nb::module_& module) {
             "bucket"_a, Unlocked(), "Write the deltas to ``bucket``, [means | variances].")
         .def(
             "apply",
-            [](const Parameters& self, const Floats& bucket, float divisor, float cap) {
+            [](const Parameters& self, const Floats& bucket, float divisor, const Cap& cap) {
                 apply(self, checked(self, bucket), divisor, cap);
             },
             "bucket"_a, "divisor"_a, "cap"_a, Unlocked(),
@@ -151,7 +167,7 @@ void bind_parameters(nb::module_& module) {
         .def(
             "apply_shard",
             [](const Parameters& self, const Floats& gaussians, size_t begin, float divisor,
-               float cap) {
+               const Cap& cap) {
                 apply_shard(self, range_of(self, gaussians, begin), gaussians.data(), divisor, cap);
             },
             "gaussians"_a, "begin"_a, "divisor"_a, "cap"_a, Unlocked(),

@@ -52,6 +52,13 @@ void bind_update(nb::module_& module) {
     module.attr("CAP_FACTORS") = nb::tuple(factors);
     module.def("cap_factor", &cap_factor, "batch"_a,
                "Return the engine's cap factor for a batch size.");
+    nb::class_<Cap>(module, "Cap", "The cap factors of a step.")
+        .def(nb::init_implicit<float>(), "factor"_a)
+        .def_static("of_batch", &Cap::of_batch, "batch"_a, "times"_a = 1.0f,
+                    "Those of a batch, multiplied by ``times``.")
+        .def("of", &Cap::of, "rows"_a,
+             "Return that of a layer that sees so many rows of a sample; of one that sees none, 1.")
+        .def_ro("factor", &Cap::factor, "That of a layer that sees one row of a sample.");
 
     nb::class_<Contribution>(module, "Contribution", "The contribution of one rank to a step.")
         .def(nb::init<int64_t, bool, bool>(), "batch"_a, "finite"_a = true, "finished"_a = false)

@@ -91,8 +91,9 @@ void mixture_sigmoid(const States& in, const Activated& out) {
     });
 }
 
-// Changes every second element of the batch to exp(z), which is log-normal. As in the engine, its
-// jacobian is the covariance of z and exp(z), not divided by the variance. The others stay.
+// Changes every second element of the batch to exp(z), which is log-normal; the others stay. Its
+// jacobian is the mean of exp(z), or in some engines the covariance of z and exp(z).
+template <bool covariance>
 void even_exp(const States& in, const Activated& out) {
     bool exponentiate = false;
     each_element(in, [&](size_t i) {
@@ -103,7 +104,7 @@ void even_exp(const States& in, const Activated& out) {
         if (exponentiate) {
             out.mean[i] = std::exp(mean + 0.5f * variance);
             out.variance[i] = std::exp(2.0f * mean + variance) * (std::exp(variance) - 1.0f);
-            out.jacobian[i] = out.mean[i] * variance;
+            out.jacobian[i] = covariance ? out.mean[i] * variance : out.mean[i];
         }
         exponentiate = !exponentiate;
     });
@@ -135,7 +136,8 @@ ActivationFunction activation_function(const std::string& kind) {
         {"MixtureSigmoid", mixture_sigmoid},
         {"MixtureTanh", mixture_tanh},
         {"MixtureSoftplus", softplus},  // not a mixture in the engine either
-        {"EvenExp", even_exp},
+        {"EvenExp", even_exp<false>},
+        {"EvenExpWithCovariance", even_exp<true>},
         {"Softmax", softmax},
         {"Remax", remax},
         {"ClosedFormSoftmax", closed_form_softmax},

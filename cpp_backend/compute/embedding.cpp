@@ -9,8 +9,9 @@
 namespace tagi_ddp {
 
 Embedding::Embedding(Gaussians gaussians, size_t size, size_t inputs, int64_t padding,
-                     std::vector<float> sums)
+                     std::vector<float> sums, bool rows)
     : gaussians_(gaussians),
+      has_rows_(rows),
       size_(size),
       inputs_(inputs),
       padding_(padding),
@@ -39,11 +40,11 @@ States Embedding::forward(const States& inputs, bool) {
     }
     batch_ = inputs.batch;
     input_stride_ = inputs.stride;
-    const size_t stride = padded(width());
-    float* mean = mean_.take(batch_ * stride);
-    float* variance = variance_.take(batch_ * stride);
+    const size_t stride = padded(width()), count_out = has_rows_ ? rows_.size() : batch_;
+    float* mean = mean_.take(count_out * stride);
+    float* variance = variance_.take(count_out * stride);
     for (size_t k = 0; k < rows_.size(); ++k) {
-        const size_t at = k / inputs_ * stride + k % inputs_ * size_;
+        const size_t at = offset(k);
         if (rows_[k] < 0) {
             std::fill_n(mean + at, size_, 0.0f);
             std::fill_n(variance + at, size_, 0.0f);
@@ -53,17 +54,21 @@ States Embedding::forward(const States& inputs, bool) {
         std::copy_n(gaussians_.weights->mu + from, size_, mean + at);
         std::copy_n(gaussians_.weights->var + from, size_, variance + at);
     }
-    return {mean, variance, nullptr, batch_, width(), stride, false};
+    return {mean, variance, nullptr, count_out, width(), stride, false};
+}
+
+size_t Embedding::offset(size_t k) const {
+    const size_t stride = padded(width());
+    return has_rows_ ? k * stride : k / inputs_ * stride + k % inputs_ * size_;
 }
 
 Deltas Embedding::backward(Deltas deltas, bool to_input) {
     const Block& weights = *gaussians_.weights;
-    const size_t stride = padded(width());
     float* sum_mean = sums_.data();
     float* sum_variance = sums_.data() + weights.count;
     for (size_t k = 0; k < rows_.size(); ++k) {
         if (rows_[k] < 0) continue;
-        const size_t at = k / inputs_ * stride + k % inputs_ * size_;
+        const size_t at = offset(k);
         const size_t from = static_cast<size_t>(rows_[k]) * size_;
         for (size_t i = 0; i < size_; ++i) {
             sum_mean[from + i] += deltas.mean[at + i] * weights.var[from + i];

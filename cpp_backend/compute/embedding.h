@@ -15,11 +15,12 @@ namespace tagi_ddp {
 class Embedding : public Layer {
  public:
     // `sums` are the deltas so far, [means | variances]. The output of the padding index, which may
-    // be outside of the table, is zero.
+    // be outside of the table, is zero. Outputs are [batch * inputs, size] if `rows`, else
+    // [batch, inputs * size].
     Embedding(Gaussians gaussians, size_t size, size_t inputs, int64_t padding,
-              std::vector<float> sums);
+              std::vector<float> sums, bool rows);
 
-    size_t width() const override { return inputs_ * size_; }
+    size_t width() const override { return has_rows_ ? size_ : inputs_ * size_; }
     // Throws std::out_of_range for another index that is outside of the table.
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
@@ -30,7 +31,11 @@ class Embedding : public Layer {
     std::vector<float>& sums() { return sums_; }
 
  private:
+    // The position of the k-th vector in the outputs' memory.
+    size_t offset(size_t k) const;
+
     Gaussians gaussians_;
+    bool has_rows_;
     size_t size_;
     size_t inputs_;
     int64_t padding_;

@@ -3,9 +3,11 @@
 // Source of the formulas: Vuong, Nguyen, Goulet, Coupling LSTM neural networks and state-space
 // models through analytically tractable inference, International Journal of Forecasting 41 (2025).
 //
-// As in the engine, h' and c' are those of the step before only across batches of one sample and
-// one step. Otherwise they are zero, or the states that `set_states` has set. So all steps of all
-// samples are computed at once, each as a row, and without h' and c' there is no forget gate.
+// Engines differ in h' and c', see `Recurrence`. Without recurrence they are those of the step
+// before only across batches of one sample and one step. Otherwise they are zero, or the states
+// that `set_states` has set. So all steps of all samples are computed at once, each as a row, and
+// without h' and c' there is no forget gate. With recurrence the steps are computed one after the
+// other, the first from zeros, or for one sample of one step from the states of the batch before.
 #pragma once
 
 #include <array>
@@ -18,12 +20,18 @@ namespace tagi_ddp {
 // Means and variances of hidden states, then of cells.
 using RecurrentStates = std::array<std::vector<float>, 4>;
 
-// Weights are [gates, outputs, inputs and outputs]; inputs [batch, steps * inputs].
+// The recurrence within a sample. Without one, inputs are [batch, steps * inputs]; with one, a row
+// is a step, [batch * steps, inputs], and outputs are those of all steps or of each sample's last
+// one.
+enum class Recurrence { none, all_steps, last_step };
+
+// Weights are [gates, outputs, inputs and outputs].
 class LSTM : public Layer {
  public:
-    LSTM(Gaussians gaussians, size_t outputs, size_t inputs, size_t steps);
+    LSTM(Gaussians gaussians, size_t outputs, size_t inputs, size_t steps,
+         Recurrence recurrence = Recurrence::none);
 
-    size_t width() const override { return steps_ * outputs_; }
+    size_t width() const override { return is_recurrent() ? outputs_ : steps_ * outputs_; }
     States forward(const States& inputs, bool training) override;
     Deltas backward(Deltas deltas, bool to_input) override;
 
@@ -77,14 +85,27 @@ class LSTM : public Layer {
         bool has_states = false;
     };
 
+    // Rows of a batch: `first`, `first + every`, ...
+    struct Rows {
+        size_t first, every, count;
+    };
+
+    bool is_recurrent() const { return recurrence_ != Recurrence::none; }
     GaussianMatrix gate(size_t index) const;
     void gather(const States& inputs);
-    void find_covariances();
+    void find_covariances(const States& inputs, float* out, size_t stride);
+    void compute(Rows rows);
+    void carry(Rows rows);
+    States collect();
+    // The innovation of the outputs of a row, or null if it is not an output.
+    Deltas delta_of(const Deltas& deltas, size_t row) const;
+    void go_back(Deltas deltas, Deltas below);
 
     Gaussians gaussians_;
     size_t outputs_;
     size_t inputs_;
     size_t steps_;
+    Recurrence recurrence_;
     size_t batch_ = 0;
     bool has_states_ = false;  // false if all are zero
     Saved saved_;
@@ -95,6 +116,7 @@ class LSTM : public Layer {
     Memory slopes_, cell_slopes_, forget_, mean_, variance_;
     RowStates outputs_of_rows_;
     Memory by_mean_, by_variance_, below_mean_, below_variance_;
+    Memory combined_mean_, combined_variance_, back_mean_, back_variance_;
 };
 
 }  // namespace tagi_ddp

@@ -7,6 +7,7 @@
 #include "compute/innovation.h"
 #include "compute/layer_norm.h"
 #include "compute/linear.h"
+#include "compute/rms_norm.h"
 
 namespace tagi_ddp {
 namespace {
@@ -40,7 +41,7 @@ Gaussians Network::gaussians(size_t index, size_t weights) const {
 
 void Network::add(std::unique_ptr<Layer> layer, size_t input_size) {
     if (layers_.empty()) {
-        input_size_ = input_size;
+        width_ = input_size;
     } else if (layers_.back()->width() != input_size) {
         throw std::invalid_argument("a layer takes " + std::to_string(input_size) +
                                     " inputs, but the one before has " +
@@ -61,7 +62,13 @@ void Network::add_linear(size_t index, size_t outputs, size_t inputs, bool smoot
     add(std::move(layer), inputs);
 }
 
-void Network::add_lstm(size_t index, size_t outputs, size_t inputs, size_t steps, bool smoothing) {
+void Network::add_lstm(size_t index, size_t outputs, size_t inputs, size_t steps, bool smoothing,
+                       Recurrence recurrence) {
+    const bool recurrent = recurrence != Recurrence::none;
+    if (recurrent && steps != rows_) {
+        throw std::invalid_argument("an LSTM takes series of " + std::to_string(steps) +
+                                    " steps, but gets " + std::to_string(rows_));
+    }
     const Gaussians parameters = gaussians(index, 4 * outputs * (inputs + outputs));
     std::unique_ptr<LSTM> layer;
     if (smoothing) {
@@ -69,22 +76,29 @@ void Network::add_lstm(size_t index, size_t outputs, size_t inputs, size_t steps
         smoothers_.push_back(smoother.get());
         layer = std::move(smoother);
     } else {
-        layer = std::make_unique<LSTM>(parameters, outputs, inputs, steps);
+        layer = std::make_unique<LSTM>(parameters, outputs, inputs, steps, recurrence);
     }
     lstms_[layers_.size()] = layer.get();
-    add(std::move(layer), steps * inputs);
+    add(std::move(layer), recurrent ? inputs : steps * inputs);
+    if (recurrence == Recurrence::last_step) rows_ = 1;
 }
 
 void Network::add_layer_norm(size_t index, size_t inputs, float epsilon) {
     add(std::make_unique<LayerNorm>(gaussians(index, inputs), epsilon), inputs);
 }
 
+void Network::add_rms_norm(size_t index, size_t inputs, float epsilon) {
+    add(std::make_unique<RMSNorm>(gaussians(index, inputs), epsilon), inputs);
+}
+
 void Network::add_embedding(size_t index, size_t size, size_t inputs, int64_t padding,
-                            std::vector<float> sums) {
+                            std::vector<float> sums, bool rows) {
     const Gaussians parameters = gaussians(index, sums.size() / 2);
-    auto layer = std::make_unique<Embedding>(parameters, size, inputs, padding, std::move(sums));
+    auto layer =
+        std::make_unique<Embedding>(parameters, size, inputs, padding, std::move(sums), rows);
     embeddings_.push_back(layer.get());
     add(std::move(layer), inputs);
+    if (rows) rows_ = inputs;
 }
 
 void Network::add_activation(const std::string& kind) {
@@ -103,19 +117,19 @@ void Network::set_samples(size_t samples) {
 void Network::forward(const float* mean, const float* variance, const float* jacobian, size_t batch,
                       bool training) {
     parameters_.refresh();
-    const size_t stride = padded(input_size_);
-    float* rows = input_mean_.take(batch * stride);
-    float* variances = input_variance_.take(batch * stride);
-    spread(mean, batch, input_size_, stride, rows);
+    const size_t stride = padded(width_), count = batch * input_rows_;
+    float* rows = input_mean_.take(count * stride);
+    float* variances = input_variance_.take(count * stride);
+    spread(mean, count, width_, stride, rows);
     if (variance != nullptr) {
-        spread(variance, batch, input_size_, stride, variances);
+        spread(variance, count, width_, stride, variances);
     } else {
-        std::fill_n(variances, batch * stride, 0.0f);
+        std::fill_n(variances, count * stride, 0.0f);
     }
-    inputs_ = {rows, variances, nullptr, batch, input_size_, stride, variance == nullptr};
+    inputs_ = {rows, variances, nullptr, count, width_, stride, variance == nullptr};
     if (jacobian != nullptr) {
-        float* slopes = input_jacobian_.take(batch * stride);
-        spread(jacobian, batch, input_size_, stride, slopes);
+        float* slopes = input_jacobian_.take(count * stride);
+        spread(jacobian, count, width_, stride, slopes);
         inputs_.jacobian = slopes;
     }
     outputs_ = {};  // empty, as the innovation of the inputs, if a layer refuses the inputs

@@ -11,7 +11,7 @@
 #include "compute/embedding.h"
 #include "compute/layer.h"
 #include "compute/smoothing.h"
-#include "engine/layer_layout.h"
+#include "engine/engine_memory.h"
 #include "update/parameters.h"
 
 namespace tagi_ddp {
@@ -30,20 +30,27 @@ void require_size(const char* name, size_t size, size_t expected, const char* re
 // A sequence of layers over a replica's parameters, which forward and backward refresh.
 class Network {
  public:
-    explicit Network(Parameters& parameters) : parameters_(parameters) {}
+    // A sample has `input_rows` rows, such as the steps of a series; layers see each row alone, but
+    // for those that are recurrent.
+    explicit Network(Parameters& parameters, size_t input_rows = 1)
+        : parameters_(parameters), input_rows_(input_rows), rows_(input_rows) {}
     Network(const Network&) = delete;
 
     // `index` is the layer's position among the layers with parameters. All throw
     // std::invalid_argument if a layer does not fit the one before.
     void add_linear(size_t index, size_t outputs, size_t inputs, bool smoothing);
-    void add_lstm(size_t index, size_t outputs, size_t inputs, size_t steps, bool smoothing);
+    void add_lstm(size_t index, size_t outputs, size_t inputs, size_t steps, bool smoothing,
+                  Recurrence recurrence);
     void add_layer_norm(size_t index, size_t inputs, float epsilon);
+    void add_rms_norm(size_t index, size_t inputs, float epsilon);
     void add_embedding(size_t index, size_t size, size_t inputs, int64_t padding,
-                       std::vector<float> sums);
+                       std::vector<float> sums, bool rows);
     void add_activation(const std::string& kind);
 
-    size_t input_size() const { return input_size_; }
-    size_t output_size() const { return layers_.empty() ? 0 : layers_.back()->width(); }
+    // The numbers of elements of a sample.
+    size_t input_size() const { return input_rows_ * width_; }
+    size_t output_size() const { return layers_.empty() ? 0 : rows_ * layers_.back()->width(); }
+    size_t input_count() const { return inputs_.batch * inputs_.width; }
     const Parameters& parameters() const { return parameters_; }
     const States& outputs() const { return outputs_; }
     size_t output_count() const { return outputs_.batch * outputs_.width; }
@@ -94,7 +101,9 @@ class Network {
     std::vector<Embedding*> embeddings_;
     std::vector<SLSTM*> smoothers_;
     SLinear* last_smoother_ = nullptr;
-    size_t input_size_ = 0;
+    size_t input_rows_;
+    size_t rows_;       // of a sample, in the outputs of the last layer
+    size_t width_ = 0;  // of a row of the inputs
     States inputs_, outputs_;
     Deltas input_deltas_;
     Memory input_mean_, input_variance_, input_jacobian_, delta_mean_, delta_variance_;

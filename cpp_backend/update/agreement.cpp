@@ -19,9 +19,9 @@ Agreement::Agreement(const std::vector<Contribution>& ranks) {
     }
 }
 
-float Agreement::cap(bool average) const {
+Cap Agreement::cap(bool average) const {
     // A mean of deltas corresponds to the batch of one rank: the mean of the ranks' batches.
-    return cap_factor(average ? (batch + active - 1) / active : batch);
+    return Cap::of_batch(average ? (batch + active - 1) / active : batch);
 }
 
 }  // namespace tagi_ddp

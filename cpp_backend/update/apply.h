@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/buffer.h"
+#include "update/agreement.h"
 #include "update/parameters.h"
 
 namespace tagi_ddp {
@@ -24,7 +25,7 @@ void reset_counters(const Parameters& parameters);
 // range, [means | variances], `stride` floats apart; it is null for a rank without deltas. If
 // `posterior` is not null, the result is written there in the same layout, for `take_range`.
 void apply_range(const Parameters& parameters, Shard range, const float* const* slots, int ranks,
-                 size_t stride, float divisor, float cap, float* posterior = nullptr);
+                 size_t stride, float divisor, const Cap& cap, float* posterior = nullptr);
 
 // Replaces the range by the posterior that another rank's `apply_range` has written.
 void take_range(const Parameters& parameters, Shard range, const float* posterior, size_t stride);

@@ -8,29 +8,26 @@
 namespace tagi_ddp {
 namespace {
 
-Block weights_of(EngineLayer& layer) {
-    return {layer.mu_w.data(),        layer.var_w.data(), layer.delta_mu_w.data(),
-            layer.delta_var_w.data(), layer.mu_w.size(),  &layer.neg_var_w_counter};
+Block weights_of(const EngineLayer& layer) {
+    EngineVectors& v = *layer.vectors;
+    return {v.mu_w.data(), v.var_w.data(),        v.delta_mu_w.data(), v.delta_var_w.data(),
+            v.mu_w.size(), layer.neg_var_counter, layer.rows};
 }
 
-// A layer without the flag may have vectors of biases, which the engine does not use.
-Block biases_of(EngineLayer& layer) {
-    const size_t count = layer.bias ? layer.mu_b.size() : 0;
-    return {layer.mu_b.data(),
-            layer.var_b.data(),
-            layer.delta_mu_b.data(),
-            layer.delta_var_b.data(),
-            count,
-            nullptr};
+Block biases_of(const EngineLayer& layer) {
+    EngineVectors& v = *layer.vectors;
+    const size_t count = layer.has_biases ? v.mu_b.size() : 0;
+    return {v.mu_b.data(), v.var_b.data(), v.delta_mu_b.data(), v.delta_var_b.data(),
+            count,         nullptr,        layer.rows};
 }
 
 bool sizes_agree(const EngineLayer& layer) {
-    const size_t w = layer.mu_w.size();
-    const size_t b = layer.bias ? layer.mu_b.size() : 0;
-    return layer.var_w.size() == w && layer.delta_mu_w.size() == w &&
-           layer.delta_var_w.size() == w &&
-           (b == 0 || (layer.var_b.size() == b && layer.delta_mu_b.size() == b &&
-                       layer.delta_var_b.size() == b));
+    const EngineVectors& v = *layer.vectors;
+    const size_t w = v.mu_w.size();
+    const size_t b = layer.has_biases ? v.mu_b.size() : 0;
+    return v.var_w.size() == w && v.delta_mu_w.size() == w && v.delta_var_w.size() == w &&
+           (b == 0 ||
+            (v.var_b.size() == b && v.delta_mu_b.size() == b && v.delta_var_b.size() == b));
 }
 
 // If 1 is added to the exponent, it overflows into the sign bit only for infinities and NaNs.
@@ -51,17 +48,17 @@ void add(const float* values, size_t count, float* sums) {
 
 }  // namespace
 
-void Parameters::add_engine_layer(const std::string& name, EngineLayer* layer) {
-    if (!sizes_agree(*layer)) {
+void Parameters::add_engine_layer(const std::string& name, const EngineLayer& layer) {
+    if (!sizes_agree(layer)) {
         throw std::runtime_error(name + " has means, variances and deltas of different sizes");
     }
-    add_layer(name, weights_of(*layer), biases_of(*layer));
+    add_layer(name, weights_of(layer), biases_of(layer));
     engine_layers_.back() = layer;
 }
 
 void Parameters::add_layer(const std::string& name, const Block& weights, const Block& biases) {
     names_.push_back(name);
-    engine_layers_.push_back(nullptr);
+    engine_layers_.emplace_back();
     for (const Block& block : {weights, biases}) {
         blocks_.push_back(block);
         offsets_.push_back(size_);
@@ -72,8 +69,8 @@ void Parameters::add_layer(const std::string& name, const Block& weights, const 
 void Parameters::refresh() {
     bool moved = false;
     for (size_t i = 0; i < names_.size(); ++i) {
-        if (engine_layers_[i] == nullptr) continue;
-        EngineLayer& layer = *engine_layers_[i];
+        const EngineLayer& layer = engine_layers_[i];
+        if (layer.vectors == nullptr) continue;
         const Block weights = weights_of(layer);
         const Block biases = biases_of(layer);
         if (!sizes_agree(layer) || weights.count != blocks_[2 * i].count ||

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "common/buffer.h"
-#include "engine/layer_layout.h"
+#include "engine/engine_memory.h"
 
 namespace tagi_ddp {
 
@@ -20,12 +20,20 @@ struct Block {
     float* delta_var = nullptr;
     size_t count = 0;
     int32_t* neg_var_counter = nullptr;  // as in the engine, only for weights
+    int64_t rows = 1;                    // of a sample, for the cap factor; see `Cap`
+};
+
+// A layer in the engine's memory, which has been verified and outlives this.
+struct EngineLayer {
+    EngineVectors* vectors = nullptr;    // null for a layer in the caller's arrays
+    int32_t* neg_var_counter = nullptr;  // of corrected variances of weights
+    bool has_biases = true;              // if false, the engine does not use vectors of biases
+    int64_t rows = 1;                    // of a sample, for the cap factor
 };
 
 class Parameters {
  public:
-    // Adds a layer in the engine's memory, which must have been verified and must outlive this.
-    void add_engine_layer(const std::string& name, EngineLayer* layer);
+    void add_engine_layer(const std::string& name, const EngineLayer& layer);
     // Adds a layer in arrays that the caller keeps alive.
     void add_layer(const std::string& name, const Block& weights, const Block& biases);
 
@@ -77,8 +85,8 @@ class Parameters {
     bool replace(size_t index, Block block);
 
     std::vector<std::string> names_;
-    std::vector<EngineLayer*> engine_layers_;  // null for a layer in the caller's arrays
-    std::vector<Block> blocks_;                // weights and biases of each layer
+    std::vector<EngineLayer> engine_layers_;
+    std::vector<Block> blocks_;  // weights and biases of each layer
     std::vector<size_t> offsets_;
     size_t size_ = 0;
     uint64_t version_ = 0;

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "engine/layer_layout.h"
+#include "engine/engine_memory.h"
 
 namespace tagi_ddp {
 

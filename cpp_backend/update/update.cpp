@@ -14,25 +14,25 @@ void pack(const Parameters& parameters, Shard range, float* bucket, size_t strid
     });
 }
 
-void apply(const Parameters& parameters, const float* bucket, float divisor, float cap) {
+void apply(const Parameters& parameters, const float* bucket, float divisor, const Cap& cap) {
     const size_t size = parameters.size();
     reset_counters(parameters);
     apply_range(parameters, {0, size}, &bucket, 1, size, divisor, cap);
 }
 
 void apply_shard(const Parameters& parameters, Shard range, float* gaussians, float divisor,
-                 float cap) {
+                 const Cap& cap) {
     const float* const slot = gaussians;
     reset_counters(parameters);
     apply_range(parameters, range, &slot, 1, range.count, divisor, cap, gaussians);
 }
 
-std::string apply_own(const Parameters& parameters, float cap) {
+std::string apply_own(const Parameters& parameters, const Cap& cap) {
     std::string culprit = parameters.first_not_finite({0, parameters.size()});
     if (!culprit.empty()) return culprit;
     for (const Block& block : parameters.blocks()) {
-        const int32_t negative =
-            apply_capped(block.mu, block.var, block.delta_mu, block.delta_var, block.count, cap);
+        const int32_t negative = apply_capped(block.mu, block.var, block.delta_mu, block.delta_var,
+                                              block.count, cap.of(block.rows));
         if (block.neg_var_counter != nullptr) *block.neg_var_counter = negative;
     }
     return culprit;

@@ -54,8 +54,9 @@ def _package() -> Finding:
 
 
 def _engine() -> Finding:
+    from tagi_ddp.engine.layout import find_layout
     from tagi_ddp.engine.loader import load_engine, loaded_libraries
-    from tagi_ddp.engine.pointers import LayoutError, verify_layout
+    from tagi_ddp.engine.pointers import LayoutError
 
     try:
         engine = load_engine()
@@ -74,11 +75,11 @@ def _engine() -> Finding:
     parts = [f"pytagi {importlib.metadata.version('pytagi')}{source} in {folder}"]
     parts += [f"{name}: {path}" for name, path in loaded_libraries().items()]
     try:
-        verify_layout()
+        layout = find_layout()
     except LayoutError as error:
         parts.append(f"its memory is not laid out as expected: {error}")
         return Finding("missing", "; ".join(parts), _SLOW)
-    parts.append("memory layout verified")
+    parts.append(f"memory layout verified: vectors from byte {layout.vectors} on")
     return Finding("ok", "; ".join(parts))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tagi_ddp.compute.layer import Layer
 from tagi_ddp.compute.states import Deltas, Dense, Rectified, States
+from tagi_ddp.engine.dialect import dialect
 
 #: The least mean and variance of mixtures. It is 0-dim, as that works with any device's tensors.
 LEAST = torch.tensor(1e-6)
@@ -195,8 +196,8 @@ class EvenExp(Activation):
     """Every second element becomes exp(z), log-normal; the others stay as they are.
 
     As in the engine, elements are counted through the batch, so an odd number of outputs swaps
-    them in every other sample. The elements that stay keep their jacobian. The jacobian of the
-    others is the covariance of z and exp(z), not divided by the variance, also as in the engine.
+    them in every other sample. The elements that stay keep their jacobian. That of the others is
+    the mean of exp(z), or in some engines the covariance of z and exp(z): see `Dialect`.
     """
 
     def forward(self, states: States, training: bool) -> States:
@@ -207,7 +208,7 @@ class EvenExp(Activation):
         jacobian = states.jacobian_tensor().reshape(-1).clone()
         mu, var = mean[1::2], variance[1::2]
         exponential = torch.add(mu, var, alpha=0.5).exp_()
-        jacobian[1::2] = exponential * var
+        jacobian[1::2] = exponential * var if dialect().exp_covariance else exponential
         var.copy_(torch.add(var, mu, alpha=2).exp_() * (var.exp() - 1))
         mu.copy_(exponential)
         return States(mean.view(shape), variance.view(shape), Dense(jacobian.view(shape)))

@@ -13,6 +13,7 @@ from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.engine.buffers import verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
+from tagi_ddp.engine.shapes import input_rows
 from tagi_ddp.replica import Replica
 
 _NO_TORCH = "torch is not installed (pip install torch)"
@@ -78,7 +79,7 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
     if (reason := _why_engine(model)) is not None:
         return reason
     try:
-        native.build(model._cpp_backend.layers, replica)
+        native.build(model._cpp_backend.layers, replica, input_rows(model))
         verify_buffers()
     except (LayoutError, ValueError) as error:
         return str(error)

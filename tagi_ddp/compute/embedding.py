@@ -13,10 +13,13 @@ from torch import Tensor
 
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, States
+from tagi_ddp.engine.dialect import dialect
 
 
 class Embedding(Layer):
     """Weights are [embeddings, size]; inputs are indices as floats, [batch, inputs].
+
+    Outputs are [batch, inputs * size], or in engines with sequences [batch * inputs, size].
 
     The output of the padding index is zeros; it may be outside the table. Any other index outside
     is an error.
@@ -30,6 +33,7 @@ class Embedding(Layer):
         # They are copied, as the exchange with other replicas overwrites the deltas' memory.
         self.sums = torch.tensor([handle.delta_mu_w, handle.delta_var_w]).view(2, *shape)
         self._kept = torch.empty(0)  # a copy of the sums
+        self._batch = 0
         self._saved: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
@@ -57,8 +61,10 @@ class Embedding(Layer):
         indices = indices.masked_fill(padding, 0)
         self._saved = (indices, padding) if training else None
         zero = padding.unsqueeze(1)
+        shape = (-1, self._size) if dialect().sequences else (states.batch, -1)
+        self._batch = states.batch
         rows = [
-            table.index_select(0, indices).masked_fill_(zero, 0).view(states.batch, -1)
+            table.index_select(0, indices).masked_fill_(zero, 0).view(shape)
             for table in (self._weights.mu, self._weights.var)
         ]
         return States(rows[0], rows[1])
@@ -80,5 +86,5 @@ class Embedding(Layer):
             out.copy_(total)
         if not to_input:
             return deltas
-        zeros = gain.new_zeros(len(deltas.mean), len(indices) // len(deltas.mean))
+        zeros = gain.new_zeros(self._batch, len(indices) // self._batch)
         return Deltas(zeros, zeros.clone())

@@ -14,7 +14,8 @@ from tagi_ddp.compute.micro_batches import Accumulation
 from tagi_ddp.compute.rollback import Rollback
 from tagi_ddp.compute.sorted_labels import SortedLabels
 from tagi_ddp.engine.buffers import FloatArray, HiddenStates, read_states
-from tagi_ddp.engine.layers import require_even, sample_shape, swaps_in_samples
+from tagi_ddp.engine.layers import require_even
+from tagi_ddp.engine.shapes import sample_shape, swaps_in_samples
 
 
 class Early(Protocol):

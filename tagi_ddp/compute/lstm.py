@@ -3,9 +3,10 @@
 Source of the formulas: Vuong, Nguyen, Goulet, Coupling LSTM neural networks and state-space models
 through analytically tractable inference, International Journal of Forecasting 41 (2025).
 
-As in the engine, h' and c' are the states of the previous step only across batches of one sample
-and one step. Otherwise, also within a sequence, they are zero or the values of `LSTM.set_states`.
-All steps of all samples are therefore computed at once. The forget gate is left out if h' and c'
+Engines differ in h' and c'. Here they are the states of the previous step only across batches of
+one sample and one step. Otherwise, also within a sequence, they are zero or the values of
+`LSTM.set_states`; `RecurrentLSTM` carries them through a sequence. All steps of all samples are
+therefore computed at once. The forget gate is left out if h' and c'
 are zero. Tensors are [gate, output, row], so each gate is contiguous; a row is a step of a sample.
 """
 
@@ -53,7 +54,7 @@ class _Gates:
 
 
 @dataclass(slots=True)
-class _Recurrent:
+class Recurrent:
     """The states h' and c' that the next batch uses, each [rows, outputs]."""
 
     hidden: _Gaussian
@@ -78,8 +79,8 @@ class LSTM(Layer):
         self._inputs, self._outputs = int(handle.input_size), int(handle.output_size)
         self._steps = lstm_steps(handle)
         self._batch: int | None = None
-        self._recurrent: _Recurrent | None = None
-        self._kept: tuple[int | None, _Recurrent | None] = None, None
+        self._recurrent: Recurrent | None = None
+        self._kept: tuple[int | None, Recurrent | None] = None, None
         self._saved: _Saved | None = None
 
     @property
@@ -163,16 +164,27 @@ class LSTM(Layer):
             tensor.to(like, copy=True).reshape(-1, self._outputs)
             for tensor in (mu_h, var_h, mu_c, var_c)
         )
-        self._recurrent = _Recurrent(_Gaussian(mu_h, var_h), _Gaussian(mu_c, var_c))
+        self._recurrent = Recurrent(_Gaussian(mu_h, var_h), _Gaussian(mu_c, var_c))
 
     def forward(self, states: States, training: bool) -> States:
         """Compute the gates, the cells and the outputs of all steps."""
         if states.batch != self._batch:
             self._batch, self._recurrent = states.batch, None
-        recurrent = self._recurrent
         mean, variance = states.viewed(self._steps, self._inputs)
         mean = mean.flatten(0, 1)
         variance = None if variance is None else variance.flatten(0, 1)
+        result, cells, self._saved = self._compute(mean, variance, training)
+        if self._is_single():
+            own = _Gaussian(result.mean.clone(), result.variance.clone())
+            self._recurrent = Recurrent(own, cells)
+        shape = (states.batch, self._steps * self._outputs)
+        return States(result.mean.view(shape), result.variance.view(shape))
+
+    def _compute(
+        self, mean: Tensor, variance: Tensor | None, training: bool
+    ) -> tuple[_Gaussian, _Gaussian, _Saved | None]:
+        """Return the outputs and the cells of rows, [rows, outputs], and what backward needs."""
+        recurrent = self._recurrent
         if recurrent is not None:
             if variance is None:
                 variance = torch.zeros_like(mean)
@@ -191,19 +203,15 @@ class LSTM(Layer):
             covariance.mul_(tanh_slope).mul_(gates.output.slope)
         hidden = _product(gates.output, active, covariance)
         result = _Gaussian(hidden.mean.t().contiguous(), hidden.variance.t().contiguous())
-        self._saved = None
+        saved = None
         if training:
             hidden_by_cells = tanh_slope.mul_(gates.output.mean)
             hidden_by_sums = gates.slopes  # The slopes are not needed any more: use their memory.
             for cells_by_sum, hidden_by_sum in zip(cells_by_sums, hidden_by_sums, strict=False):
                 torch.mul(cells_by_sum, hidden_by_cells, out=hidden_by_sum)
             hidden_by_sums[-1].mul_(active.mean)
-            self._saved = _Saved(mean, hidden_by_sums, hidden_by_cells)
-        if self._is_single():
-            own = _Gaussian(result.mean.clone(), result.variance.clone())
-            self._recurrent = _Recurrent(own, _Gaussian(cells.mean.t(), cells.variance.t()))
-        shape = (states.batch, self._steps * self._outputs)
-        return States(result.mean.view(shape), result.variance.view(shape))
+            saved = _Saved(mean, hidden_by_sums, hidden_by_cells)
+        return result, _Gaussian(cells.mean.t(), cells.variance.t()), saved
 
     def backward(self, deltas: Deltas, to_input: bool) -> Deltas:
         """Write the deltas of all gates; ignore the activation below, as the engine does."""
@@ -238,7 +246,9 @@ class LSTM(Layer):
         of_inputs = weights.mu[rows, : self._inputs]
         return Deltas(
             (mean_rows.t() @ of_inputs).view(-1, self.input_size),
-            self._variance_below(slopes, by_variance, variance_delta, of_inputs),
+            self._variance_below(slopes, by_variance, variance_delta, of_inputs).view(
+                -1, self.input_size
+            ),
         )
 
     def _cells(self, gates: _Gates, between: Tensor | None) -> tuple[_Gaussian, list[Tensor]]:
@@ -306,7 +316,7 @@ class LSTM(Layer):
         assert self._recurrent is not None
         hidden, cell = self._recurrent.hidden, self._recurrent.cell
         mean, variance = mean.t(), variance.t()
-        self._recurrent = _Recurrent(
+        self._recurrent = Recurrent(
             _moved(hidden, hidden.variance, mean, variance),
             _moved(cell, cell.variance * slope.t(), mean, variance),
         )
@@ -322,10 +332,9 @@ class LSTM(Layer):
         pairs = list(combinations(range(len(slopes)), 2))
         left = [slopes[a] * slopes[b] * variance_delta for a, b in pairs]
         right = [weights[a] * weights[b] * 2 for a, b in pairs]
-        below = torch.cat((squares.flatten(0, 1), *left)).t() @ torch.cat(
+        return torch.cat((squares.flatten(0, 1), *left)).t() @ torch.cat(
             ((weights * weights).flatten(0, 1), *right)
         )
-        return below.view(-1, self.input_size)
 
 
 def _tanh(x: _Gaussian) -> tuple[_Gaussian, Tensor]:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tagi_ddp._backend import Network
+from tagi_ddp.engine.dialect import dialect
 from tagi_ddp.engine.layers import lstm_steps
-from tagi_ddp.engine.options import layer_norm_epsilon
+from tagi_ddp.engine.options import norm_epsilon, returns_last_step
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica import Replica
@@ -24,28 +25,41 @@ _ACTIVATIONS = (
 # microseconds for a layer of each kind. It takes less time for a sample: by these nanoseconds for
 # each use of a weight, and for each output of an activation that computes exponentials or error
 # functions. Measured by `benchmarks small` on one thread of a processor with AVX-512.
-_BEGIN = {"Linear": 260, "LSTM": 700, "LayerNorm": 200, "Embedding": 200}
+_BEGIN = {"Linear": 260, "LSTM": 700, "LayerNorm": 200, "RMSNorm": 200, "Embedding": 200}
 _BEGIN_ACTIVATION = 50
 _WEIGHT = {"Linear": 0.03, "LSTM": 0.005}
-_FAST = ("Linear", "LSTM", "LayerNorm", "Embedding", "ReLU", "Sigmoid", "Tanh", "LeakyReLU")
+_FAST = (
+    "Linear",
+    "LSTM",
+    "LayerNorm",
+    "RMSNorm",
+    "Embedding",
+    "ReLU",
+    "Sigmoid",
+    "Tanh",
+    "LeakyReLU",
+)
 _SLOW_OUTPUT = 35
 
 
-def build(handles: Sequence[Any], replica: Replica) -> Network:
+def build(handles: Sequence[Any], replica: Replica, rows: int = 1) -> Network:
     """Return the backend's network of consecutive engine layers on the replica's parameters.
 
-    Raises ValueError if there is no kernel for a layer, LayoutError if the memory cannot be used.
+    A sample of their inputs has ``rows`` rows. Raises ValueError if there is no kernel for a layer,
+    LayoutError if the memory cannot be used.
     """
     if not replica.in_place:
         raise LayoutError("the engine's memory cannot be used in place")
     unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *_ACTIVATIONS}
     if unknown:
         raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")
-    network = Network(replica.on_host)
+    network = Network(replica.on_host, rows)
     indices = {id(layer.handle): index for index, layer in enumerate(replica.layers)}
     for handle in handles:
         kind = type(handle).__name__
-        if kind in _ACTIVATIONS:
+        if kind == "EvenExp" and dialect().exp_covariance:
+            network.add_activation("EvenExpWithCovariance")
+        elif kind in _ACTIVATIONS:
             network.add_activation(kind)
         else:
             _ADD[kind](network, indices[id(handle)], handle)
@@ -80,17 +94,24 @@ def _linear(network: Network, index: int, handle: Any) -> None:
 def _lstm(network: Network, index: int, handle: Any) -> None:
     inputs, outputs = int(handle.input_size), int(handle.output_size)
     smoothing = type(handle).__name__ in SMOOTHING
-    network.add_lstm(index, outputs, inputs, lstm_steps(handle), smoothing)
+    recurrent = dialect().sequences and not smoothing
+    last = recurrent and returns_last_step(handle)
+    network.add_lstm(index, outputs, inputs, lstm_steps(handle), smoothing, recurrent, last)
 
 
 def _layer_norm(network: Network, index: int, handle: Any) -> None:
-    network.add_layer_norm(index, len(handle.mu_w), layer_norm_epsilon(handle))
+    network.add_layer_norm(index, len(handle.mu_w), norm_epsilon(handle))
+
+
+def _rms_norm(network: Network, index: int, handle: Any) -> None:
+    network.add_rms_norm(index, int(handle.input_size), norm_epsilon(handle))
 
 
 def _embedding(network: Network, index: int, handle: Any) -> None:
     sums = np.concatenate([handle.delta_mu_w, handle.delta_var_w]).tolist()
-    inputs = int(handle.input_size)
-    network.add_embedding(index, int(handle.embedding_dim), inputs, int(handle.padding_idx), sums)
+    inputs, size = int(handle.input_size), int(handle.embedding_dim)
+    rows = dialect().sequences
+    network.add_embedding(index, size, inputs, int(handle.padding_idx), sums, rows)
 
 
 _ADD: dict[str, Callable[[Network, int, Any], None]] = {
@@ -99,5 +120,6 @@ _ADD: dict[str, Callable[[Network, int, Any], None]] = {
     "LSTM": _lstm,
     "SLSTM": _lstm,
     "LayerNorm": _layer_norm,
+    "RMSNorm": _rms_norm,
     "Embedding": _embedding,
 }

@@ -28,10 +28,14 @@ from tagi_ddp.compute.linear_run import with_runs
 from tagi_ddp.compute.lstm import LSTM
 from tagi_ddp.compute.normalization import BatchNorm2d, LayerNorm
 from tagi_ddp.compute.pooling import AvgPool2d, MaxPool2d
+from tagi_ddp.compute.recurrent_lstm import RecurrentLSTM
+from tagi_ddp.compute.rms_norm import RMSNorm
 from tagi_ddp.compute.softmaxes import ClosedFormSoftmax, Remax, Softmax
 from tagi_ddp.compute.states import Deltas, Jacobian, States
+from tagi_ddp.engine.dialect import dialect
 from tagi_ddp.engine.layers import walk
 from tagi_ddp.engine.pointers import LayoutError
+from tagi_ddp.engine.shapes import input_rows, shapes
 from tagi_ddp.replica import Replica
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
@@ -42,6 +46,7 @@ _KINDS: dict[str, Callable[[Any], Layer]] = {
     "MaxPool2d": MaxPool2d,
     "BatchNorm2d": BatchNorm2d,
     "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
     "LSTM": LSTM,
     "Embedding": Embedding,
     "ReLU": ReLU,
@@ -82,6 +87,8 @@ def _build(handle: Any) -> Layer:
     if kind == "ResNetBlock":
         shortcut = None if handle.shortcut is None else _build(handle.shortcut)
         return ResNetBlock(handle, _build(handle.main_block), shortcut)
+    if kind == "LSTM" and dialect().sequences:
+        return RecurrentLSTM(handle)
     return _KINDS[kind](handle)
 
 
@@ -113,8 +120,12 @@ class Network:
         self._stateful = [
             part for part in self._chain.parts() if isinstance(part, (LSTM, Embedding))
         ]
+        *_, (_, last) = shapes(model)
+        #: the rows of a sample of the outputs
+        self.out_rows = last.out_rows
+        self._rows = input_rows(model)
         #: the number of elements of one sample of the input
-        self.input_size = self._chain.parts()[0].input_size
+        self.input_size = self._rows * self._chain.parts()[0].input_size
         self.bind()
 
     @property
@@ -176,10 +187,13 @@ class Network:
         training: bool,
         jacobian: Jacobian | None = None,
     ) -> States:
-        """Return the outputs, [batch, outputs], of inputs [batch, inputs].
+        """Return the outputs, [batch * out_rows, outputs], of inputs [batch, inputs].
 
         ``jacobian`` is of the activation that computed the inputs, if there is one.
         """
+        if self._rows > 1:
+            mean = mean.reshape(len(mean) * self._rows, -1)
+            variance = None if variance is None else variance.reshape(mean.shape)
         return self._chain.forward(States(mean, variance, jacobian), training)
 
     def backward(

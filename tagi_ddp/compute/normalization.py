@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tagi_ddp.compute.layer import Gaussians, Layer
 from tagi_ddp.compute.states import Deltas, Jacobian, States, require_inputs, scale
-from tagi_ddp.engine.options import batch_norm_options, layer_norm_epsilon
+from tagi_ddp.engine.options import batch_norm_options, norm_epsilon
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class LayerNorm(Normalization):
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
-        self._epsilon = layer_norm_epsilon(handle)
+        self._epsilon = norm_epsilon(handle)
         self._inputs = int(handle.input_size)
 
     def _center(

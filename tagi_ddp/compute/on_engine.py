@@ -11,8 +11,9 @@ import numpy as np
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, HiddenStates
-from tagi_ddp.engine.layers import input_size_of, lstm_samples, sample_shape, walk
+from tagi_ddp.engine.layers import input_size_of, lstm_samples, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
+from tagi_ddp.engine.shapes import input_rows, sample_shape, shapes
 from tagi_ddp.replica import Replica
 
 
@@ -30,8 +31,7 @@ class EngineCompute:
     def __init__(self, model: Any, replica: Replica) -> None:
         """Compute ``model``, whose state is ``replica``; ValueError if the engine would crash."""
         first = model._cpp_backend.layers[0]
-        self._width = input_size_of(first)
-        if not self._width:
+        if not input_size_of(first):
             raise ValueError(
                 f"the engine cannot compute a network that begins with a {type(first).__name__}, "
                 'whose input size is unknown: use compute="torch"'
@@ -39,7 +39,10 @@ class EngineCompute:
         self.replica = replica
         self._model = model
         self._layers = model._cpp_backend.layers
+        self._rows = input_rows(model)
         self._sample = math.prod(sample_shape(model))
+        *_, (_, last) = shapes(model)
+        self._out_rows = last.out_rows
         self._accumulating = [layer for layer in replica.layers if layer.accumulates]
         self._series = Series(self._layers)
         self._length = 0  # the length of series for which the engine has buffers
@@ -68,15 +71,18 @@ class EngineCompute:
     @property
     def output_size(self) -> int:
         """The number of outputs of a sample, as of the last forward pass."""
-        return int(self._model.output_z_buffer.actual_size)
+        return self._out_rows * int(self._model.output_z_buffer.actual_size)
 
     def forward(
         self, mean: FloatArray, variance: FloatArray | None
     ) -> tuple[FloatArray, FloatArray]:
         """Return means and variances of the outputs, flat; ``variance`` None: exact inputs."""
-        # A recurrent layer's input is a sequence whose length the engine checks itself.
-        require_whole_samples(mean.size, self._width)
+        require_whole_samples(mean.size, self._sample)
         self._begin_forward(mean.size)
+        if self._rows > 1:
+            shape = -1, self._rows, self._sample // self._rows
+            mean = mean.reshape(shape)
+            variance = None if variance is None else variance.reshape(shape)
         try:
             outputs: tuple[FloatArray, FloatArray] = self._model.forward(mean, variance)
         except RuntimeError as error:
@@ -89,10 +95,10 @@ class EngineCompute:
     def forward_from(self, inputs: HiddenStates) -> tuple[FloatArray, FloatArray]:
         """Do the same for the outputs of another network, whose activation has a jacobian."""
         require_whole_samples(inputs.mean.size, self._sample)
-        if self._series:
+        if self._series or self._rows > 1:
             raise ValueError(
-                "mu_x is another network's states, which the engine's SLSTM layers cannot take: "
-                "give arrays of means and variances"
+                "mu_x is another network's states, which the engine's SLSTM layers, or those of "
+                "series, cannot take: give arrays of means and variances"
             )
         self._begin_forward(inputs.mean.size)
         self._model._cpp_backend.forward(inputs.states, None)
@@ -290,7 +296,7 @@ class EngineCompute:
                 self._series.require_room(self._length)
                 self._series.log()
         if not fits and engine.z_buffer_block_size:
-            engine.z_buffer_size //= engine.z_buffer_block_size
+            engine.z_buffer_size //= engine.z_buffer_block_size * self._rows
             engine.z_buffer_block_size = 0
         if not engine.z_buffer_block_size:
             self._room = 0  # The engine allocates buffers for the next batch.

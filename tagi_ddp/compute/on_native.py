@@ -8,14 +8,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy import empty
 
-from tagi_ddp._backend import SharedStep, engine_layer
+from tagi_ddp._backend import SharedStep
 from tagi_ddp.checks import FLOAT32, require_whole_samples
 from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.compute.native import build
 from tagi_ddp.engine.buffers import FloatArray, HiddenStates, OutputBuffers, delta_states_of
 from tagi_ddp.engine.layers import lstm_samples
-from tagi_ddp.engine.pointers import address_of
 from tagi_ddp.engine.series import NOT_SMOOTHING, SMOOTHING, smooths
+from tagi_ddp.engine.shapes import input_rows
 from tagi_ddp.replica import Replica
 
 
@@ -29,9 +29,9 @@ class NativeCompute:
         """Compute ``model``, whose state is ``replica``; ``bucket`` is [means | variances]."""
         self.replica = replica
         self._engine = model._cpp_backend
-        self._first = engine_layer(address_of(replica.layers[0].handle))
+        self._first = replica.layers[0].handle
         self.bucket = bucket
-        self.network = build(self._engine.layers, replica)
+        self.network = build(self._engine.layers, replica, input_rows(model))
         replica.on_host.place_deltas(bucket)
         self.input_size = self.network.input_size
         self.output_size = self.network.output_size

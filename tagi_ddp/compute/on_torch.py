@@ -71,6 +71,11 @@ class TorchCompute:
             replica.on_host.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
+            if any(rows != 1 for rows in replica.on_host.rows):
+                raise ValueError(
+                    "device: layers of series, and RMSNorm, have cap factors of their own in this "
+                    "engine, for which there is no step on a GPU: use device='cpu'"
+                )
             on_device = DeviceReplica(replica, self.device)
             self.replica, deltas = on_device, on_device.parameters.deltas
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -107,7 +112,7 @@ class TorchCompute:
 
     @property
     def samples(self) -> int:
-        return 0 if self.states is None else self.states.batch
+        return 0 if self.states is None else self.states.batch // self.network.out_rows
 
     @property
     def input_size(self) -> int:
@@ -115,7 +120,7 @@ class TorchCompute:
 
     @property
     def output_size(self) -> int:
-        return 0 if self.states is None else self.states.mean[0].numel()
+        return 0 if self.states is None else self.states.mean.numel() // self.samples
 
     @torch.inference_mode()
     def forward(self, mean: T, variance: T | None) -> tuple[T, T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import delta_states, hidden_states
+from tagi_ddp.engine.dialect import dialect, make_layer
+from tagi_ddp.engine.layout import read_memory
 from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors
 
 FloatArray = NDArray[np.float32]
@@ -73,15 +76,48 @@ class HiddenStates:
 def read_states(states: Any) -> HiddenStates:
     """Return the contents of an engine's hidden states, such as ``output_z_buffer``."""
     batch = int(states.block_size)
-    size = batch * int(states.actual_size)
+    size = count_of(states)
     views = hidden_states(address_of(states, "BaseHiddenStates"))
     mean, variance, jacobian = (view[:size] for view in views)
     if not mean.size == variance.size == jacobian.size == size:
         raise ValueError(
-            f"hidden states of {batch} samples with {states.actual_size} elements hold "
+            f"hidden states of {batch} samples with {size // max(1, batch)} elements hold "
             f"{mean.size}: give an output_z_buffer after its network's forward()"
         )
     return HiddenStates(states, batch, mean, variance, jacobian)
+
+
+def count_of(states: Any) -> int:
+    """Return the number of elements of an engine's hidden states."""
+    count = int(states.block_size * states.actual_size)
+    return count * _rows_of(states) if dialect().sequences else count
+
+
+_ROWS = 8 + 3 * 24 + 2 * 8  # the offset of the rows of a sample: vectors and two sizes precede it
+
+
+def _rows_of(states: Any) -> int:
+    _verify_rows()
+    return int(_sizes_of(states)[0])
+
+
+def _sizes_of(states: Any) -> tuple[int, int]:
+    """Return the rows of a sample, and the elements of a row."""
+    data = read_memory(address_of(states, "BaseHiddenStates") + _ROWS, 16)
+    rows, width = struct.unpack("2Q", data)
+    return rows, width
+
+
+@functools.cache
+@layout_errors()
+def _verify_rows() -> None:
+    import cutagi
+
+    lstm = make_layer(cutagi.LSTM(0, 0, seq_len=3, bias=True), 1, 2, 24, 8)
+    network = cutagi.Sequential([lstm])
+    network.forward(np.ones((5, 3, 1), np.float32), None)
+    if _sizes_of(network.output_z_buffer) != (3, 2):
+        raise LayoutError("the rows of the engine's hidden states are not where they should be")
 
 
 def delta_states_of(mean: FloatArray, variance: FloatArray, batch: int) -> Any:

@@ -94,29 +94,6 @@ def lstm_samples(handles: Sequence[Any], states: Mapping[int, Sequence[Any]]) ->
     return 0
 
 
-def widths(model: Any) -> Iterator[tuple[Layer, int]]:
-    """Yield each layer of `walk` with the number of its outputs for a sample."""
-    width = 0
-    for layer in walk(model):
-        handle = layer.handle
-        if layer.kind in ("LSTM", "SLSTM"):
-            width = lstm_steps(handle) * int(handle.output_size)
-        elif layer.kind == "Embedding":
-            width = int(handle.input_size * handle.embedding_dim)
-        else:  # A layer without a size of its own keeps that of the layer before.
-            width = int(handle.output_size) or width
-        yield layer, width
-
-
-def swaps_in_samples(model: Any) -> bool:
-    """Return whether an EvenExp layer of the model has an odd number of outputs.
-
-    The engine counts elements through the whole batch, so it swaps the roles of the outputs in
-    every other sample.
-    """
-    return any(layer.kind == "EvenExp" and outputs % 2 for layer, outputs in widths(model))
-
-
 def require_even(samples: int) -> None:
     """Raise ValueError if a part of a batch has an odd number of samples."""
     if samples % 2:
@@ -130,20 +107,6 @@ def require_even(samples: int) -> None:
 def input_size_of(first: Any) -> int:
     """Return the inputs of a first layer, for a sample or a step of a series; 0: unknown."""
     return int(first.input_size) or int(first.in_width * first.in_height * first.in_channels)
-
-
-def sample_shape(model: Any) -> tuple[int, ...]:
-    """Return the shape of a sample of a model's inputs, according to its first layer.
-
-    It is (channels, height, width) for images, (steps, inputs) for series, else (inputs,).
-    """
-    first = next(walk(model))
-    handle = first.handle
-    if first.kind in ("Conv2d", "ConvTranspose2d"):
-        return int(handle.in_channels), int(handle.in_height), int(handle.in_width)
-    steps = lstm_steps(handle) if first.kind in ("LSTM", "SLSTM") else 1
-    inputs = (input_size_of(handle),)
-    return inputs if steps == 1 else (steps, *inputs)
 
 
 def initialise(model: Any) -> None:

@@ -1,52 +1,85 @@
 """Options of the engine's layers that it does not expose, read from their memory.
 
-As in `pointers`, the layout is an assumption about another project's binary, and is verified before
-it is used.
+Offsets are relative to the end of the base class, and are verified on test layers.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tagi_ddp._backend import batch_norm_statistics
+from tagi_ddp.engine.layout import batch_norm_address, find_layout, read_memory
 from tagi_ddp.engine.loader import load_engine
-from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors, verify_layout
+from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors
 
-# The base has 344 bytes. In LayerNorm three vectors precede the epsilon: shape, means, variances.
-_LAYER_NORM_EPSILON = 344 + 3 * 24
-# Offsets of {size_t kernel; int stride, padding_type, padding;}. In Conv2d two gains and the name
-# of the initialisation precede the fields too.
-_OFFSETS = {"Conv2d": 384, "ConvTranspose2d": 376, "AvgPool2d": 344, "MaxPool2d": 344}
+# In LSTM the size of a batch, three numbers, the name of the initialisation and eight positions.
+_LAST_STEP = 4 * 4 + 32 + 8 * 4
+# Vectors precede it: of the shape, and of means and variances, or of squares.
+_EPSILON = {"LayerNorm": 3 * 24, "RMSNorm": 2 * 24}
+# Offsets of the kernel's size, the stride, the type of padding and the padding. In convolutions the
+# gains and the name of the initialisation precede them.
+_OFFSETS = {"Conv2d": 40, "ConvTranspose2d": 32, "AvgPool2d": 0, "MaxPool2d": 0}
 
 
 def batch_norm_options(handle: Any) -> tuple[float, float]:
     """Return epsilon and momentum of a BatchNorm2d whose replica is in the engine's memory."""
-    _, _, epsilon, momentum, _ = batch_norm_statistics(address_of(handle))
+    _, _, epsilon, momentum, _ = batch_norm_statistics(batch_norm_address(handle))
     return float(epsilon), float(momentum)
 
 
-def layer_norm_epsilon(handle: Any) -> float:
-    """Return epsilon of a LayerNorm; raise LayoutError if it is not where it should be."""
-    _verify_layer_norm()
-    return _epsilon_of(handle)
+def norm_epsilon(handle: Any) -> float:
+    """Return epsilon of a LayerNorm or RMSNorm; LayoutError if it is not where it should be."""
+    kind = type(handle).__name__
+    _verify_epsilon(kind)
+    return _epsilon_of(handle, kind)
 
 
 @functools.cache
 @layout_errors()
-def _verify_layer_norm() -> None:
+def _verify_epsilon(kind: str) -> None:
     load_engine()
     import cutagi
 
-    for shape, epsilon in (([5], 0.125), ([3, 2, 2], 0.375)):
-        if _epsilon_of(cutagi.LayerNorm(shape, epsilon, True)) != epsilon:
-            raise LayoutError("LayerNorm's epsilon is not where it should be")
+    for size, epsilon in ((5, 0.125), (3, 0.375)):
+        if _epsilon_of(getattr(cutagi, kind)([size], epsilon), kind) != epsilon:
+            raise LayoutError(f"{kind}'s epsilon is not where it should be")
 
 
-def _epsilon_of(handle: Any) -> float:
-    return ctypes.c_float.from_address(address_of(handle) + _LAYER_NORM_EPSILON).value
+def _epsilon_of(handle: Any, kind: str) -> float:
+    return float(_fields(handle, _EPSILON[kind], "f")[0])
+
+
+def _fields(handle: Any, offset: int, kinds: str) -> tuple[Any, ...]:
+    """Return the fields of the kinds of `struct` at an offset from the end of the base class."""
+    size = struct.calcsize(kinds)
+    data = read_memory(address_of(handle) + find_layout().end + offset, size)
+    if len(data) < size:
+        raise LayoutError(f"the fields of {type(handle).__name__} are not where they should be")
+    return struct.unpack(kinds, data)
+
+
+def returns_last_step(handle: Any) -> bool:
+    """Return whether an LSTM has outputs of a sample's last step only, in engines with sequences.
+
+    Raises LayoutError if the option is not where it should be.
+    """
+    _verify_last_step()
+    return bool(_fields(handle, _LAST_STEP, "?")[0])
+
+
+@functools.cache
+@layout_errors()
+def _verify_last_step() -> None:
+    load_engine()
+    import cutagi
+
+    for last in (True, False):
+        lstm = cutagi.LSTM(0, 0, last_timestep=last, seq_len=2, bias=True)
+        if _fields(lstm, _LAST_STEP, "?") != (last,):
+            raise LayoutError("LSTM's last_timestep is not where it should be")
 
 
 @dataclass(frozen=True)
@@ -72,15 +105,6 @@ class Window:
     def extra(self) -> int:
         """The additional padding on the right and at the bottom."""
         return self.after - self.before
-
-
-class _Fields(ctypes.Structure):
-    _fields_ = (
-        ("kernel", ctypes.c_size_t),
-        ("stride", ctypes.c_int),
-        ("padding_type", ctypes.c_int),
-        ("padding", ctypes.c_int),
-    )
 
 
 def window_of(handle: Any) -> Window:
@@ -110,16 +134,13 @@ def window_of(handle: Any) -> Window:
 
 
 def _read(handle: Any) -> Window:
-    address = address_of(handle) + _OFFSETS[type(handle).__name__]
-    fields = _Fields.from_address(address)
-    return Window(fields.kernel, fields.stride, fields.padding_type, fields.padding)
+    return Window(*_fields(handle, _OFFSETS[type(handle).__name__], "Niii"))
 
 
 @functools.cache
 @layout_errors()
 def _verify_windows(kind: str) -> None:
     """Verify the offsets of the fields on test layers, once per process."""
-    verify_layout()
     load_engine()
     import cutagi
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tagi_ddp._backend import update_states
 from tagi_ddp.checks import flat_floats, require_variances, whole_numbers
+from tagi_ddp.engine.buffers import count_of
 
 
 @functools.cache  # The engine is changed once in a process.
@@ -111,7 +112,7 @@ def check_sizes_of_updates() -> None:
 
 
 def _count(states: Any) -> int:
-    return 0 if states is None else int(states.block_size * states.actual_size)
+    return 0 if states is None else count_of(states)
 
 
 def _empty_share(states: Any, *observations: NDArray[Any]) -> bool:
@@ -129,7 +130,7 @@ def _outputs(states: Any, deltas: Any) -> tuple[int, int]:
             f"delta_states has room for {deltas.size} of {outputs} outputs: give the "
             "input_delta_z_buffer of the model that output_states is of"
         )
-    return outputs, states.actual_size
+    return outputs, outputs // states.block_size
 
 
 def _require(name: str, array: NDArray[Any], count: int, what: str) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp._backend import smoothing_linear, smoothing_lstm
+from tagi_ddp._backend import linear_series, lstm_series
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.dialect import make_layer
+from tagi_ddp.engine.layout import find_layout, vector_sizes, words_of
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors
 
@@ -36,10 +38,9 @@ class Series:
     def __init__(self, handles: Sequence[Any]) -> None:
         """Find the layers' memory; raise LayoutError if it is not as expected."""
         kinds = [(type(handle).__name__, handle) for handle in handles]
-        if any(kind in SMOOTHING for kind, _ in kinds):
-            _verify()
-        self._lstms = [address_of(handle) for kind, handle in kinds if kind == "SLSTM"]
-        self._linears = [address_of(handle) for kind, handle in kinds if kind == "SLinear"]
+        lstm, linear = _offsets() if any(kind in SMOOTHING for kind, _ in kinds) else (0, 0)
+        self._lstms = [address_of(handle) + lstm for kind, handle in kinds if kind == "SLSTM"]
+        self._linears = [address_of(handle) + linear for kind, handle in kinds if kind == "SLinear"]
         self._smooths = smooths(handles)
         self._kept: list[int] = []  # each layer's next step at the time of `keep`
         self._log: list[list[tuple[int, list[FloatArray]]]] = []
@@ -109,8 +110,8 @@ class Series:
         They are views, valid until the engine allocates new memory.
         """
         none: list[FloatArray] = []
-        linears = [(*smoothing_linear(address), none) for address in self._linears]
-        return [*map(smoothing_lstm, self._lstms), *linears]
+        linears = [(*linear_series(address), none) for address in self._linears]
+        return [*map(lstm_series, self._lstms), *linears]
 
 
 def _row(part: FloatArray, step: int, length: int) -> FloatArray:
@@ -121,24 +122,41 @@ def _row(part: FloatArray, step: int, length: int) -> FloatArray:
 
 @functools.cache
 @layout_errors()
-def _verify() -> None:
-    """Verify the layout on a test network; raise LayoutError if it differs."""
+def _offsets() -> tuple[int, int]:
+    """Return the offsets of the series of SLSTM and SLinear; raise LayoutError if not found."""
     load_engine()
     import cutagi
 
-    lstm = cutagi.SLSTM(1, 2, 1, True, 1.0, 1.0, "Xavier")
-    linear = cutagi.SLinear(2, 1, True, 1.0, 1.0, "He")
+    lstm = make_layer(cutagi.SLSTM(0, 0, seq_len=1, bias=True), 1, 2, 24, 8)
+    linear = make_layer(cutagi.SLinear(0, 0, True), 2, 1, 2, 1)
     network = cutagi.Sequential([lstm, linear])
     network.num_samples = 5
-    network.preinit_layer()
     one = np.ones(1, np.float32)
     for _ in range(3):
         network.forward(one, one)
         network.backward()
-    found = smoothing_lstm(address_of(lstm)), smoothing_linear(address_of(linear))
-    if any((layer[0][0], layer[1]) != (3, 5) for layer in found):
-        raise LayoutError("the series of SLSTM and SLinear are not where they should be")
-    rows = [_row(part, 2, 5) for part in found[0][2][:8]]
+    offsets = _offset(lstm, [10] * 13 + [20], 5, 3), _offset(linear, [5] * 6, 5, 3)
+    parts = lstm_series(address_of(lstm) + offsets[0])[2]
+    rows = [_row(part, 2, 5) for part in parts[:8]]
     states = network.get_lstm_states(-1)[0]
     if [row.tolist() for row in rows[4:]] != [list(part) for part in states]:
         raise LayoutError("SLSTM's hidden and cell states are not where they should be")
+    return offsets
+
+
+def _offset(layer: Any, sizes: list[int], length: int, step: int) -> int:
+    """Return the offset of a series of ``length`` steps, of which ``step`` have been made.
+
+    Its vectors, of these sizes, lie between the length and the step.
+    """
+    count = len(sizes)
+    address, end = address_of(layer), find_layout().end
+    words = words_of(address)
+    for index in range(end // 8, len(words) - 3 * count - 1):  # Behind the layer there may be more.
+        if (
+            words[index] == length
+            and vector_sizes(words, index + 1, count) == sizes
+            and words[index + 1 + 3 * count] & 0xFFFFFFFF == step
+        ):
+            return 8 * index
+    raise LayoutError(f"the series of {type(layer).__name__} is not where it should be")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp._backend import cap_factor
+from tagi_ddp._backend import Cap
 from tagi_ddp.parallel.callbacks import Callback, Metrics, Trainer
 from tagi_ddp.replica import Replica
 from tagi_ddp.replica.host import attach
@@ -43,20 +43,19 @@ class PosteriorStatistics(Callback):
         replica, merging = _replica(trainer), _merging(trainer)
         gaussians = _gaussians(replica)
         negative = replica.parameters.negative_variances
-        capped = None
+        caps, moved = Cap.of_batch(self._samples), None
         if self._before is not None:
-            bar = np.sqrt(self._before[1]) / cap_factor(self._samples)
-            moved = np.abs(gaussians - self._before)
-            capped = (moved >= bar * (1 - _ROUNDING)).any(0)
+            moved = np.abs(gaussians - self._before) / np.sqrt(self._before[1])
             self._before = None
-        blocks = replica.parameters.blocks
+        blocks, rows = replica.parameters.blocks, replica.on_host.rows
         for index, layer in enumerate(replica.layers):
             (begin, weights), (_, biases) = blocks[2 * index : 2 * index + 2]
             own = slice(begin, begin + weights + biases)
             metrics[f"{layer.name}/mean_abs_mu"] = float(np.abs(gaussians[0, own]).mean())
             metrics[f"{layer.name}/mean_var"] = float(gaussians[1, own].mean())
-            if capped is not None:
-                metrics[f"{layer.name}/capped"] = float(capped[own].mean())
+            if moved is not None:
+                bar = (1 - _ROUNDING) / caps.of(rows[index])
+                metrics[f"{layer.name}/capped"] = float((moved[:, own] >= bar).any(0).mean())
             metrics[f"{layer.name}/negative_variances"] = negative[index]
             if merging is not None:
                 metrics[f"{layer.name}/agreement"] = merging.agreement[index]

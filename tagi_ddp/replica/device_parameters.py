@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tagi_ddp import kernels
-from tagi_ddp._backend import LEAST_VARIANCE
+from tagi_ddp._backend import LEAST_VARIANCE, Cap
 from tagi_ddp._backend import Parameters as HostParameters
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
@@ -44,10 +44,10 @@ class DeviceParameters:
         deltas = self.deltas.view(2, -1)
         move(self.gaussians, deltas, self._negative, agreement.cap, agreement.refused)
 
-    def apply(self, bucket: FloatArray, divisor: float, cap: float) -> None:
+    def apply(self, bucket: FloatArray, divisor: float, cap: Cap) -> None:
         """Divide, cap and apply the deltas of a bucket."""
         deltas = torch.from_numpy(bucket).view(2, -1).to(self.deltas.device) / divisor
-        move(self.gaussians, deltas, self._negative, cap)
+        move(self.gaussians, deltas, self._negative, cap.factor)
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
         """Copy the deltas of the range from ``begin`` on, [means | variances]."""
@@ -55,7 +55,7 @@ class DeviceParameters:
         shard = self.deltas.view(2, -1)[:, begin : begin + count]
         torch.from_numpy(bucket).view(2, -1).copy_(shard)
 
-    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: float) -> None:
+    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: Cap) -> None:
         """Cap and apply the deltas of the range from ``begin`` on, and replace them by the result.
 
         They are on the host, [means | variances]; the result is for `take_shard` on other ranks.
@@ -65,7 +65,7 @@ class DeviceParameters:
         shard = self.gaussians[:, begin : begin + host.shape[1]].clone()
         self._negative.zero_()
         negative = self._negative[begin : begin + host.shape[1]]
-        move(shard, deltas, negative, cap, floor=-LEAST_VARIANCE)
+        move(shard, deltas, negative, cap.factor, floor=-LEAST_VARIANCE)
         self.take(shard, begin)
         host.copy_(shard)
 

@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import (
+    Cap,
+    EngineVectors,
     Parameters,
     RunningStatistics,
     batch_norm_statistics,
-    cap_factor,
-    engine_layer,
+    engine_vectors,
 )
 from tagi_ddp.communicators import Buffer, Communicator
+from tagi_ddp.engine.dialect import check_step
 from tagi_ddp.engine.layers import (
     DELTAS,
     PARAMETERS,
@@ -31,7 +33,9 @@ from tagi_ddp.engine.layers import (
     require_all_parameters,
     walk,
 )
-from tagi_ddp.engine.pointers import LayoutError, address_of, check_layer, verify_layout
+from tagi_ddp.engine.layout import batch_norm_address, check_layer, find_layout
+from tagi_ddp.engine.pointers import LayoutError, address_of
+from tagi_ddp.engine.shapes import cap_rows, require_steps, shapes
 from tagi_ddp.environment import setting
 from tagi_ddp.replica.parameter_file import statistics_of
 
@@ -51,8 +55,10 @@ def attach(model: Any) -> HostReplica:
             "model was moved to a GPU by its to_device(): give it as it is before that, and choose "
             "the GPU by device='cuda:0' and compute='torch'"
         )
+    check_step()
     initialise(model)
     require_all_parameters(model)
+    require_steps(model)
     if access == "public":
         return Copied(model)
     try:
@@ -150,7 +156,7 @@ class HostReplica(ABC):
         """
         if not samples:
             return ""
-        cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
+        cap = Cap.of_batch(samples * alone_of, math.sqrt(alone_of))
         culprit = self.parameters.apply_own(cap)
         self.push()
         return culprit
@@ -204,19 +210,26 @@ class InPlace(HostReplica):
 
     def __init__(self, model: Any) -> None:
         """Verify every layer; raise LayoutError if one is not as expected."""
-        verify_layout()
+        layout = find_layout()
         super().__init__()
-        self._addresses: list[int] = []
-        for layer in walk(model):
+        self._vectors: list[EngineVectors] = []
+        for layer, shape in shapes(model):
             address = address_of(layer.handle)
-            check_layer(layer.handle, address)
-            if not engine_layer(address).vector("mu_w").size:
+            check_layer(layer.handle, address, layout)
+            vectors = engine_vectors(address + layout.vectors)
+            if not vectors.size("mu_w"):
                 continue
             self.layers.append(layer)
-            self._addresses.append(address)
-            self.parameters.add_engine_layer(layer.name, address)
+            self._vectors.append(vectors)
+            self.parameters.add_engine_layer(
+                layer.name,
+                address + layout.vectors,
+                address + layout.counter,
+                bool(layer.handle.bias),
+                cap_rows(layer, shape),
+            )
             if layer.kind == "BatchNorm2d":
-                self.statistics.add_engine_layer(address)
+                self.statistics.add_engine_layer(batch_norm_address(layer.handle))
 
     def pull(self) -> None:
         """Find the layers' vectors again: the engine may have moved them."""
@@ -228,11 +241,10 @@ class InPlace(HostReplica):
     def arrays(self) -> list[dict[str, NDArray[Any]]]:
         """Return views of the engine's vectors."""
         all_arrays: list[dict[str, NDArray[Any]]] = []
-        for layer, address in zip(self.layers, self._addresses, strict=True):
-            memory = engine_layer(address)
-            arrays: dict[str, NDArray[Any]] = {n: memory.vector(n) for n in PARAMETERS}
+        for layer, vectors in zip(self.layers, self._vectors, strict=True):
+            arrays: dict[str, NDArray[Any]] = {name: vectors.view(name) for name in PARAMETERS}
             if layer.kind == "BatchNorm2d":
-                mean, var, _, _, first = batch_norm_statistics(address)
+                mean, var, _, _, first = batch_norm_statistics(batch_norm_address(layer.handle))
                 arrays |= {"mu_ra": mean, "var_ra": var, "first_batch": first}
             all_arrays.append(arrays)
         return all_arrays
@@ -248,7 +260,7 @@ class Copied(HostReplica):
         super().__init__()
         self._arrays: list[dict[str, NDArray[Any]]] = []
         self._counters: list[NDArray[np.int32]] = []
-        for layer in walk(model):
+        for layer, shape in shapes(model):
             names = PARAMETERS + DELTAS
             arrays = {name: np.asarray(getattr(layer.handle, name), np.float32) for name in names}
             if not arrays["mu_w"].size:
@@ -256,13 +268,13 @@ class Copied(HostReplica):
             if layer.kind == "BatchNorm2d":
                 raise RuntimeError(
                     f"layer {layer.name}: the engine's public interface cannot write running "
-                    "statistics, so replicas would drift apart. Use pytagi 0.2.1, whose memory "
-                    "layout is known."
+                    "statistics, so replicas would drift apart. tagi-ddp doctor says why its "
+                    "memory cannot be used"
                 )
             counter = np.zeros(1, np.int32)
             weights = [arrays[name] for name in names if name.endswith("_w")]
             biases = [arrays[name] for name in names if name.endswith("_b")]
-            self.parameters.add_layer(layer.name, weights, biases, counter)
+            self.parameters.add_layer(layer.name, weights, biases, counter, cap_rows(layer, shape))
             self.layers.append(layer)
             self._arrays.append(arrays)
             self._counters.append(counter)

@@ -10,6 +10,7 @@ from typing import Any
 from tagi_ddp.communicators import Communicator, as_communicator, init
 from tagi_ddp.communicators.config import DDPConfig
 from tagi_ddp.communicators.topology import topology_of
+from tagi_ddp.engine.layers import walk
 from tagi_ddp.environment import detect, setting
 from tagi_ddp.replica import Replica
 from tagi_ddp.replica.host import attach
@@ -80,8 +81,15 @@ def _adopt(group: object, device: str | None) -> tuple[Communicator, str]:
 def attach_replica(model: Any, device: str, communicator: Communicator) -> Replica:
     """Return the state of ``model``, for a replica on ``device``.
 
-    Raises ValueError if ``communicator`` does not reach that device.
+    Raises ValueError if ``communicator`` does not reach that device, or if there are several ranks
+    and a layer mixes the samples of a batch.
     """
+    mixing = [layer.name for layer in walk(model) if layer.kind.startswith("MultiheadAttention")]
+    if mixing and communicator.size > 1:
+        raise ValueError(
+            f"layer {mixing[0]}: the engine's attention mixes the samples of a batch, so ranks "
+            "that have parts of it would train another network than one process. Train on one rank"
+        )
     if device == "cpu" and communicator.device != "cpu":
         raise ValueError(
             f"the communicator works on {communicator.device}, but the replica lives on the CPU: "

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats, require_rows, shape_of
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.layers import sample_shape, widths
+from tagi_ddp.engine.shapes import sample_shape, shapes
 
 # Samples of a forward pass. Even: an EvenExp layer of an odd width counts through the whole batch.
 _CHUNK = 256
@@ -24,7 +24,8 @@ def predict(
 ) -> tuple[FloatArray, FloatArray]:
     """Predict by ``forward``, in the present mode; see `LearnInterface.predict`."""
     flat = flat_floats("x", x, False)
-    *_, (last, outputs) = widths(network)
+    *_, (last, shape) = shapes(network)
+    outputs = shape.outputs
     learns_noise = last.kind == "EvenExp"
     if learns_noise and outputs % 2:
         raise ValueError(

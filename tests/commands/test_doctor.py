@@ -315,10 +315,10 @@ def test_neither_mpirun_nor_mpi4py(tmp_path: Path) -> None:
 
 def test_an_engine_with_another_memory_layout() -> None:
     before = """
-from tagi_ddp.engine import pointers
-def verify_layout():
-    raise pointers.LayoutError("mu_w has moved")
-pointers.verify_layout = verify_layout
+from tagi_ddp.engine import layout
+def find_layout():
+    raise layout.LayoutError("mu_w has moved")
+layout.find_layout = find_layout
 """
     found = check("engine", before)
     assert found.status == "missing"

@@ -13,9 +13,10 @@ import torch
 from tagi_ddp.compute import native
 from tagi_ddp.compute.network import Network
 from tagi_ddp.compute.states import Deltas
-from tagi_ddp.engine.buffers import delta_states_of
+from tagi_ddp.engine.buffers import count_of, delta_states_of
 from tagi_ddp.engine.layers import DELTAS
 from tagi_ddp.engine.pointers import address_of
+from tagi_ddp.engine.shapes import input_rows
 from tagi_ddp.replica.host import attach
 
 BIAS_TOLERANCE = 1e-4  # the engine's order of summation costs it digits
@@ -73,7 +74,8 @@ class Both:
             self.replica.on_host.place_deltas(self.deltas.numpy())
         self.network = Network(self.model, self.replica, self.deltas, kernels=kernels)
         try:
-            self.native = native.build(self.model._cpp_backend.layers, self.replica)
+            layers = self.model._cpp_backend.layers
+            self.native = native.build(layers, self.replica, input_rows(self.model))
         except ValueError:
             self.native = None
 
@@ -82,16 +84,17 @@ class Both:
     ) -> Results:
         """Forward; then backward from ``innovation`` of outputs, [2, batch * outputs]."""
         batch = len(mean)
-        flat = None if variance is None else variance.ravel()
-        outputs = self.model.forward(mean.ravel(), flat)
+        rows = input_rows(self.model)
+        shape = (batch, rows, -1) if rows > 1 else (-1,)
+        spread = None if variance is None else variance.reshape(shape)
+        self.model.forward(mean.reshape(shape), spread)
         states = self.model.output_z_buffer
-        size = batch * states.actual_size
+        size = count_of(states)
         arrays = {
             "outputs' means": np.array(states.mu_a[:size], np.float32),
             "outputs' variances": np.array(states.var_a[:size], np.float32),
             "outputs' jacobians": np.array(states.jcb[:size], np.float32),
         }
-        del outputs
         if innovation is not None:
             self.model.set_delta_z(innovation[0], innovation[1])
             self.model.backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.engines import require_activation
 
 from compute.oracle import Both, compare
 from tagi_ddp.compute.states import Deltas
@@ -46,6 +47,8 @@ def activation(kind: str, inputs: int) -> Any:
     seed=st.integers(0, 2**31),
 )
 def test_activation(kind: str, size: int, batch: int, above: bool, below: bool, seed: int) -> None:
+    require_activation(kind)
+
     def layers() -> list[Any]:
         import pytagi.nn as nn
 
@@ -71,6 +74,7 @@ def test_one_upon_another(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("kind", ELEMENTWISE + OVER_OUTPUTS)
 def test_exact_input(kind: str) -> None:
+    require_activation(kind)
     rng = np.random.default_rng(0)
     both = Both(activation(kind, 7))
     mean = rng.standard_normal((5, 7)).astype(np.float32)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engines import require_activation
 from support.networks import NETWORKS, fresh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -75,6 +76,7 @@ def test_networks(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [*ELEMENTWISE, *OVER_OUTPUTS, "LeakyReLU"])
 def test_activations(kind: str) -> None:
+    require_activation(kind)
     from pytagi.nn import Linear, Sequential
 
     layers = [Linear(3, 8), activation(kind, 8), Linear(8, 4), activation(kind, 4)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.networks import after_series, after_words
 
 from compute.oracle import Both
 from tagi_ddp.compute import native
@@ -43,7 +44,11 @@ def test_embedding(count: int, size: int, inputs: int, batch: int, padding: int,
 
     pytagi.manual_seed(seed % 2**31)
     rng = np.random.default_rng(seed)
-    both = Both(nn.Embedding(count, size, inputs, 0.5, padding), nn.Linear(inputs * size, 2))
+    both = Both(
+        nn.Embedding(count, size, inputs, 0.5, padding),
+        *after_words(size, inputs),
+        nn.Linear(after_series(size, inputs), 2),
+    )
     # The engine draws these regardless of its seed.
     both.model.layers[0].mu_w = rng.standard_normal(count * size).tolist()
     both.network.bind()
@@ -66,7 +71,7 @@ def test_goes_on_from_the_engines_deltas() -> None:
     import pytagi.nn as nn
 
     rng = np.random.default_rng(0)
-    both = Both(nn.Embedding(5, 3, 2), nn.Linear(6, 2))
+    both = Both(nn.Embedding(5, 3, 2), *after_words(3, 2), nn.Linear(after_series(3, 2), 2))
     indices = rng.integers(0, 5, (4, 2)).astype(np.float32)
     innovation = np.stack([rng.standard_normal(8), -np.ones(8)]).astype(np.float32)
     both.engine(indices, None, innovation)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.networks import NETWORKS, SIGMA_V, distance, fresh, parameters
+from support.networks import NETWORKS, SIGMA_V, after_series, distance, fresh, last_step, parameters
 from support.rank_pool import RankPool
 from support.waiting import no_waiting
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -294,7 +294,9 @@ def test_where_there_are_no_graphs(options: dict[str, Any], reason: str) -> None
 def test_states_are_not_captured(in_block: bool, stand_in: None) -> None:
     from pytagi.nn import LSTM, LayerBlock, Linear, Sequential
 
-    layers = [LSTM(2, 6, seq_len=4), LSTM(6, 6, seq_len=4)]
-    model = Sequential(*([LayerBlock(*layers)] if in_block else layers), Linear(6 * 4, 3))
+    layers = [LSTM(2, 6, seq_len=4), LSTM(6, 6, seq_len=4, **last_step())]
+    model = Sequential(
+        *([LayerBlock(*layers)] if in_block else layers), Linear(after_series(6, 4), 3)
+    )
     with pytest.warns(RuntimeWarning, match="LSTM layers keep states"):
         accelerate(model, device=DEVICE, cuda_graph=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.engines import require_wheel
 
 from tagi_ddp.engine import loader
 
@@ -237,6 +238,7 @@ load_engine()
 
 
 def test_an_engine_that_cannot_be_linked_names_the_libraries(tmp_path: Path) -> None:
+    require_wheel()
     mpi = str(library(tmp_path / LIBMPI))
     code = "from tagi_ddp.engine.loader import load_engine; load_engine()"
     text = error_of(code, tmp_path, TAGI_DDP_LIBMPI=mpi)

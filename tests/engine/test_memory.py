@@ -19,7 +19,8 @@ from pytagi.nn import Linear, Sequential
 from tagi_ddp import accelerate
 from tagi_ddp.engine import layers as engine_layers
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
-from tagi_ddp.engine.pointers import _SCALARS, LayoutError, check_layer
+from tagi_ddp.engine.layout import Layout, check_layer
+from tagi_ddp.engine.pointers import LayoutError
 
 LIBC = ctypes.CDLL(None)
 LIBC.malloc.restype = ctypes.c_void_p
@@ -37,9 +38,7 @@ class StandIn:
         sizes = {name: 6 if name.endswith("_w") else 2 for name in names}
         for number, name in enumerate(names):
             setattr(self, name, [float(number)] * sizes[name])
-        for name in _SCALARS:
-            setattr(self, name, scalar)
-        self.bias, self.training = False, False
+        self.num_weights = 6
         memory = bytearray(SIZE)
         memory[8:88] = struct.pack("10Q", *[scalar] * 10)
         for number, name in enumerate(names):
@@ -47,7 +46,6 @@ class StandIn:
             begin = self._malloc(values)
             ends = begin, begin + len(values), begin + len(values)
             memory[VECTORS + 24 * number : VECTORS + 24 * number + 24] = struct.pack("3Q", *ends)
-        struct.pack_into("I", memory, 304, scalar)
         memory[place:place] = more
         self.address = self._malloc(bytes(memory))
 
@@ -65,7 +63,7 @@ class StandIn:
 def refused(place: int, more: bytes, scalar: int = 5) -> bool:
     layer = StandIn(place, more, scalar)
     try:
-        check_layer(layer, layer.address)
+        check_layer(layer, layer.address, Layout(VECTORS, 96, SIZE))
         return False
     except LayoutError:
         return True

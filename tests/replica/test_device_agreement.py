@@ -18,7 +18,7 @@ def test_as_on_the_host(batches: tuple[int, int], average: bool) -> None:
     device = DeviceAgreement.of_all(table, average, Constants(torch.device("cpu")))
     host = _backend.Agreement([_backend.Contribution(batch) for batch in batches])
     assert (1 if device.divisor is None else device.divisor) == host.divisor(average)
-    assert device.cap == host.cap(average)
+    assert device.cap == host.cap(average).factor
     assert not device.refused
 
 

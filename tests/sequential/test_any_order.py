@@ -11,15 +11,16 @@ import pytest
 from support import any_order
 from support.rank_pool import worker_environment
 
-SCRIPT = Path(any_order.__file__)
+TESTS = Path(__file__).parents[1]
 SLOW = pytest.mark.slow
 COMPUTES = ["engine", "native", "torch", "auto", "cpu:0"]  # the last: a replica on a device
 
 
 def run(compute: str, first: int, count: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), compute, str(first), str(count)],
+        [sys.executable, "-m", "support.any_order", compute, str(first), str(count)],
         env=worker_environment({}),
+        cwd=TESTS,
         capture_output=True,
         text=True,
         timeout=600,

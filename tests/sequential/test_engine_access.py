@@ -52,7 +52,7 @@ def test_unknown_layout_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatc
     def unknown() -> None:
         raise pointers.LayoutError("mu_w is elsewhere")
 
-    monkeypatch.setattr(host, "verify_layout", unknown)
+    monkeypatch.setattr(host, "find_layout", unknown)
     with pytest.warns(RuntimeWarning, match="mu_w is elsewhere") as record:
         model = DDPSequential(fresh("mlp"), DDPConfig([], "auto"), compute="engine")
     assert len(record) == 1

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, after_series, distance, fresh, last_step, learn, parameters
 from support.rank_pool import RankPool
 from support.reports import set_delta_variances, wrap
 
@@ -78,7 +78,10 @@ def test_lstm_states(steps: int) -> None:
     answers = []
     for compute in ("engine", "torch"):
         pytagi.manual_seed(3)
-        model = accelerate(Sequential(LSTM(2, 3, seq_len=steps), Linear(3 * steps, 2)), compute)
+        model = accelerate(
+            Sequential(LSTM(2, 3, seq_len=steps, **last_step()), Linear(after_series(3, steps), 2)),
+            compute,
+        )
         x, y = np.ones((1, 2 * steps)), np.ones((1, 2))
         outputs = []
         for _ in range(2):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, distance, fresh, learn, parameters
+from support.networks import NETWORKS, after_series, after_words, distance, fresh, learn, parameters
 from support.rank_pool import RankPool
 from support.reports import (
     NO_ERROR,
@@ -162,7 +162,9 @@ def test_a_wrong_argument_of_one_rank_is_told(shm: RankPool, wrong: str) -> None
 def wrong_index(comm: Any, compute: str) -> tuple[Report, bool]:
     from pytagi.nn import Embedding, Linear, Sequential
 
-    net = Sequential(Embedding(4, 2, input_size=3), Linear(6, 1))
+    net = Sequential(
+        Embedding(4, 2, input_size=3), *after_words(2, 3), Linear(after_series(2, 3), 1)
+    )
     model = DDPSequential(net, communicator=comm, average=False, compute=compute)
     x, y = np.ones((5, 3), np.float32) * comm.rank, np.ones((5, 1), np.float32)
     for _ in range(3):  # the later ones are one call each

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.networks import after_series, after_words, last_step
 from support.rank_pool import RankPool
 
 import tagi_ddp
@@ -51,7 +52,7 @@ def lstm() -> list[Any]:
 def sequences() -> list[Any]:
     from pytagi.nn import LSTM, Linear
 
-    return [LSTM(3, 4, seq_len=2), Linear(8, 2)]
+    return [LSTM(3, 4, seq_len=2, **last_step()), Linear(after_series(4, 2), 2)]
 
 
 def slstm() -> list[Any]:
@@ -63,7 +64,13 @@ def slstm() -> list[Any]:
 def embedding() -> list[Any]:
     from pytagi.nn import LSTM, Embedding, Linear, ReLU
 
-    return [Embedding(CATEGORIES, 2, 3), ReLU(), LSTM(6, 4, seq_len=1), Linear(4, 2)]
+    return [
+        Embedding(CATEGORIES, 2, 3),
+        *after_words(2, 3),
+        ReLU(),
+        LSTM(after_series(2, 3), 4, seq_len=1),
+        Linear(4, 2),
+    ]
 
 
 KINDS = {

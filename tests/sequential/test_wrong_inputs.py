@@ -26,6 +26,7 @@ from pytagi.nn import (
     Sequential,
     SLinear,
 )
+from support.networks import after_series, after_words, last_step
 
 import tagi_ddp
 from tagi_ddp import DDPSequential, MapError, accelerate, map_networks
@@ -58,7 +59,7 @@ FIRST: dict[str, tuple[Any, Callable[[], list[Any]], list[tuple[int, ...]], Any]
     ),
     "series": (
         "auto",
-        lambda: [LSTM(2, 4, seq_len=3), Linear(12, 2)],
+        lambda: [LSTM(2, 4, seq_len=3, **last_step()), Linear(after_series(4, 3), 2)],
         [(2, 3, 2), (2, 6), (6, 2)],
         [(3, 2, 2), (2, 2, 3), (6, 2, 1), (12, 1), (2, 5)],
     ),
@@ -68,7 +69,12 @@ FIRST: dict[str, tuple[Any, Callable[[], list[Any]], list[tuple[int, ...]], Any]
         [(2, 2), (2, 1, 2)],
         [(4, 1), (1, 4), (2, 3)],
     ),
-    "embedding": ("auto", lambda: [Embedding(5, 3, 6), Linear(18, 2)], [(2, 6)], [(6, 2), (12, 1)]),
+    "embedding": (
+        "auto",
+        lambda: [Embedding(5, 3, 6), *after_words(3, 6), Linear(after_series(3, 6), 2)],
+        [(2, 6)],
+        [(6, 2), (12, 1)],
+    ),
     "normalized": ("auto", lambda: [LayerNorm([6]), Linear(6, 2)], [(2, 6)], [(6, 2), (3, 4)]),
     "block": (
         "torch",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.networks import after_series, after_words, last_step
 
 import tagi_ddp
 from tagi_ddp import DDPSequential
@@ -45,12 +46,16 @@ def networks() -> dict[str, Any]:
         "dense": lambda: Sequential(Linear(3, 9), MixtureReLU(), Linear(9, 2)),
         "pairs": lambda: Sequential(Linear(3, 5), ReLU(), Linear(5, 4), EvenExp()),
         "lstm": lambda: Sequential(LSTM(3, 5, seq_len=1), LSTM(5, 4, seq_len=1), Linear(4, 2)),
-        "sequence": lambda: Sequential(LSTM(3, 4, seq_len=2), Linear(8, 1)),
+        "sequence": lambda: Sequential(
+            LSTM(3, 4, seq_len=2, **last_step()), Linear(after_series(4, 2), 1)
+        ),
         "smoothing": lambda: Sequential(
             SLSTM(3, 4, seq_len=1), SLSTM(4, 3, seq_len=1), SLinear(3, 1)
         ),
         "not smoothing": lambda: Sequential(SLSTM(3, 4, seq_len=1), Linear(4, 6), SLinear(6, 1)),
-        "embedding": lambda: Sequential(Embedding(6, 2, 3), Linear(6, 2)),
+        "embedding": lambda: Sequential(
+            Embedding(6, 2, 3), *after_words(2, 3), Linear(after_series(2, 3), 2)
+        ),
         "images": images,
     }
 

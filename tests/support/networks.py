@@ -30,6 +30,38 @@ class Network:
         return x, rng.normal(size=(size, self.outputs)).astype(np.float32)
 
 
+def last_step() -> dict[str, Any]:
+    """Return the arguments of the last LSTM before a layer of another kind.
+
+    In engines with sequences such a layer learns from the first step only, so it gets one.
+    """
+    from tagi_ddp.engine.dialect import dialect
+
+    return {"last_timestep": True} if dialect().sequences else {}
+
+
+def after_series(width: int, steps: int) -> int:
+    """Return the inputs of the layer behind such an LSTM."""
+    return width if last_step() else width * steps
+
+
+def after_words(size: int, words: int) -> list[Any]:
+    """Return the layers between an Embedding and one that takes `after_series` inputs."""
+    from pytagi.nn import LSTM
+
+    return [LSTM(size, size, seq_len=words, **last_step())] if last_step() else []
+
+
+def in_steps(model: Any, x: np.ndarray) -> np.ndarray:
+    """Return inputs as ``model``, a pytagi Sequential or ours, takes them: flat, or in steps."""
+    from pytagi.nn import Sequential
+
+    from tagi_ddp.engine.shapes import input_rows
+
+    rows = input_rows(model) if isinstance(model, Sequential) else 1
+    return x.ravel() if rows == 1 else x.reshape(len(x), rows, -1)
+
+
 def mlp() -> Any:
     from pytagi.nn import Linear, ReLU, Sequential, Tanh
 
@@ -120,13 +152,16 @@ def batch_norm() -> Any:
 def lstm() -> Any:
     from pytagi.nn import LSTM, Linear, Sequential
 
-    return Sequential(LSTM(2, 6, seq_len=4), LSTM(6, 6, seq_len=4), Linear(6 * 4, 3))
+    return Sequential(
+        LSTM(2, 6, seq_len=4), LSTM(6, 6, seq_len=4, **last_step()), Linear(after_series(6, 4), 3)
+    )
 
 
 def embedding() -> Any:
     from pytagi.nn import Embedding, Linear, ReLU, Sequential
 
-    model = Sequential(Embedding(20, 4, 3), Linear(3 * 4, 16), ReLU(), Linear(16, 5))
+    head = Linear(after_series(4, 3), 16), ReLU(), Linear(16, 5)
+    model = Sequential(Embedding(20, 4, 3), *after_words(4, 3), *head)
     # The engine draws an embedding's means regardless of its seed.
     model._cpp_backend.layers[0].mu_w = np.random.default_rng(7).normal(size=20 * 4).tolist()
     return model
@@ -174,7 +209,7 @@ def learn(model: Any, x: np.ndarray, y: np.ndarray) -> None:
     """Run forward, output update and backward on a batch."""
     from pytagi.nn import OutputUpdater
 
-    model.forward(x.ravel())
+    model.forward(in_steps(model, x))
     OutputUpdater("cpu").update(
         model.output_z_buffer,
         y.ravel(),

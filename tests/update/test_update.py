@@ -151,7 +151,7 @@ def test_agreement(batches: list[int], average: bool) -> None:
     assert not agreement.all_finished
     assert agreement.divisor(average) == (active if average else 1)
     share = -(-sum(batches) // active) if average else sum(batches)
-    assert agreement.cap(average) == _backend.cap_factor(share)
+    assert agreement.cap(average).factor == _backend.cap_factor(share)
 
 
 def test_agreement_refuses() -> None:
@@ -172,8 +172,8 @@ floats = st.floats(-1e3, 1e3, width=32)
     state=arrays(np.float32, (2, 8), elements=floats), weights=st.tuples(*[st.integers(1, 9)] * 2)
 )
 def test_running_statistics(state: np.ndarray, weights: tuple[int, int]) -> None:
+    from tagi_ddp.engine.layout import batch_norm_address
     from tagi_ddp.engine.loader import load_engine
-    from tagi_ddp.engine.pointers import address_of
 
     load_engine()
     import cutagi
@@ -182,10 +182,10 @@ def test_running_statistics(state: np.ndarray, weights: tuple[int, int]) -> None
     total = np.zeros(8, np.float32)
     tables = []
     for norm, values, weight in zip(norms, state, weights, strict=True):
-        mean, var, *_ = _backend.batch_norm_statistics(address_of(norm))
+        mean, var, *_ = _backend.batch_norm_statistics(batch_norm_address(norm))
         mean[:], var[:] = values[:4], values[4:]
         table = _backend.RunningStatistics()
-        table.add_engine_layer(address_of(norm))
+        table.add_engine_layer(batch_norm_address(norm))
         packed = np.empty(table.size, np.float32)
         table.pack(packed, weight)
         total += packed
@@ -193,6 +193,6 @@ def test_running_statistics(state: np.ndarray, weights: tuple[int, int]) -> None
     expected = (weights[0] * state[0] + weights[1] * state[1]) / np.float32(sum(weights))
     for norm, table in zip(norms, tables, strict=True):
         table.unpack(total, sum(weights))
-        mean, var, _, _, first = _backend.batch_norm_statistics(address_of(norm))
+        mean, var, _, _, first = _backend.batch_norm_statistics(batch_norm_address(norm))
         np.testing.assert_allclose(np.concatenate([mean, var]), expected, rtol=1e-5, atol=1e-4)
         assert first[0] == 0
