@@ -5,7 +5,7 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check test tests slow lint style types format sanitize chaos bench gpu gpu-wheels docs wheels
+.PHONY: help demo check test tests engine-main slow lint style types format sanitize chaos bench gpu gpu-wheels docs wheels
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,13 @@ tests: .venv/.installed-dev ## the tests of make test alone
 	.venv/bin/python -m pytest -m "not slow" $(PARALLEL) tests/project tests/communicators tests/commands \
 	    $(filter-out %/project/ %/communicators/ %/commands/,$(sort $(dir $(wildcard tests/*/test_*.py)))) \
 	    $(wildcard tests/test_*.py)
+
+# An engine of the user's own: built for the CPU from TAGI_DDP_CUTAGI_SOURCE, a checkout of upstream.
+engine-main: .venv/.installed-dev ## tests against an engine built from source
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check pybind11
+	.venv/bin/python tests/support/build_engine.py "$$TAGI_DDP_CUTAGI_SOURCE" build/engine
+	PYTHONPATH=$(CURDIR)/build/engine .venv/bin/python -m pytest -m "not slow" $(PARALLEL) \
+	    tests/engine tests/compute tests/sequential
 
 # Fewer at a time: jobs of which ranks are killed at random times take long on a crowded machine.
 slow: .venv/.installed-dev .venv/.installed-trackers ## the tests that test leaves out: long examples, installations, SLURM

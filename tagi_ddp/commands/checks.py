@@ -15,6 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tagi_ddp.commands.check import Check, Finding, Findings, Status, report
@@ -24,8 +26,10 @@ _INSTALL_ENGINE = "pip install pytagi==0.2.1"
 _BUILD = "build the engine again, for this Python and with the libraries of this machine"
 _SLOW = (
     "training goes by the engine's public interface, and is a thousand times slower, without "
-    "BatchNorm2d: the layout of pytagi 0.2.1 is known"
+    "BatchNorm2d: PyPI's wheel, or an engine built by gcc or clang with libstdc++, is fast"
 )
+_OTHER_FORMULAS = "train by the engine alone, or build one with the formulas of docs/pytagi.md"
+_FEWER_LAYERS = "leave these layers out, or use another build of the engine: all others are fast"
 # With both set, Open MPI's mpirun runs as root without an option.
 _ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
@@ -41,7 +45,9 @@ def _python() -> Finding:
     implementation = platform.python_implementation()
     built = (implementation, system) == ("CPython", "x86_64 Linux")
     detail = f"{implementation} {platform.python_version()} on {system}"
-    known = built and (3, 10) <= sys.version_info[:2] <= (3, 12)
+    known = built and (3, 10) <= sys.version_info[:2] <= (3, 13)
+    if known and sys.version_info[:2] == (3, 13):
+        detail += "; the engine has no wheel for it: build it from source"
     return Finding("ok" if known else "broken", detail)
 
 
@@ -54,9 +60,10 @@ def _package() -> Finding:
 
 
 def _engine() -> Finding:
+    from tagi_ddp.engine.dialect import DialectError, check_step, dialect
     from tagi_ddp.engine.layout import find_layout
     from tagi_ddp.engine.loader import load_engine, loaded_libraries
-    from tagi_ddp.engine.pointers import LayoutError
+    from tagi_ddp.engine.pointers import LayoutError, engine_abi
 
     try:
         engine = load_engine()
@@ -75,12 +82,41 @@ def _engine() -> Finding:
     parts = [f"pytagi {importlib.metadata.version('pytagi')}{source} in {folder}"]
     parts += [f"{name}: {path}" for name, path in loaded_libraries().items()]
     try:
-        layout = find_layout()
+        check_step()
+        parts.append(str(dialect()))
+    except DialectError as error:
+        parts.append(str(error))
+        return Finding("broken", "; ".join(parts), _OTHER_FORMULAS)
+    try:
+        layout, abi = find_layout(), engine_abi().decode().strip("_")
     except LayoutError as error:
         parts.append(f"its memory is not laid out as expected: {error}")
         return Finding("missing", "; ".join(parts), _SLOW)
-    parts.append(f"memory layout verified: vectors from byte {layout.vectors} on")
+    parts.append(f"memory layout verified: ABI {abi}, vectors from byte {layout.vectors} on")
+    if elsewhere := _kinds_with_unknown_fields():
+        parts.append("fields not found: " + "; ".join(elsewhere))
+        return Finding("missing", "; ".join(parts), _FEWER_LAYERS)
     return Finding("ok", "; ".join(parts))
+
+
+def _kinds_with_unknown_fields() -> list[str]:
+    """Return the kinds of layers whose own fields are not where they should be, and why."""
+    from tagi_ddp.engine import layout, options, series
+    from tagi_ddp.engine.pointers import LayoutError
+
+    found = []
+    checks: dict[str, Callable[[], object]] = {
+        "BatchNorm2d": layout.verify_batch_norm,
+        "LayerNorm": partial(options.verify_epsilon, "LayerNorm"),
+        "SLSTM": series.find_series,
+        **{kind: partial(options.verify_windows, kind) for kind in options.WINDOWS},
+    }
+    for kind, verify in checks.items():
+        try:
+            verify()
+        except LayoutError as error:
+            found.append(f"{kind} ({error})")
+    return found
 
 
 def is_built_from_source() -> bool:
@@ -268,7 +304,7 @@ def _gigabytes(count: int) -> str:
 
 
 CHECKS = {
-    "python": Check(_python, "use CPython 3.10, 3.11 or 3.12 on x86-64 Linux, as the engine does"),
+    "python": Check(_python, "use CPython 3.10 to 3.12 on x86-64 Linux, as the engine's wheels do"),
     "tagi_ddp": Check(_package, "install it again, with pip's --force-reinstall --no-deps"),
     "engine": Check(
         _engine,

@@ -9,6 +9,7 @@ import warnings
 from typing import Any, get_args
 
 from tagi_ddp.compute import native
+from tagi_ddp.compute.formulas import other_formulas
 from tagi_ddp.compute.interface import Choice, Precision
 from tagi_ddp.engine.buffers import verify_buffers
 from tagi_ddp.engine.pointers import LayoutError
@@ -83,7 +84,7 @@ def _why_not_native(model: Any, replica: Replica) -> str | None:
         verify_buffers()
     except (LayoutError, ValueError) as error:
         return str(error)
-    return None
+    return _why_other_formulas(model)
 
 
 def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
@@ -107,7 +108,13 @@ def _why_not_torch(model: Any, replica: Replica, natively: bool) -> str | None:
         return str(error)
     from tagi_ddp.compute.network import why_not
 
-    return why_not(model)
+    return why_not(model) or _why_other_formulas(model)
+
+
+def _why_other_formulas(model: Any) -> str | None:
+    """Return which layers the engine that is there computes otherwise than the kernels, or None."""
+    other = other_formulas(model)
+    return f"this engine computes {', '.join(other)} by another formula" if other else None
 
 
 def _why_not_device(device: str) -> str | None:

@@ -16,7 +16,7 @@ from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica import Replica
 
-_ACTIVATIONS = (
+ACTIVATIONS = (
     *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
     *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
 )
@@ -50,7 +50,7 @@ def build(handles: Sequence[Any], replica: Replica, rows: int = 1) -> Network:
     """
     if not replica.in_place:
         raise LayoutError("the engine's memory cannot be used in place")
-    unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *_ACTIVATIONS}
+    unknown = {type(handle).__name__ for handle in handles} - {*_ADD, *ACTIVATIONS}
     if unknown:
         raise ValueError(f"the backend has no kernels for {', '.join(sorted(unknown))}")
     network = Network(replica.on_host, rows)
@@ -59,7 +59,7 @@ def build(handles: Sequence[Any], replica: Replica, rows: int = 1) -> Network:
         kind = type(handle).__name__
         if kind == "EvenExp" and dialect().exp_covariance:
             network.add_activation("EvenExpWithCovariance")
-        elif kind in _ACTIVATIONS:
+        elif kind in ACTIVATIONS:
             network.add_activation(kind)
         else:
             _ADD[kind](network, indices[id(handle)], handle)

@@ -120,13 +120,14 @@ def check_layer(layer: Any, address: int, layout: Layout) -> None:
 
 def batch_norm_address(handle: Any) -> int:
     """Return the address of a BatchNorm2d's own fields; raise LayoutError if they are elsewhere."""
-    _verify_batch_norm()
+    verify_batch_norm()
     return address_of(handle) + find_layout().end
 
 
 @functools.cache
 @layout_errors()
-def _verify_batch_norm() -> None:
+def verify_batch_norm() -> None:
+    """Raise LayoutError if the fields of BatchNorm2d are not where they should be."""
     load_engine()
     import cutagi
 

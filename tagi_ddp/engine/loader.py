@@ -65,7 +65,8 @@ def load_engine() -> ModuleType:
             raise
         raise ImportError(
             f"the engine is not installed (no module named {error.name!r}): pip install "
-            "pytagi==0.2.1. Its wheels are for CPython 3.10 to 3.12 on x86-64 Linux; this is "
+            "pytagi==0.2.1. Its wheels are for CPython 3.10 to 3.12 on x86-64 Linux, others must "
+            "build it from source; this is "
             f"{platform.python_implementation()} {platform.python_version()} on "
             f"{platform.machine()} {platform.system()}.",
             name=error.name,

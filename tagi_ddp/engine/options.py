@@ -21,7 +21,7 @@ _LAST_STEP = 4 * 4 + 32 + 8 * 4
 _EPSILON = {"LayerNorm": 3 * 24, "RMSNorm": 2 * 24}
 # Offsets of the kernel's size, the stride, the type of padding and the padding. In convolutions the
 # gains and the name of the initialisation precede them.
-_OFFSETS = {"Conv2d": 40, "ConvTranspose2d": 32, "AvgPool2d": 0, "MaxPool2d": 0}
+WINDOWS = {"Conv2d": 40, "ConvTranspose2d": 32, "AvgPool2d": 0, "MaxPool2d": 0}
 
 
 def batch_norm_options(handle: Any) -> tuple[float, float]:
@@ -33,13 +33,14 @@ def batch_norm_options(handle: Any) -> tuple[float, float]:
 def norm_epsilon(handle: Any) -> float:
     """Return epsilon of a LayerNorm or RMSNorm; LayoutError if it is not where it should be."""
     kind = type(handle).__name__
-    _verify_epsilon(kind)
+    verify_epsilon(kind)
     return _epsilon_of(handle, kind)
 
 
 @functools.cache
 @layout_errors()
-def _verify_epsilon(kind: str) -> None:
+def verify_epsilon(kind: str) -> None:
+    """Raise LayoutError if epsilon of LayerNorm or RMSNorm is not where it should be."""
     load_engine()
     import cutagi
 
@@ -114,7 +115,7 @@ def window_of(handle: Any) -> Window:
     undefined in the engine.
     """
     kind = type(handle).__name__
-    _verify_windows(kind)
+    verify_windows(kind)
     window = _read(handle)
     if window.stride < 1:  # Without a stride, windows adjoin.
         window = replace(window, stride=window.kernel)
@@ -134,13 +135,13 @@ def window_of(handle: Any) -> Window:
 
 
 def _read(handle: Any) -> Window:
-    return Window(*_fields(handle, _OFFSETS[type(handle).__name__], "Niii"))
+    return Window(*_fields(handle, WINDOWS[type(handle).__name__], "Niii"))
 
 
 @functools.cache
 @layout_errors()
-def _verify_windows(kind: str) -> None:
-    """Verify the offsets of the fields on test layers, once per process."""
+def verify_windows(kind: str) -> None:
+    """Raise LayoutError if the window of a kind of layer is not where it should be."""
     load_engine()
     import cutagi
 

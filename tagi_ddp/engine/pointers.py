@@ -21,6 +21,7 @@ _ABIS = (
         for number in (*range(1002, 1030), 2000)
     ),
 )
+_POINTER = b"raw_pointer_ephemeral"  # the kind of pointer that the conduit is asked for
 _TYPE_INFO_NAME = b"St9type_info"  # typeid(std::type_info).name(). It must outlive the capsule.
 
 
@@ -47,16 +48,25 @@ def address_of(handle: Any, kind: str = "BaseLayer") -> int:
     conduit = getattr(handle, "_pybind11_conduit_v1_", None)
     if conduit is None:
         raise LayoutError(f"{type(handle).__name__} has no pybind11 conduit")
+    capsule = conduit(engine_abi(), _type_info(kind), _POINTER)
+    if capsule is None:
+        raise LayoutError(f"{type(handle).__name__} is no {kind}")
+    name = _capsule_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)(capsule)
+    get = _capsule_function(
+        "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
+    )
+    return int(get(capsule, name))
+
+
+@functools.cache
+def engine_abi() -> bytes:
+    """Return pybind11's name of the ABI that the engine was built for; LayoutError if not known."""
+    import cutagi
+
+    conduit = cutagi.ReLU()._pybind11_conduit_v1_
     for abi in _platform_abis():
-        capsule = conduit(abi, _type_info(kind), b"raw_pointer_ephemeral")
-        if capsule is not None:
-            name = _capsule_function("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)(
-                capsule
-            )
-            get = _capsule_function(
-                "PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
-            )
-            return int(get(capsule, name))
+        if conduit(abi, _type_info("BaseLayer"), _POINTER) is not None:
+            return abi
     raise LayoutError("the engine was built by a compiler whose ABI is not known")
 
 

@@ -38,7 +38,7 @@ class Series:
     def __init__(self, handles: Sequence[Any]) -> None:
         """Find the layers' memory; raise LayoutError if it is not as expected."""
         kinds = [(type(handle).__name__, handle) for handle in handles]
-        lstm, linear = _offsets() if any(kind in SMOOTHING for kind, _ in kinds) else (0, 0)
+        lstm, linear = find_series() if any(kind in SMOOTHING for kind, _ in kinds) else (0, 0)
         self._lstms = [address_of(handle) + lstm for kind, handle in kinds if kind == "SLSTM"]
         self._linears = [address_of(handle) + linear for kind, handle in kinds if kind == "SLinear"]
         self._smooths = smooths(handles)
@@ -122,7 +122,7 @@ def _row(part: FloatArray, step: int, length: int) -> FloatArray:
 
 @functools.cache
 @layout_errors()
-def _offsets() -> tuple[int, int]:
+def find_series() -> tuple[int, int]:
     """Return the offsets of the series of SLSTM and SLinear; raise LayoutError if not found."""
     load_engine()
     import cutagi

@@ -18,6 +18,7 @@ _ACTIVATIONS = (
     *("ReLU", "Sigmoid", "Tanh", "Softplus", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),
     *("MixtureSoftplus", "MixtureTanh", "ClosedFormSoftmax", "Remax", "EvenExp"),
 )
+_TAKE_VECTORS = ("Linear", "LSTM", "SLinear", "LayerNorm", "RMSNorm")
 _SEE_ALL_STEPS = ("LSTM", "Embedding")
 # The cap factor of these layers counts samples, that of all others the rows that they see.
 _CAPPED_BY_SAMPLES = ("LSTM", "SLSTM", "SLinear", "Embedding", "MultiheadAttention")
@@ -105,7 +106,7 @@ def require_steps(model: Any) -> None:
                 "last_timestep=True"
             )
         takes = int(layer.handle.input_size)
-        if layer.kind in ("Linear", "LSTM", "SLinear") and width and takes != width:
+        if layer.kind in _TAKE_VECTORS and takes and width and takes != width:
             raise ValueError(
                 f"layer {layer.name}: a layer takes {takes} inputs, but the one before has {width} "
                 "outputs; in this engine layers see the steps of a sample one at a time"

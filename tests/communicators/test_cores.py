@@ -100,7 +100,7 @@ print(os.environ["OMP_NUM_THREADS"], DDPConfig.from_env().world_size)
     [
         (["run", "-n", "2", "job.py"], "[0] 1 2"),
         (["run", "-n", "auto", "job.py"], "[0] 1 1"),
-        (["doctor"], "allows the time of 0.5 cores"),
+        pytest.param(["doctor"], "allows the time of 0.5 cores", marks=pytest.mark.slow),
     ],
 )
 def test_a_real_quota(half_a_core: Path, tmp_path: Path, command: list[str], expected: str) -> None:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from support.rank_pool import RankPool
 
 # Of each rank a letter, its host's. "flat": ranks do not use the memory of their hosts.
-PLACES = [("shm", "aaa"), ("gloo", "ab"), ("gloo", "aab"), ("mpi", "ab"), ("mpi", "aab")]
+PLACES = [("shm", "aaa"), ("gloo", "ab"), ("gloo", "aab"), ("mpi", "ab")]
 MORE_PLACES = [
     *((backend, place) for backend in ("gloo", "mpi") for place in ("aaa", "aba", "aabb", "abcc")),
     ("gloo", "aab flat"),
+    ("mpi", "aab"),
     ("mpi", "aab flat"),
 ]
 FEW, MANY = 15, 300

@@ -12,8 +12,14 @@ from contract.whole import WholeContract
 from support.rank_pool import worker_environment
 
 
-@pytest.mark.ranks("shm", 2, 3, 4)
+@pytest.mark.ranks("shm", 2, 4)
 class TestShm(WholeContract):
+    """Through the memory of one host."""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks("shm", 3)
+class TestShmOfThree(WholeContract):
     """Through the memory of one host."""
 
 

@@ -215,6 +215,8 @@ class Program:
             "get_layer_stack_info": model.get_layer_stack_info,
             "get_neg_var_w_counter": model.get_neg_var_w_counter,
             "get_norm_mean_var": model.get_norm_mean_var,
+            # Newer engines have this one.
+            "get_attention_scores": lambda: model.get_attention_scores(),
             "layers": lambda: [layer.get_layer_info() for layer in model.layers],
             "device": lambda: model.device,
             "z_buffer_size": lambda: model.z_buffer_size,

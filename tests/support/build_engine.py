@@ -7,6 +7,7 @@ FOLDER then holds pytagi and cutagi, and is to be the first in PYTHONPATH.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -24,7 +25,8 @@ _FLAGS = ("-std=c++14", "-O2", "-fPIC", "-w")
 
 def build(source: Path, folder: Path) -> None:
     """Compile the files of ``source`` that have changed since, and link them in ``folder``."""
-    objects = folder / "objects"
+    name = hashlib.blake2b(bytes(source), digest_size=4).hexdigest()  # another source, other files
+    objects = folder / "objects" / name
     objects.mkdir(parents=True, exist_ok=True)
     include = [pybind11.get_include(), sysconfig.get_path("include"), str(source / "include")]
     files = [
@@ -45,8 +47,8 @@ def build(source: Path, folder: Path) -> None:
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compiled = list(pool.map(compile_one, files))
-    name = f"cutagi{sysconfig.get_config_var('EXT_SUFFIX')}"
-    subprocess.run(["g++", "-shared", "-pthread", *compiled, "-o", folder / name], check=True)
+    library = folder / f"cutagi{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run(["g++", "-shared", "-pthread", *compiled, "-o", library], check=True)
     shutil.copytree(source / "pytagi", folder / "pytagi", dirs_exist_ok=True)
     # Now, as in tests the warnings of the compiler are errors.
     subprocess.run([sys.executable, "-W", "ignore", "-m", "compileall", "-q", folder / "pytagi"])

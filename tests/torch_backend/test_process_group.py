@@ -266,7 +266,7 @@ def test_torchs_wrappers(shm: RankPool, wrap: Callable[..., Any], tmp_path: Path
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    "wrap", [fsdp2, *(pytest.param(each, marks=pytest.mark.slow) for each in (ddp, fsdp))]
+    "wrap", [ddp, *(pytest.param(each, marks=pytest.mark.slow) for each in (fsdp, fsdp2))]
 )
 def test_torchs_wrappers_over_mpi(mpi: RankPool, wrap: Callable[..., Any], tmp_path: Path) -> None:
     for gloo, ours in mpi.run(

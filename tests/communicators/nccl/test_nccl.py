@@ -16,10 +16,16 @@ class TestNcclOfOne(SoloDeviceContract):
     """On one device."""
 
 
-@pytest.mark.ranks("nccl", 2, 4)
+@pytest.mark.ranks("nccl", 2)
 @pytest.mark.ranks("nccl", 2, gpu=True, copied=True)
 class TestNccl(DeviceContract):
     """On a device for each rank, or on one that they share."""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks("nccl", 4)
+class TestNcclOfFour(DeviceContract):
+    """On a device for each rank."""
 
 
 @pytest.mark.ranks("nccl", 1)

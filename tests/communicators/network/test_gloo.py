@@ -25,6 +25,7 @@ class TestGloo(WholeContract):
     """On one host: through its memory."""
 
 
+@pytest.mark.slow  # TestApart goes through gloo alone, too
 @pytest.mark.ranks("gloo", 3, levels="0")
 class TestFlat(OperationsContract, FailuresContract):
     """Through gloo alone."""
