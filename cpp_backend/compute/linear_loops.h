@@ -126,16 +126,17 @@ TAGI_DDP_INLINE void delta_matrix(const GaussianMatrix& matrix, Outer outer, con
     const size_t row = matrix.row;
     size_t left = matrix.outputs;
     const auto pass = [&](size_t rows) {
-        left -= rows;
         outer.by += rows;
         var += rows * row;
         delta += rows * row;
     };
-    for (; left >= 4; pass(4)) {
+    for (; left >= 4; left -= 4) {
         delta_rows<squared, 4, 2>(outer, inputs, 0, var, delta, row);
+        pass(4);
     }
-    for (; left >= 2; pass(2)) {
+    for (; left >= 2; left -= 2) {
         delta_rows<squared, 2, 4>(outer, inputs, 0, var, delta, row);
+        pass(2);
     }
     if (left == 1) delta_rows<squared, 1, 4>(outer, inputs, 0, var, delta, row);
 }

@@ -343,9 +343,10 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::split(int color, int key, doub
         for (int r = 0; r < size_; ++r) {
             if (all[static_cast<size_t>(r)].values[0] == color) members.push_back(r);
         }
-        std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
-            return all[static_cast<size_t>(a)].values[1] < all[static_cast<size_t>(b)].values[1];
-        });
+        const auto key = [&](int rank) {
+            return std::make_pair(all[static_cast<size_t>(rank)].values[1], rank);
+        };
+        std::sort(members.begin(), members.end(), [&](int a, int b) { return key(a) < key(b); });
         const auto self = std::find(members.begin(), members.end(), rank_);
         const int64_t token = all[static_cast<size_t>(members.front())].values[2];
         part = std::make_unique<ShmCommunicator>(

@@ -39,9 +39,10 @@ bool all_fit(const float* __restrict var, const double* __restrict precision,
     int64_t bad = 0;
     for (size_t i = 0; i < count; ++i) {
         const double scale = 1.0 + precision[i] * var[i];
-        bad += !(scale > least_precision_kept) |
-               !(scale < std::numeric_limits<double>::infinity()) |
-               !(std::fabs(weighted[i]) < std::numeric_limits<double>::infinity());
+        // Sums of conditions, without branches, vectorize.
+        bad += !(scale > least_precision_kept);
+        bad += !(scale < std::numeric_limits<double>::infinity());
+        bad += !(std::fabs(weighted[i]) < std::numeric_limits<double>::infinity());
     }
     return bad == 0;
 }

@@ -79,7 +79,10 @@ def _engine() -> Finding:
         return Finding("broken", str(error), remedy)
     source = " built from source" if is_built_from_source() else ""
     folder = Path(str(engine.__file__)).parent
-    parts = [f"pytagi {importlib.metadata.version('pytagi')}{source} in {folder}"]
+    version = ""  # A build that is merely on the path has none.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = f" {importlib.metadata.version('pytagi')}"
+    parts = [f"pytagi{version}{source} in {folder}"]
     parts += [f"{name}: {path}" for name, path in loaded_libraries().items()]
     try:
         check_step()
