@@ -76,8 +76,9 @@ sanitize: .venv/.installed-dev ## the tests of the C++ backend under sanitizers
 	    PATH="$$PWD/.venv/bin:$$PATH" \
 	    build/sanitize/bin/python -m pytest -p no:cacheprovider -m "not slow" \
 	    tests/update tests/sequential tests/elastic tests/checkpoint tests/communicators/test_shm.py \
-	    $(addprefix tests/compute/test_,native.py linear.py lstm.py embedding.py as_pytagi.py) \
-	    tests/communicators/test_shm_memory.py tests/communicators/nccl tests/engine/test_memory.py
+	    $(addprefix tests/compute/test_,native.py linear.py lstm.py sequences.py rms_norm.py embedding.py as_pytagi.py) \
+	    tests/communicators/test_shm_memory.py tests/communicators/nccl \
+	    $(addprefix tests/engine/test_,memory.py layout.py dialect.py)
 
 # Jobs in which one rank does something random at a random time; jobs that outlive their ranks, at
 # random times and at each of their calls; signals, storage, data and launchers; checkpoints with a

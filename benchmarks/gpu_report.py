@@ -32,8 +32,14 @@ GRACE = 5.0  # of them, for a step to end when it is told to, or to begin at all
 TAIL = 3000  # characters of a step's output that the report keeps
 
 # What builds the package, what it needs as pyproject.toml says, and what tests it.
-BUILD = ("scikit-build-core>=0.10", "nanobind>=2.7", "cmake", "ninja")
-NEEDS = ("numpy>=1.24", "pytagi==0.2.1", "cloudpickle>=3.0", "tqdm>=4.60", "safetensors>=0.5")
+BUILD = ("scikit-build-core>=0.11", "nanobind>=2.7", "cmake", "ninja")
+NEEDS = (
+    "numpy>=1.24",
+    "pytagi>=0.2.1,<0.3; python_version < '3.13'",
+    "cloudpickle>=3.0",
+    "tqdm>=4.60",
+    "safetensors>=0.5",
+)
 TEST = ("pytest>=8.0", "pytest-xdist>=3.5", "hypothesis>=6.100")
 # At a time: more only take turns at the GPU.
 WORKERS = 3

@@ -60,7 +60,8 @@ def _package() -> Finding:
 
 
 def _engine() -> Finding:
-    from tagi_ddp.engine.dialect import DialectError, check_step, dialect
+    from tagi_ddp.compute.formulas import all_other_formulas
+    from tagi_ddp.engine.dialect import DialectError, check_step, dialect, softmax_works
     from tagi_ddp.engine.layout import find_layout
     from tagi_ddp.engine.loader import load_engine, loaded_libraries
     from tagi_ddp.engine.pointers import LayoutError, engine_abi
@@ -96,6 +97,10 @@ def _engine() -> Finding:
         parts.append(f"its memory is not laid out as expected: {error}")
         return Finding("missing", "; ".join(parts), _SLOW)
     parts.append(f"memory layout verified: ABI {abi}, vectors from byte {layout.vectors} on")
+    kept = all_other_formulas()
+    parts.append("kernels for all layers" + (f" but {', '.join(kept)}" if kept else ""))
+    if not softmax_works():
+        parts.append("its Softmax is refused, as it writes to memory of others")
     if elsewhere := _kinds_with_unknown_fields():
         parts.append("fields not found: " + "; ".join(elsewhere))
         return Finding("missing", "; ".join(parts), _FEWER_LAYERS)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tagi_ddp.compute import native
-from tagi_ddp.engine.dialect import dialect, make_layer
+from tagi_ddp.engine.dialect import dialect, make_layer, softmax_works
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS, walk
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.shapes import input_rows
@@ -32,6 +32,17 @@ def other_formulas(model: Any) -> list[str]:
     Of the kinds that torch alone computes, images, none is compared.
     """
     kinds = {layer.kind for layer in walk(model)} & {*_RECIPES, *native.ACTIVATIONS} - _BEYOND
+    return sorted(kind for kind in kinds if not _agrees(kind))
+
+
+def all_other_formulas() -> list[str]:
+    """Return all kinds of layers of this engine that the kernels compute otherwise."""
+    load_engine()
+    import cutagi
+
+    kinds = {kind for kind in (*_RECIPES, *native.ACTIVATIONS) if hasattr(cutagi, kind)} - _BEYOND
+    if not softmax_works():
+        kinds -= {"Softmax"}  # The comparison would not be safe.
     return sorted(kind for kind in kinds if not _agrees(kind))
 
 
