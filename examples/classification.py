@@ -13,12 +13,11 @@ import numpy as np
 import pytagi
 from images import DATASETS, load_images
 from networks import NETWORKS
-from pytagi import HRCSoftmaxMetric, Utils
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler, progress, reduce_metrics
-from tagi_ddp.data import share_of
+from tagi_ddp.data import ClassTree, share_of
 
-CLASSES = 10
+TREE = ClassTree(10)
 
 
 def train(options):
@@ -26,16 +25,15 @@ def train(options):
     data = load_images(
         options.data, options.data_dir, download=options.download, limit=options.limit
     )
-    metric = HRCSoftmaxMetric(CLASSES)
     pytagi.manual_seed(0)
-    net = NETWORKS[options.model](data.side, metric.hrc_softmax.len)
+    net = NETWORKS[options.model](data.side, TREE.outputs)
     if options.threads:
         net.set_threads(options.threads)
     # average=False: the sum of the ranks' deltas, which is the delta of the whole batch.
     config = DDPConfig.from_env()
     with DDPSequential(net, config, average=False, compute=options.compute) as model:
-        seconds = fit(model, metric, data.x_train, data.y_train, options)
-        error = test(model, metric, data.x_test, data.y_test)
+        seconds = fit(model, data.x_train, data.y_train, options)
+        error = test(model, data.x_test, data.y_test)
         replicas = model.check_replicas()
         if model.communicator.rank == 0:
             print(f"test error {error:.2%}; the replicas are equal: {replicas[:16]}", flush=True)
@@ -43,9 +41,8 @@ def train(options):
     return {"error": error, "seconds": seconds, "replicas": replicas, "parameters": parameters}
 
 
-def fit(model, metric, x, y, options):
-    targets, nodes, depth = Utils().label_to_obs(y, CLASSES)
-    targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
+def fit(model, x, y, options):
+    targets, nodes = TREE.decisions(y)
     sampler = DistributedSampler(x)
     seconds = 0.0
     for epoch in (bar := progress(range(options.epochs), unit="epoch")):
@@ -53,7 +50,7 @@ def fit(model, metric, x, y, options):
         start, wrong, seen = time.perf_counter(), 0, 0
         for share in sampler.batches(options.batch_size):  # this rank's part of each batch
             mean, variance = model.learn(x[share], targets[share], options.sigma_v**2, nodes[share])
-            wrong += np.sum(metric.get_predicted_labels(mean, variance) != y[share])
+            wrong += np.sum(labels(mean, variance) != y[share])
             seen += len(share)
         seconds += time.perf_counter() - start
         error = reduce_metrics(model.communicator, wrong, seen)
@@ -61,10 +58,13 @@ def fit(model, metric, x, y, options):
     return seconds
 
 
-def test(model, metric, x, y):
+def labels(mean, variance):
+    return TREE.probabilities(mean, variance).argmax(axis=1)
+
+
+def test(model, x, y):
     share = share_of(len(x), model.communicator.rank, model.communicator.size)
-    mean, variance = model.predict(x[share])
-    wrong = metric.get_predicted_labels(mean.ravel(), variance.ravel()) != y[share]
+    wrong = labels(*model.predict(x[share])) != y[share]
     return reduce_metrics(model.communicator, np.sum(wrong), len(wrong))
 
 

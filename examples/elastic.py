@@ -19,21 +19,19 @@ import pytagi
 from images import load_images
 from networks import NETWORKS
 from pictures import BLUE, VERMILION, panels, plain_ticks, save
-from pytagi import HRCSoftmaxMetric, Utils
 
 from tagi_ddp import DDPConfig, DDPSequential, DistributedSampler
+from tagi_ddp.data import ClassTree, class_scores
 
-CLASSES, SIGMA_V, BATCH = 10, 1.0, 32
-
-
-def test_error(model, metric, data):
-    labels = metric.get_predicted_labels(*model(data.x_test))
-    return np.mean(labels != data.y_test)
+TREE, SIGMA_V, BATCH = ClassTree(10), 1.0, 32
 
 
-def train(model, metric, data, options, record):
-    targets, nodes, depth = Utils().label_to_obs(data.y_train, CLASSES)
-    targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
+def test_error(model, data):
+    return class_scores(TREE.probabilities(*model(data.x_test)), data.y_test).error
+
+
+def train(model, data, options, record):
+    targets, nodes = TREE.decisions(data.y_train)
     sampler = DistributedSampler(data.x_train)
     steps = options.epochs * -(-len(data.x_train) // BATCH)
     kills = np.linspace(steps / 10, steps / 2, options.kills).astype(int)
@@ -45,7 +43,7 @@ def train(model, metric, data, options, record):
                 os.kill(os.getpid(), signal.SIGKILL)
         model.learn(data.x_train[share], targets[share], SIGMA_V**2, nodes[share])
         time.sleep(options.pause)
-        error = test_error(model, metric, data) if step % 20 == 0 else np.nan
+        error = test_error(model, data) if step % 20 == 0 else np.nan
         record.writerow([time.time(), step, model.communicator.size, error])
 
 
@@ -81,13 +79,13 @@ def main():
     options = parser.parse_args()
     folder, job = Path(options.folder), os.environ["TAGI_DDP_JOB"]
     folder.mkdir(exist_ok=True)
-    data, metric = load_images("digits"), HRCSoftmaxMetric(CLASSES)
+    data = load_images("digits")
     pytagi.manual_seed(0)
-    net = NETWORKS["mlp"](data.side, metric.hrc_softmax.len)
+    net = NETWORKS["mlp"](data.side, TREE.outputs)
     with DDPSequential(net, DDPConfig.from_env(), average=False, elastic=True) as model:
         with open(folder / f"{job}.{os.getpid()}.csv", "w", buffering=1) as file:
-            train(model, metric, data, options, csv.writer(file))
-        replicas, error = model.check_replicas(), test_error(model, metric, data)
+            train(model, data, options, csv.writer(file))
+        replicas, error = model.check_replicas(), test_error(model, data)
         if model.communicator.rank == 0:
             print(f"{len(model.changes)} changes; test error {error:.2%}; replicas {replicas[:8]}")
             plot(folder.glob(f"{job}.*.csv"), folder / "elastic.png")

@@ -16,20 +16,19 @@ import pytagi
 from images import DATASETS, load_images
 from networks import NETWORKS
 from pictures import agreement
-from pytagi import HRCSoftmaxMetric, Utils
 
 import tagi_ddp
 from tagi_ddp import DDPSequential, DistributedSampler, reduce_metrics
+from tagi_ddp.data import ClassTree
 from tagi_ddp.optim import SyncSchedule
 
-METRIC = HRCSoftmaxMetric(10)  # classes
+TREE = ClassTree(10)
 SIGMA_V = 1.0  # standard deviation of the observations, which are -1 and 1
 
 
 def train(model, data, options, scheduled):
     """Return the seconds that training took, and the ranks' agreement by step and layer."""
-    targets, nodes, depth = Utils().label_to_obs(data.y_train, 10)
-    targets, nodes = targets.reshape(-1, depth), nodes.reshape(-1, depth)
+    targets, nodes = TREE.decisions(data.y_train)
     sampler = DistributedSampler(data.x_train)
     agreements, start = [], time.perf_counter()
     for epoch in range(options.epochs):
@@ -42,7 +41,7 @@ def train(model, data, options, scheduled):
             mean, variance = model.learn(x, targets[share], SIGMA_V**2, nodes[share])
             if options.plot and model.reduction == "precision":
                 agreements.append(list(model.get_merge_agreement().values()))
-            wrong += np.sum(METRIC.get_predicted_labels(mean, variance) != data.y_train[share])
+            wrong += np.sum(TREE.probabilities(mean, variance).argmax(1) != data.y_train[share])
         if scheduled:
             model.end_epoch(wrong / max(1, sum(map(len, batches))))
     if model.reduction == "precision":
@@ -53,7 +52,8 @@ def train(model, data, options, scheduled):
 def test(model, data):
     model.eval()
     shares = DistributedSampler(data.x_test, shuffle=False).batches(500)
-    wrong = [METRIC.get_predicted_labels(*model(data.x_test[i])) != data.y_test[i] for i in shares]
+    found = [TREE.probabilities(*model(data.x_test[i])).argmax(1) for i in shares]
+    wrong = [labels != data.y_test[i] for labels, i in zip(found, shares, strict=True)]
     return reduce_metrics(model.communicator, sum(map(np.sum, wrong)), sum(map(len, shares)))
 
 
@@ -77,7 +77,7 @@ def main():
     with tagi_ddp.init() as comm:
         for name, way in ways.items():
             pytagi.manual_seed(0)
-            net = NETWORKS["mlp"](data.side, METRIC.hrc_softmax.len)
+            net = NETWORKS["mlp"](data.side, TREE.outputs)
             with DDPSequential(net, communicator=comm, **way) as model:
                 seconds, agreements = train(model, data, options, "schedule" in name)
                 error, replicas = test(model, data), model.check_replicas()

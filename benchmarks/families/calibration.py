@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytagi
-from pytagi import Utils
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
 from benchmarks.harness.measure import Figure, Missing, Row
-from benchmarks.harness.work import CLASSES, ImageTask
+from benchmarks.harness.work import TREE, ImageTask
 from examples.images import ImageData, load_images
 from tagi_ddp import Communicator, DDPSequential, DistributedSampler
 from tagi_ddp.communicators.single import SingleCommunicator
+from tagi_ddp.data import class_scores
 
 SYNC_EVERY = 8
 WORSE = 1.05  # how many times one process's figures may be
@@ -93,7 +93,7 @@ def _classify(
         ReLU(),
         Linear(128, 128),
         ReLU(),
-        Linear(128, task.metric.hrc_softmax.len),
+        Linear(128, TREE.outputs),
     )
     with DDPSequential(network, communicator=group, compute="torch", **options) as model:
         model.set_threads(1)
@@ -110,22 +110,9 @@ def _classify(
 def rate_labels(task: ImageTask, model: DDPSequential, data: ImageData) -> Quality:
     """Return how good a model's labels of the test images are."""
     parts = [model(images) for images in np.array_split(data.x_test, 10)]
-    tree, convert = task.metric.hrc_softmax, Utils().obs_to_label_prob
-    outputs = ((output.reshape(-1, tree.len) for output in part) for part in parts)
-    probabilities = np.array(
-        [convert(*output, tree, CLASSES) for part in outputs for output in zip(*part, strict=True)]
-    )
-    return _rate(probabilities / probabilities.sum(axis=1, keepdims=True), data.y_test)
-
-
-def _rate(probabilities: np.ndarray, labels: np.ndarray) -> Quality:
-    """Return the quality; the calibration error is that of confidences in ten bins."""
-    right = np.maximum(probabilities[np.arange(len(labels)), labels], 1e-30)
-    confidence, hit = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
-    bins = np.minimum((10 * confidence).astype(int), 9)
-    gaps = [abs(np.sum(hit[bins == i]) - np.sum(confidence[bins == i])) for i in range(10)]
-    wrong = 100 * (1 - float(hit.mean()))
-    return Quality(float(-np.log(right).mean()), 100 * float(sum(gaps)) / len(labels), wrong)
+    probabilities = np.concatenate([TREE.probabilities(*part) for part in parts])
+    scores = class_scores(probabilities, data.y_test)
+    return Quality(-scores.log_likelihood, 100 * scores.calibration_error, 100 * scores.error)
 
 
 # --- a regression set of the UCI repository --------------------------------------------------

@@ -13,7 +13,7 @@ from pytagi.nn import Linear, ReLU, Sequential
 
 from benchmarks.families.calibration import Quality, rate_labels
 from benchmarks.harness.measure import Figure, Missing, Row
-from benchmarks.harness.work import ImageTask
+from benchmarks.harness.work import TREE, ImageTask
 from examples import networks
 from examples.images import ImageData, load_images
 from tagi_ddp import Communicator, DDPSequential, DistributedSampler
@@ -132,7 +132,7 @@ def _train(
     options: dict[str, Any] = {"average": False}
     if case.ranks > 1:
         options = {"reduction": "precision", "sync_every": case.every, **case.options}
-    network = _network(case.network, data.side, task.metric.hrc_softmax.len)
+    network = _network(case.network, data.side, TREE.outputs)
     sampler = DistributedSampler(data.x_train, group.size, group.rank, seed=order)
     found = {}
     with DDPSequential(network, communicator=group, compute="torch", **options) as model:

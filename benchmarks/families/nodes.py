@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytagi
-from pytagi import HRCSoftmaxMetric
 from pytagi.nn import Linear, ReLU, Sequential
 
 from benchmarks.families.merging import cnn
 from benchmarks.harness.emulated import MBIT, NotPossible, bytes_sent, two_nodes
 from benchmarks.harness.measure import Figure, Missing, Row
-from benchmarks.harness.work import CLASSES, ImageTask
+from benchmarks.harness.work import TREE, ImageTask
 from examples.images import ImageData, load_images
 from tagi_ddp import (
     Communicator,
@@ -71,7 +70,7 @@ def _measure_far(
 ) -> list[Row]:
     """Merge every 32 steps in 8 bits; how much of the time is computing, and what travels."""
     batch, steps, sums = (64, 32, 2) if quick else (FAR_BATCH, 10 * FAR_EVERY, 8)
-    outputs = HRCSoftmaxMetric(CLASSES).hrc_softmax.len
+    outputs = TREE.outputs
     task = ImageTask(data)
     shares = [
         share
@@ -200,13 +199,13 @@ def _wrap(network: Communicator, side: int, **options: object) -> DDPSequential:
 
 
 def _wrap_cnn(network: Communicator, side: int, **options: object) -> DDPSequential:
-    outputs = HRCSoftmaxMetric(CLASSES).hrc_softmax.len
+    outputs = TREE.outputs
     return DDPSequential(cnn(side, outputs), communicator=network, compute="torch", **options)
 
 
 def _network(side: int) -> Sequential:
     pytagi.manual_seed(1)
-    outputs = HRCSoftmaxMetric(CLASSES).hrc_softmax.len
+    outputs = TREE.outputs
     return Sequential(
         Linear(side * side, HIDDEN),
         ReLU(),
@@ -234,7 +233,7 @@ def _train_epoch(
     if schedule:
         model.begin_epoch(len(shares))
     for share in shares:
-        predicted = task.metric.get_predicted_labels(*task.step(model, share))
+        predicted = TREE.probabilities(*task.step(model, share)).argmax(1)
         wrong += np.sum(predicted != data.y_train[share])
     if schedule:
         model.end_epoch(wrong / sum(map(len, shares)))
@@ -244,11 +243,11 @@ def _train_epoch(
 def _test(communicator: Communicator, model: DDPSequential, data: ImageData) -> float:
     """Return the part of the test images that are not recognized."""
     model.eval()
-    metric = HRCSoftmaxMetric(CLASSES)
     shares = DistributedSampler(
         data.x_test, communicator.size, communicator.rank, shuffle=False
     ).batches(500)
-    wrong = [metric.get_predicted_labels(*model(data.x_test[i])) != data.y_test[i] for i in shares]
+    found = [TREE.probabilities(*model(data.x_test[i])).argmax(1) for i in shares]
+    wrong = [labels != data.y_test[i] for labels, i in zip(found, shares, strict=True)]
     return reduce_metrics(communicator, sum(map(np.sum, wrong)), sum(map(len, shares)))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.families.calibration import Quality, rate_labels
 from benchmarks.families.merging import LIMIT, SIGMA_V, mlp
 from benchmarks.harness.measure import Figure, Missing, Row
-from benchmarks.harness.work import CLASSES, ImageTask
+from benchmarks.harness.work import CLASSES, TREE, ImageTask
 from examples.images import ImageData, load_images
 from tagi_ddp import Communicator, DDPSequential
 from tagi_ddp._backend import AdaptiveSum
@@ -70,7 +70,7 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
 
 def _train(data: ImageData, skew: float, name: str) -> Quality:
     task = ImageTask(data, SIGMA_V)
-    network = mlp(data.side, task.metric.hrc_softmax.len)
+    network = mlp(data.side, TREE.outputs)
     alone = SingleCommunicator()
     with DDPSequential(network, communicator=alone, average=False, compute="torch") as model:
         model.set_threads(1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from pytagi import HRCSoftmaxMetric, Utils
 from pytagi.nn import OutputUpdater, Sequential
 
 from examples.images import ImageData
 from tagi_ddp import DDPSequential
+from tagi_ddp.data import ClassTree
 
 CLASSES = 10
+TREE = ClassTree(CLASSES)
 
 
 def data(inputs: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -25,7 +26,7 @@ def trainer(
     model: Sequential | DDPSequential, samples: np.ndarray, labels: np.ndarray
 ) -> Callable[[], None]:
     """Return a step on a batch: forward, output update, backward, step."""
-    targets, nodes, _ = Utils().label_to_obs(labels, CLASSES)
+    targets, nodes = (part.ravel() for part in TREE.decisions(labels))
     variances = np.ones(targets.size, np.float32)
     updater = OutputUpdater("cpu")
 
@@ -44,10 +45,8 @@ class ImageTask:
     """Training steps on shares of images, by hierarchical softmax."""
 
     def __init__(self, data: ImageData, sigma_v: float = 1.0) -> None:
-        targets, nodes, width = Utils().label_to_obs(data.y_train, CLASSES)
-        self.metric = HRCSoftmaxMetric(CLASSES)
         self._data = data
-        self._targets, self._nodes = targets.reshape(-1, width), nodes.reshape(-1, width)
+        self._targets, self._nodes = TREE.decisions(data.y_train)
         self._variance = sigma_v**2
         self._updater = OutputUpdater("cpu")
 

@@ -1,7 +1,14 @@
-"""Shares of data for ranks, seeds, metrics over all ranks, and output of rank 0."""
+"""Shares of data for ranks, seeds, classes, metrics over all ranks, and output of rank 0."""
 
 from __future__ import annotations
 
+from tagi_ddp.data.classes import (
+    ClassScores,
+    ClassTree,
+    Reliability,
+    class_scores,
+    reliability,
+)
 from tagi_ddp.data.loader import PreparedLoader, prepare
 from tagi_ddp.data.logs import log, progress
 from tagi_ddp.data.metrics import gather, reduce_metrics
@@ -11,15 +18,20 @@ from tagi_ddp.data.stream import PreparedStream
 from tagi_ddp.data.trackers import Tracker
 
 __all__ = [
+    "ClassScores",
+    "ClassTree",
     "DistributedSampler",
     "PreparedLoader",
     "PreparedStream",
+    "Reliability",
     "Tracker",
+    "class_scores",
     "gather",
     "log",
     "prepare",
     "progress",
     "reduce_metrics",
+    "reliability",
     "seed_ranks",
     "share_of",
 ]
