@@ -310,7 +310,8 @@ class DDPSequential(SequentialInterface, Closing):
                 observation. Required, by either name.
             var_obs: the variances of the observations' noise, of the same size, or one number for
                 all; finite and not negative for each observation (not checked in tensors on a GPU).
-                None: the noise is unknown, and every second output is its expected variance.
+                None: the network ends in EvenExp, and every second output is the expected variance
+                of the noise of the one before.
             selected_idx: the numbers of the observed outputs, counted from 1, equally many for each
                 sample, as for hierarchical softmax; None: all.
             var_x: the variances of the inputs, of the same size; None: the inputs are exact.

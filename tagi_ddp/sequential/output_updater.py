@@ -53,7 +53,8 @@ class OutputUpdater:
     def update_heteros(self, mu_obs: ArrayLike) -> None:
         """Update by observations of unknown noise, [batch, outputs / 2] or flat.
 
-        Outputs come in pairs: a value, and the expected variance of its noise.
+        Outputs come in pairs: a value, and the expected variance of its noise. That is right for a
+        network that ends in EvenExp, and not checked.
         """
         update_outputs(self._model._local, "update_heteros", {"mu_obs": mu_obs})
 

@@ -19,6 +19,7 @@ from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.elastic.job import ElasticJob
 from tagi_ddp.engine.buffers import FloatArray
+from tagi_ddp.engine.shapes import shapes
 from tagi_ddp.sequential.first_step import FirstStep
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
@@ -61,6 +62,8 @@ class Training:
         self._merges = merges
         self._first = first
         self._elastic = elastic
+        *_, (last, _) = shapes(local.model)
+        self._learns_noise = last.kind == "EvenExp"
         # Whole steps in one call: of the backend's kernels, and of all ranks if there are several.
         self._at_once: NativeCompute | None = None
         self._together: SharedStep | None = None
@@ -142,6 +145,12 @@ class Training:
         """Make a whole step, and return the outputs before it."""
         try:
             var_obs = _for_all(mu_obs, var_obs)
+            if var_obs is None and selected_idx is None and not self._learns_noise:
+                raise ValueError(
+                    "var_obs (noise) is None, but a network learns its noise only if it ends in "
+                    "EvenExp, with two outputs for each of mu_obs (y): end it so, or give the "
+                    "noise's variance, one number like 0.1**2"
+                )
             if var_obs is None and selected_idx is not None:
                 raise ValueError(
                     "selected_idx needs var_obs (noise), the variance of the observations' noise: "

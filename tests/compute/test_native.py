@@ -164,7 +164,7 @@ def test_learn_refuses(compute: Any) -> None:
         ((x[:, :5], y, 0.1), r"mu_x has the shape \(4, 5\), but the network takes samp"),
         ((x, y, None, np.ones((4, 1), np.int32)), "selected_idx needs var_obs"),
         ((x, y[:, :1], 0.1, np.full((4, 1), 6, np.int32)), "selected_idx has number"),
-        ((x, y), "pairs|update_heteros"),
+        ((x, y), r"var_obs \(noise\) is None, .* ends in EvenExp"),
     ]:
         with pytest.raises(ValueError, match=error):
             model.learn(*wrong)

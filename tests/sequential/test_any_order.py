@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ import pytest
 from support import any_order
 from support.rank_pool import worker_environment
 
-TESTS = Path(__file__).parents[1]
+PATHS = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 SLOW = pytest.mark.slow
 COMPUTES = ["engine", "native", "torch", "auto", "cpu:0"]  # the last: a replica on a device
 
@@ -19,8 +20,7 @@ COMPUTES = ["engine", "native", "torch", "auto", "cpu:0"]  # the last: a replica
 def run(compute: str, first: int, count: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "support.any_order", compute, str(first), str(count)],
-        env=worker_environment({}),
-        cwd=TESTS,
+        env=worker_environment({"PYTHONPATH": os.pathsep.join(PATHS)}),
         capture_output=True,
         text=True,
         timeout=600,

@@ -18,6 +18,7 @@ from pytagi.nn import (
     Conv2d,
     ConvTranspose2d,
     Embedding,
+    EvenExp,
     LayerBlock,
     LayerNorm,
     Linear,
@@ -283,7 +284,7 @@ def test_other_names_of_arguments(compute: Any) -> None:
         ((Y[:9], 0.1, ALL[:9]), r"mu_obs \(y\) has 9 elements, .*: give as many for each sample"),
         ((Y[:8], 0.1, ALL[:4]), r"selected_idx has 4 elements, and mu_obs \(y\) has 8: give one"),
         ((Y, None, ALL), r"selected_idx needs var_obs \(noise\)"),
-        ((Y,), r"mu_obs \(y\) has 24 elements, but the outputs are \[4, 6\]: give 3 for each"),
+        ((Y,), r"var_obs \(noise\) is None, but a network learns its noise only if it ends in"),
     ],
 )
 def test_errors_name_the_arguments_of_learn(compute: Any, arguments: Any, text: str) -> None:
@@ -295,7 +296,11 @@ def test_errors_name_the_arguments_of_learn(compute: Any, arguments: Any, text: 
 
 @COMPUTES
 def test_an_unknown_noise_needs_pairs_of_outputs(compute: Any) -> None:
-    model = accelerate(Sequential(Linear(3, 5)), compute)
+    model = accelerate(Sequential(Linear(3, 5), EvenExp()), compute)
     text = r"the noise of mu_obs \(y\) is unknown, so outputs must be pairs .*, but there are 5"
     with pytest.raises(ValueError, match=text):
         model.learn(X, Y[:8])
+    pairs = accelerate(Sequential(Linear(3, 6), EvenExp()), compute)
+    text = r"mu_obs \(y\) has 24 elements, but the outputs are \[4, 6\]: give 3 for each"
+    with pytest.raises(ValueError, match=text):
+        pairs.learn(X, Y)
