@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import fresh
+from support.networks import after_series, distance, fresh, in_steps, last_step, parameters
 
 from tagi_ddp import DDPConfig, DDPSequential, accelerate
 from tagi_ddp.compute import formulas
@@ -164,3 +164,52 @@ def test_cap_factors_of_layers() -> None:
     table.apply_own(Cap.of_batch(100))
     moved = [layer[0].tolist() for layer, _ in arrays]
     assert np.allclose(moved, [[0.5 / 2] * 2, [0.5 / 3] * 2, [0.5] * 2], rtol=1e-4)
+
+
+def trained(model: Any, inputs: int, outputs: int, learns_noise: bool) -> dict[str, Any]:
+    """Return the parameters after four steps by pytagi's four calls."""
+    from pytagi.nn import OutputUpdater
+
+    rng = np.random.default_rng(0)
+    updater = OutputUpdater("cpu")
+    for batch in (1, 7, 7, 300):
+        x = rng.normal(size=(batch, inputs)).astype(np.float32)
+        y = rng.normal(size=batch * outputs).astype(np.float32)
+        model.forward(in_steps(model, x))
+        states, deltas = model.output_z_buffer, model.input_delta_z_buffer
+        if learns_noise:
+            updater.update_heteros(states, y, deltas)
+        else:
+            updater.update(states, y, np.full(y.size, 0.25, np.float32), deltas)
+        model.backward()
+        model.step()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("compute", ["engine", "native", "torch", "auto"])
+@pytest.mark.parametrize("kind", ["EvenExp", "LSTM", "RMSNorm", "LayerNorm", "Remax"])
+def test_training_is_that_of_the_engine_that_is_there(kind: str, compute: Any) -> None:
+    """The engine's own loop is the oracle, with batches of 1, 7 and 300: each has a cap factor."""
+    import pytagi
+    from pytagi import nn
+
+    if not hasattr(nn, kind):
+        pytest.skip(f"this engine has no {kind}")
+
+    def network() -> Any:
+        pytagi.manual_seed(2)
+        if kind == "LSTM":
+            series = nn.LSTM(2, 5, seq_len=3), nn.LSTM(5, 4, seq_len=3, **last_step())
+            return nn.Sequential(*series, nn.Linear(after_series(4, 3), 2))
+        norm = [getattr(nn, kind)([8])] if kind.endswith("Norm") else []
+        activation = [getattr(nn, kind)()] if not norm else []
+        return nn.Sequential(nn.Linear(6, 8), *norm, nn.Linear(8, 2), *activation)
+
+    noisy = kind == "EvenExp"
+    outputs = 1 if noisy else 2
+    plain = network()
+    # The engine's buffers are those of its first batch: a greater one would not fit.
+    plain.forward(in_steps(plain, np.zeros((300, 6), np.float32)))
+    expected = trained(plain, 6, outputs, noisy)
+    ours = trained(accelerate(network(), compute), 6, outputs, noisy)
+    assert distance(ours, expected) < 1e-4

@@ -25,6 +25,7 @@ from tagi_ddp.communicators.control.mesh import chosen_interfaces
 from tagi_ddp.communicators.errors import (
     BackendUnavailable,
     CommunicatorError,
+    Mismatch,
     PeerLost,
     Timeout,
     timeout_text,
@@ -35,6 +36,7 @@ from tagi_ddp.communicators.operations import Call, in_time
 from tagi_ddp.environment import job_secret, rendezvous_endpoint, two_levels
 
 _STORE_SLICE = 0.01  # seconds between two reads of the store
+_LAST_LOOK = 0.5  # seconds before its limit at which a rank looks who is missing
 _MORE = 1.0  # seconds after its limit at which a call of the store counts as stuck
 # Variables with the name of a job, equal on all of its hosts.
 _JOB_NAMES = ("TAGI_DDP_JOB", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "SLURM_JOB_ID")
@@ -80,6 +82,7 @@ class _Rendezvous:
         self._rank, self._size, self._call = rank, size, call
         self._where = f"init on rank {rank} of {size} (gloo)"
         self._secret = job_secret()
+        self._late: Timeout | None = None  # the error of the ranks that were missing near the end
 
     def connect(self) -> Communicator:
         if not self._secret and self._rank == 0:
@@ -95,8 +98,9 @@ class _Rendezvous:
                 secret=self._secret,
                 release=self._release,
             )
-        finally:
-            self._release()  # The frames of an error would keep the store for a while.
+        except Mismatch:
+            self._release()  # The frames of the error would keep the store for a while.
+            raise
 
     def _release(self) -> None:
         """Drop the store before any rank returns.
@@ -113,6 +117,8 @@ class _Rendezvous:
         try:
             return in_time(lambda: self._exchange_in(store, record.decode()), limit, silent)
         except dist.DistError as error:
+            if self._late is not None:  # Rank 0 came to its deadline a moment earlier.
+                raise self._late from error
             what = f"the store of the ranks' rendezvous is gone, perhaps with rank 0: {error}"
             raise PeerLost(f"{self._where}: {what}", [0]) from error
 
@@ -131,7 +137,10 @@ class _Rendezvous:
                     found[name] = text
             if len(found) == len(wanted):
                 break
-            if time.monotonic() > self._call.deadline:
+            left = self._call.deadline - time.monotonic()
+            if self._late is None and left < _LAST_LOOK:
+                self._late = self._missing(store, names)
+            if left <= 0:
                 raise self._missing(store, names)
             time.sleep(_STORE_SLICE)
         if self._rank == 0:
