@@ -312,7 +312,7 @@ def _gigabytes(count: int) -> str:
 
 
 CHECKS = {
-    "python": Check(_python, "use CPython 3.10 to 3.12 on x86-64 Linux, as the engine's wheels do"),
+    "python": Check(_python, "use CPython 3.10 to 3.13 on x86-64 Linux; 3.13 needs a built engine"),
     "tagi_ddp": Check(_package, "install it again, with pip's --force-reinstall --no-deps"),
     "engine": Check(
         _engine,

@@ -15,7 +15,7 @@ import numpy as np
 
 from tagi_ddp.compute import native
 from tagi_ddp.engine.dialect import dialect, make_layer, softmax_works
-from tagi_ddp.engine.layers import DELTAS, PARAMETERS, walk
+from tagi_ddp.engine.layers import ACTIVATIONS, DELTAS, PARAMETERS, walk
 from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.shapes import input_rows
 from tagi_ddp.replica.host import InPlace
@@ -31,7 +31,7 @@ def other_formulas(model: Any) -> list[str]:
 
     Of the kinds that torch alone computes, images, none is compared.
     """
-    kinds = {layer.kind for layer in walk(model)} & {*_RECIPES, *native.ACTIVATIONS} - _BEYOND
+    kinds = {layer.kind for layer in walk(model)} & {*_RECIPES, *ACTIVATIONS} - _BEYOND
     return sorted(kind for kind in kinds if not _agrees(kind))
 
 
@@ -40,7 +40,7 @@ def all_other_formulas() -> list[str]:
     load_engine()
     import cutagi
 
-    kinds = {kind for kind in (*_RECIPES, *native.ACTIVATIONS) if hasattr(cutagi, kind)} - _BEYOND
+    kinds = {kind for kind in (*_RECIPES, *ACTIVATIONS) if hasattr(cutagi, kind)} - _BEYOND
     if not softmax_works():
         kinds -= {"Softmax"}  # The comparison would not be safe.
     return sorted(kind for kind in kinds if not _agrees(kind))

@@ -5,9 +5,9 @@ through analytically tractable inference, International Journal of Forecasting 4
 
 Engines differ in h' and c'. Here they are the states of the previous step only across batches of
 one sample and one step. Otherwise, also within a sequence, they are zero or the values of
-`LSTM.set_states`; `RecurrentLSTM` carries them through a sequence. All steps of all samples are
-therefore computed at once. The forget gate is left out if h' and c'
-are zero. Tensors are [gate, output, row], so each gate is contiguous; a row is a step of a sample.
+`LSTM.set_states`; `RecurrentLSTM` carries them through a sequence. So all steps of all samples are
+computed at once, and the forget gate is left out if h' and c' are zero. Tensors are [gate, output,
+row], so each gate is contiguous; a row is a step of a sample.
 """
 
 from __future__ import annotations

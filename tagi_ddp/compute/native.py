@@ -10,16 +10,11 @@ import numpy as np
 
 from tagi_ddp._backend import Network
 from tagi_ddp.engine.dialect import dialect
-from tagi_ddp.engine.layers import lstm_steps
+from tagi_ddp.engine.layers import ACTIVATIONS, lstm_steps
 from tagi_ddp.engine.options import norm_epsilon, returns_last_step
 from tagi_ddp.engine.pointers import LayoutError
 from tagi_ddp.engine.series import SMOOTHING
 from tagi_ddp.replica import Replica
-
-ACTIVATIONS = (
-    *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
-    *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
-)
 
 # Torch takes longer than the backend's kernels to begin a step, forward and backward: by these
 # microseconds for a layer of each kind. It takes less time for a sample: by these nanoseconds for
@@ -28,17 +23,7 @@ ACTIVATIONS = (
 _BEGIN = {"Linear": 260, "LSTM": 700, "LayerNorm": 200, "RMSNorm": 200, "Embedding": 200}
 _BEGIN_ACTIVATION = 50
 _WEIGHT = {"Linear": 0.03, "LSTM": 0.005}
-_FAST = (
-    "Linear",
-    "LSTM",
-    "LayerNorm",
-    "RMSNorm",
-    "Embedding",
-    "ReLU",
-    "Sigmoid",
-    "Tanh",
-    "LeakyReLU",
-)
+_FAST = (*_BEGIN, "ReLU", "Sigmoid", "Tanh", "LeakyReLU")
 _SLOW_OUTPUT = 35
 
 

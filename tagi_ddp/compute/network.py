@@ -35,7 +35,7 @@ from tagi_ddp.compute.states import Deltas, Jacobian, States
 from tagi_ddp.engine.dialect import dialect
 from tagi_ddp.engine.layers import walk
 from tagi_ddp.engine.pointers import LayoutError
-from tagi_ddp.engine.shapes import input_rows, shapes
+from tagi_ddp.engine.shapes import input_rows, last_layer
 from tagi_ddp.replica import Replica
 
 _KINDS: dict[str, Callable[[Any], Layer]] = {
@@ -120,9 +120,8 @@ class Network:
         self._stateful = [
             part for part in self._chain.parts() if isinstance(part, (LSTM, Embedding))
         ]
-        *_, (_, last) = shapes(model)
         #: the rows of a sample of the outputs
-        self.out_rows = last.out_rows
+        self.out_rows = last_layer(model)[1].out_rows
         self._rows = input_rows(model)
         #: the number of elements of one sample of the input
         self.input_size = self._rows * self._chain.parts()[0].input_size

@@ -13,7 +13,7 @@ from tagi_ddp.compute.interface import LSTMStates, Memory, UpdateMethod
 from tagi_ddp.engine.buffers import FloatArray, HiddenStates
 from tagi_ddp.engine.layers import input_size_of, lstm_samples, walk
 from tagi_ddp.engine.series import SMOOTHING, Series
-from tagi_ddp.engine.shapes import input_rows, sample_shape, shapes
+from tagi_ddp.engine.shapes import input_rows, last_layer, sample_shape
 from tagi_ddp.replica import Replica
 
 
@@ -41,8 +41,7 @@ class EngineCompute:
         self._layers = model._cpp_backend.layers
         self._rows = input_rows(model)
         self._sample = math.prod(sample_shape(model))
-        *_, (_, last) = shapes(model)
-        self._out_rows = last.out_rows
+        self._out_rows = last_layer(model)[1].out_rows
         self._accumulating = [layer for layer in replica.layers if layer.accumulates]
         self._series = Series(self._layers)
         self._length = 0  # the length of series for which the engine has buffers

@@ -55,7 +55,7 @@ class ClassTree:
 
         ``labels`` are the numbers of the classes, from 0 on. Raises ValueError for others.
         """
-        numbers = self._labels(labels)
+        numbers = _labels(labels, self.count)
         decisions, outputs = self._paths
         return decisions[numbers], outputs[numbers]
 
@@ -86,15 +86,6 @@ class ClassTree:
         found: npt.NDArray[np.float64] = np.exp(sums - sums.max(axis=1, keepdims=True))
         found /= found.sum(axis=1, keepdims=True)
         return found
-
-    def _labels(self, labels: npt.ArrayLike) -> npt.NDArray[np.int32]:
-        numbers: npt.NDArray[np.int32] = whole_numbers("labels", labels)
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.count:
-            raise ValueError(
-                f"labels go from {numbers.min()} to {numbers.max()}; give numbers from 0 to "
-                f"{self.count - 1}"
-            )
-        return numbers
 
 
 @dataclass(frozen=True)
@@ -162,18 +153,24 @@ def _checked(
     probabilities: npt.ArrayLike, labels: npt.ArrayLike
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
     chosen = np.asarray(probabilities, np.float64)
-    numbers = whole_numbers("labels", labels)
+    numbers = _labels(labels, chosen.shape[-1] if chosen.ndim else 0)
     if chosen.ndim != 2 or len(chosen) != len(numbers) or not len(numbers):
         raise ValueError(
             f"probabilities has the shape {chosen.shape} and labels {len(numbers)} elements; give "
             "[samples, classes] and one label for each sample"
         )
-    if not 0 <= numbers.min() <= numbers.max() < chosen.shape[1]:
-        raise ValueError(
-            f"labels go from {numbers.min()} to {numbers.max()}; probabilities has "
-            f"{chosen.shape[1]} classes"
-        )
     return chosen, numbers
+
+
+def _labels(labels: npt.ArrayLike, classes: int) -> npt.NDArray[np.int32]:
+    """Return the numbers of classes, flat; raise ValueError unless there are such classes."""
+    numbers: npt.NDArray[np.int32] = whole_numbers("labels", labels)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < classes:
+        raise ValueError(
+            f"labels go from {numbers.min()} to {numbers.max()}; give numbers from 0 to "
+            f"{classes - 1}"
+        )
+    return numbers
 
 
 def _erfc(values: npt.NDArray[np.float64]) -> npt.NDArray[Any]:

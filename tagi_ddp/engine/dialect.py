@@ -63,17 +63,17 @@ def check_step() -> None:
     edges = {edge for batch, _ in CAP_FACTORS for edge in (batch - 1, batch)}
     for batch in sorted({1, 1024, *edges} - {-1, 0}):
         linear = make_layer(cutagi.Linear(0, 0, True), 1, 2, 2, 2)
-        found, unmoved = _cap_of(cutagi.Sequential([linear]), linear, batch)
+        found, as_expected = _cap_of(cutagi.Sequential([linear]), linear, batch)
         if not math.isclose(found, cap_factor(batch), rel_tol=1e-3):
             raise DialectError(
                 f"the engine's cap factor for a batch of {batch} is {found:g}, not "
                 f"{cap_factor(batch):g}: this package would make other steps. Train by the engine "
                 "alone, or build an older one"
             )
-        if not unmoved:
+        if not as_expected:
             raise DialectError(
-                "the engine's step changes parameters without deltas, which this package would not "
-                "do. Train by the engine alone, or build an older one"
+                "the engine's step moves parameters by more or less than their deltas, which this "
+                "package would not do. Train by the engine alone, or build an older one"
             )
 
 
@@ -92,13 +92,15 @@ def make_layer(layer: Any, inputs: int, outputs: int, weights: int, biases: int)
 
 
 def _cap_of(network: Any, layer: Any, batch: int) -> tuple[float, bool]:
-    """Return the cap factor of a layer of 2 weights, and whether weights without deltas stay."""
+    """Return the cap factor of a layer of 2 weights, and whether all else moves by its delta."""
     network.forward(np.full((batch, 1), 0.5, np.float32), None)
     layer.mu_w, layer.var_w = [0.5, 0.5], [0.25, 0.25]
-    layer.delta_mu_w, layer.delta_var_w = [1e6, 0.0], [0.0, 0.0]
+    layer.delta_mu_w, layer.delta_var_w = [1e6, 0.0], [0.0, 0.125]
+    biases = list(layer.mu_b), list(layer.var_b)
     network.step()
     (moved, stayed), variances = layer.mu_w, list(layer.var_w)
-    return 0.5 / (moved - 0.5), stayed == 0.5 and variances == [0.25, 0.25]
+    as_expected = stayed == 0.5 and variances == [0.25, 0.375]
+    return 0.5 / (moved - 0.5), as_expected and (list(layer.mu_b), list(layer.var_b)) == biases
 
 
 def _exp_covariance() -> bool:

@@ -11,12 +11,14 @@ DELTAS = ("delta_mu_w", "delta_var_w", "delta_mu_b", "delta_var_b")
 _INITIALISED_LATE = ("Conv2d", "ConvTranspose2d", "LSTM", "SLSTM")
 
 
+ACTIVATIONS = (
+    *("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "MixtureReLU", "MixtureSigmoid", "MixtureTanh"),
+    *("MixtureSoftplus", "EvenExp", "Softmax", "Remax", "ClosedFormSoftmax"),
+)
 # The kinds of layer that are known to keep all parameters in these vectors, or to have none.
 _KNOWN = (
     *("Linear", "Conv2d", "ConvTranspose2d", "BatchNorm2d", "LayerNorm", "Embedding", "LSTM"),
-    *("SLSTM", "SLinear", "ReLU", "Sigmoid", "Tanh", "Softplus", "LeakyReLU", "Softmax"),
-    *("MixtureReLU", "MixtureSigmoid", "MixtureSoftplus", "MixtureTanh", "ClosedFormSoftmax"),
-    *("Remax", "EvenExp", "AvgPool2d", "MaxPool2d"),
+    *("SLSTM", "SLinear", "AvgPool2d", "MaxPool2d", "Softplus", *ACTIVATIONS),
 )
 
 

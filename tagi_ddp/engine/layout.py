@@ -24,7 +24,6 @@ from tagi_ddp.engine.loader import load_engine
 from tagi_ddp.engine.pointers import LayoutError, address_of, layout_errors
 
 _VECTORS = PARAMETERS + DELTAS  # the order in which they lie behind each other
-_VECTOR = 24  # bytes of a std::vector: begin, end, end of its memory
 _STRING = 32  # bytes of a std::string: begin, length, up to 15 characters in place
 _SEARCHED = 4096  # bytes of a layer in which a search looks
 _COMPARED = 1024  # vectors of at most so many elements are compared; others are slow to copy

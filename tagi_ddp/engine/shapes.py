@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tagi_ddp.engine.dialect import dialect, learns_from_all_steps, passes_steps_on, softmax_works
-from tagi_ddp.engine.layers import Layer, input_size_of, lstm_steps, walk
+from tagi_ddp.engine.layers import ACTIVATIONS, Layer, input_size_of, lstm_steps, walk
 from tagi_ddp.engine.options import returns_last_step
 
-_ACTIVATIONS = (
-    *("ReLU", "Sigmoid", "Tanh", "Softplus", "LeakyReLU", "MixtureReLU", "MixtureSigmoid"),
-    *("MixtureSoftplus", "MixtureTanh", "ClosedFormSoftmax", "Remax", "EvenExp"),
-)
+_ACTIVATIONS = (*ACTIVATIONS, "Softplus")
 _TAKE_VECTORS = ("Linear", "LSTM", "SLinear", "LayerNorm", "RMSNorm")
 _SEE_ALL_STEPS = ("LSTM", "Embedding")
 # The cap factor of these layers counts samples, that of all others the rows that they see.
@@ -67,6 +64,17 @@ def shapes(model: Any) -> Iterator[tuple[Layer, Shape]]:
         yield layer, Shape(before, rows, width)
 
 
+def last_layer(model: Any) -> tuple[Layer, Shape]:
+    """Return the layer that has a network's outputs, and the shape of a sample in it."""
+    *_, last = shapes(model)
+    return last
+
+
+def learns_noise(model: Any) -> bool:
+    """Return whether every second output is the variance of the noise of the one before."""
+    return last_layer(model)[0].kind == "EvenExp"
+
+
 def cap_rows(layer: Layer, shape: Shape) -> int:
     """Return the rows of a sample that count for a layer's cap factor; 0: the factor is 1."""
     if layer.kind == "RMSNorm" and dialect().free_rms_norm:
@@ -97,9 +105,8 @@ def require_steps(model: Any) -> None:
             )
         if layer.kind == "SLSTM" and lstm_steps(layer.handle) > 1:
             raise ValueError(f"layer {layer.name}: in this engine SLSTM needs seq_len=1")
-        if layer.kind in _SEE_ALL_STEPS or layer.kind in _ACTIVATIONS:
-            pass
-        elif shape.rows > 1 and not learns_from_all_steps():
+        sees_all = layer.kind in (*_SEE_ALL_STEPS, *_ACTIVATIONS)
+        if shape.rows > 1 and not sees_all and not learns_from_all_steps():
             raise ValueError(
                 f"layer {layer.name} gets {shape.rows} steps of a sample, of which this engine's "
                 "backward pass sees the first ones only. Give the LSTM before it "

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from tagi_ddp.checks import flat_floats, require_rows, shape_of
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.shapes import sample_shape, shapes
+from tagi_ddp.engine.shapes import last_layer, learns_noise, sample_shape
 
 # Samples of a forward pass. Even: an EvenExp layer of an odd width counts through the whole batch.
 _CHUNK = 256
@@ -24,10 +24,8 @@ def predict(
 ) -> tuple[FloatArray, FloatArray]:
     """Predict by ``forward``, in the present mode; see `LearnInterface.predict`."""
     flat = flat_floats("x", x, False)
-    *_, (last, shape) = shapes(network)
-    outputs = shape.outputs
-    learns_noise = last.kind == "EvenExp"
-    if learns_noise and outputs % 2:
+    outputs, noisy = last_layer(network)[1].outputs, learns_noise(network)
+    if noisy and outputs % 2:
         raise ValueError(
             f"the network ends in EvenExp, which makes pairs of a value and its noise, but has "
             f"{outputs} outputs: give it an even number"
@@ -37,14 +35,14 @@ def predict(
     rows, left = divmod(len(flat), width := math.prod(sample))
     if left:
         raise ValueError(f"x has {len(flat)} numbers: give [samples, {width}], or as many in a row")
-    added = None if noise is None else _checked(noise, rows, outputs // (1 + learns_noise))
+    added = None if noise is None else _checked(noise, rows, outputs // (1 + noisy))
     mean, variance = np.empty((2, rows, outputs), np.float32)
     # A last chunk of one sample would be the next step of a series to LSTM layers.
     for begin in range(0, rows - (rows > 1), _CHUNK):
         end = rows if rows - begin <= _CHUNK + 1 else begin + _CHUNK
         found = forward(flat[begin * width : end * width])
         mean[begin:end], variance[begin:end] = (part.reshape(-1, outputs) for part in found)
-    if learns_noise:
+    if noisy:
         added = mean[:, 1::2] if added is None else added
         mean, variance = mean[:, ::2].copy(), variance[:, ::2].copy()
     if added is not None:

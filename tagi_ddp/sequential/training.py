@@ -19,7 +19,7 @@ from tagi_ddp.compute.local_network import LocalNetwork
 from tagi_ddp.compute.on_native import NativeCompute
 from tagi_ddp.elastic.job import ElasticJob
 from tagi_ddp.engine.buffers import FloatArray
-from tagi_ddp.engine.shapes import shapes
+from tagi_ddp.engine.shapes import learns_noise
 from tagi_ddp.sequential.first_step import FirstStep
 from tagi_ddp.sequential.output_updater import update_outputs
 from tagi_ddp.sequential.prediction import predict
@@ -62,8 +62,7 @@ class Training:
         self._merges = merges
         self._first = first
         self._elastic = elastic
-        *_, (last, _) = shapes(local.model)
-        self._learns_noise = last.kind == "EvenExp"
+        self._learns_noise = learns_noise(local.model)
         # Whole steps in one call: of the backend's kernels, and of all ranks if there are several.
         self._at_once: NativeCompute | None = None
         self._together: SharedStep | None = None

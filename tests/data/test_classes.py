@@ -103,7 +103,8 @@ def test_wrong_arguments() -> None:
         (np.ones(3), [0, 1, 2]),
         (np.ones((2, 3)), [0]),
         (np.ones((0, 3)), []),
-        (np.ones((1, 3)), [3]),
     ):
         with pytest.raises(ValueError, match="probabilities has"):
             class_scores(probabilities, labels)
+    with pytest.raises(ValueError, match="labels go from 3 to 3; give numbers from 0 to 2"):
+        class_scores(np.ones((1, 3)), [3])

@@ -42,8 +42,13 @@ def stepping(change: Any) -> Any:
 
 
 def pull(layer: Any, before: list[float]) -> None:
-    """Move all means towards a prior, as later engines can."""
-    layer.mu_w = [0.9 * mu for mu in layer.mu_w]
+    """Move the means without deltas towards a prior, as later engines can."""
+    layer.mu_w = [mu if mu != old else 0.9 * mu for mu, old in zip(layer.mu_w, before, strict=True)]
+
+
+def decay(layer: Any, before: list[float]) -> None:
+    """Reduce the variances of biases."""
+    layer.var_b = [0.9 * var for var in layer.var_b]
 
 
 def cap_less(layer: Any, before: list[float]) -> None:
@@ -53,7 +58,11 @@ def cap_less(layer: Any, before: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(pull, "cap factor for a batch of 1|without deltas"), (cap_less, "cap factor for a batch of")],
+    [
+        (pull, "more or less than their deltas"),
+        (decay, "more or less than their deltas"),
+        (cap_less, "cap factor for a batch of"),
+    ],
 )
 def test_another_step_is_refused_by_name(
     clean: None, change: Any, text: str, monkeypatch: pytest.MonkeyPatch

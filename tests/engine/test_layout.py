@@ -17,35 +17,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.raw_memory import Memory
 
 from tagi_ddp.engine import layout
 from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.layout import Layout, find_layout
 from tagi_ddp.engine.pointers import LayoutError
 
-LIBC = ctypes.CDLL(None)
-LIBC.malloc.restype = ctypes.c_void_p
-LIBC.malloc.argtypes = [ctypes.c_size_t]
-LIBC.free.argtypes = [ctypes.c_void_p]
 NAMES = PARAMETERS + DELTAS
 BEYOND = 64  # bytes of a derived class
-
-
-class Memory:
-    """Blocks of memory that live as long as this."""
-
-    def __init__(self) -> None:
-        self._blocks: list[int] = []
-
-    def store(self, data: bytes) -> int:
-        address: int = LIBC.malloc(max(1, len(data)))
-        self._blocks.append(address)
-        ctypes.memmove(address, data, len(data))
-        return address
-
-    def __del__(self) -> None:
-        for block in self._blocks:
-            LIBC.free(block)
 
 
 class Engine:

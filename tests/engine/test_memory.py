@@ -6,7 +6,6 @@ The layer is a stand-in: memory like that of the engine's layer, with bytes inse
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytagi.nn import Linear, Sequential
+from support.raw_memory import Memory
 
 from tagi_ddp import accelerate
 from tagi_ddp.engine import layers as engine_layers
@@ -22,10 +22,6 @@ from tagi_ddp.engine.layers import DELTAS, PARAMETERS
 from tagi_ddp.engine.layout import Layout, check_layer
 from tagi_ddp.engine.pointers import LayoutError
 
-LIBC = ctypes.CDLL(None)
-LIBC.malloc.restype = ctypes.c_void_p
-LIBC.malloc.argtypes = [ctypes.c_size_t]
-LIBC.free.argtypes = [ctypes.c_void_p]
 SIZE, VECTORS = 344, 104
 
 
@@ -33,7 +29,7 @@ class StandIn:
     """A layer of 3 x 2 weights whose memory is its own, with ``more`` bytes from ``place`` on."""
 
     def __init__(self, place: int, more: bytes, scalar: int) -> None:
-        self._blocks: list[int] = []
+        self._memory = Memory()
         names = PARAMETERS + DELTAS
         sizes = {name: 6 if name.endswith("_w") else 2 for name in names}
         for number, name in enumerate(names):
@@ -43,32 +39,20 @@ class StandIn:
         memory[8:88] = struct.pack("10Q", *[scalar] * 10)
         for number, name in enumerate(names):
             values = np.array(getattr(self, name), np.float32).tobytes()
-            begin = self._malloc(values)
+            begin = self._memory.store(values)
             ends = begin, begin + len(values), begin + len(values)
             memory[VECTORS + 24 * number : VECTORS + 24 * number + 24] = struct.pack("3Q", *ends)
         memory[place:place] = more
-        self.address = self._malloc(bytes(memory))
-
-    def _malloc(self, data: bytes) -> int:
-        address: int = LIBC.malloc(len(data))
-        self._blocks.append(address)
-        ctypes.memmove(address, data, len(data))
-        return address
-
-    def close(self) -> None:
-        for block in self._blocks:
-            LIBC.free(block)
+        self.address = self._memory.store(bytes(memory))
 
 
 def refused(place: int, more: bytes, scalar: int = 5) -> bool:
     layer = StandIn(place, more, scalar)
     try:
         check_layer(layer, layer.address, Layout(VECTORS, 96, SIZE))
-        return False
     except LayoutError:
         return True
-    finally:
-        layer.close()
+    return False
 
 
 def test_the_own_layout_is_known() -> None:

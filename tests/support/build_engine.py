@@ -26,6 +26,10 @@ _FLAGS = ("-std=c++14", "-O2", "-fPIC", "-w")
 def build(source: Path, folder: Path) -> None:
     """Compile the files of ``source`` that have changed since, and link them in ``folder``."""
     name = hashlib.blake2b(bytes(source), digest_size=4).hexdigest()  # another source, other files
+    if not (source / "src" / "bindings").is_dir():
+        sys.exit(
+            f"{source} is no checkout of cuTAGI: set TAGI_DDP_CUTAGI_SOURCE to the path of one"
+        )
     objects = folder / "objects" / name
     objects.mkdir(parents=True, exist_ok=True)
     include = [pybind11.get_include(), sysconfig.get_path("include"), str(source / "include")]
@@ -51,7 +55,8 @@ def build(source: Path, folder: Path) -> None:
     subprocess.run(["g++", "-shared", "-pthread", *compiled, "-o", library], check=True)
     shutil.copytree(source / "pytagi", folder / "pytagi", dirs_exist_ok=True)
     # Now, as in tests the warnings of the compiler are errors.
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "compileall", "-q", folder / "pytagi"])
+    command = [sys.executable, "-W", "ignore", "-m", "compileall", "-q", folder / "pytagi"]
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
