@@ -42,7 +42,17 @@ TORCH_FAMILIES = (
     ("merging", 16),
     ("merging_cnn", 16),
     ("shards", 2),
+    ("mnist", 4),
+    ("large_batches", 16),
+    ("batch_invariance", 16),
+    ("tourism", 2),
+    ("m3", 2),
+    ("out_of_distribution", 4),
 )
+# Families by one name.
+GROUPS = {
+    "proofs": ("mnist", "large_batches", "batch_invariance", "tourism", "m3", "out_of_distribution")
+}
 
 
 def main() -> None:
@@ -63,14 +73,16 @@ def main() -> None:
         families += (("gpu_calls", ranks), ("gpu_exchange", ranks))
     else:
         print("torch is not installed: no rows of what it computes.")
-    if unknown := set(options.only) - {family for family, _ in families}:
+    only = {family for name in options.only for family in GROUPS.get(name, (name,))}
+    if unknown := only - {family for family, _ in families}:
         parser.error(
-            f"no family {', '.join(sorted(unknown))}; there are {', '.join(dict(families))}"
+            f"no family {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(dict(families) | GROUPS)}"
         )
     if options.quick:
         families = tuple((name, min(ranks, 4)) for name, ranks in families)
     start = time.monotonic()
-    chosen = [pair for pair in families if not options.only or pair[0] in options.only]
+    chosen = [pair for pair in families if not only or pair[0] in only]
     found: dict[Family, list[Row]] = {}
     try:
         for names, ranks in batches(chosen, together=options.quick):

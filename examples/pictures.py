@@ -95,3 +95,38 @@ def agreement(path, steps, window=20):
     axes.set_title(f"Agreement of ranks at each merge, and its mean over {window}")
     axes.legend(ncols=3)
     save(figure, path)
+
+
+def forecasts(path, known, future, mean, variance, count=3):
+    """Plot the forecasts of the first series below what came."""
+    figure, all_axes = panels(count, (8, 7))
+    for axes, one, new, *moments in zip(all_axes, known, future, mean, variance, strict=False):
+        periods = np.arange(-min(len(one), 3 * len(new)), len(new))
+        axes.plot(periods, np.append(one, new)[-len(periods) :], color=BLUE, label="observed")
+        band(axes, periods[-len(new) :], *interval(*moments), VERMILION, "forecast")
+    all_axes[0].set_title("Forecasts of unseen periods")
+    all_axes[0].legend(loc="upper left", ncols=3)
+    all_axes[-1].set(xlabel="periods after the last one that is known")
+    save(figure, path)
+
+
+def reliability(path, curves):
+    """Plot accuracy over confidence, by name: the bins of `tagi_ddp.data.reliability`.
+
+    The band is where nineteen of twenty accuracies of a calibrated network are: two standard
+    deviations (sd) of a binomial's share to either side.
+    """
+    figure, axes = panels(size=(5, 5))
+    axes.plot([0, 1], [0, 1], "--", color="#555555", linewidth=1, label="ideal")
+    for number, (name, bins) in enumerate(curves.items()):
+        filled = bins.counts > 0
+        middle, accuracy = bins.confidence[filled], bins.accuracy[filled]
+        bars = 2 * np.sqrt(middle * (1 - middle) / bins.counts[filled])
+        axes.plot(middle, accuracy, "os^v"[number], label=name)
+        axes.fill_between(
+            middle, middle - bars, middle + bars, color=f"C{number}", alpha=0.2, label="± 2 sd"
+        )
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1))
+    axes.set_title("Reliability of class probabilities")
+    axes.legend(loc="upper left")
+    save(figure, path)

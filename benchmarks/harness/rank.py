@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import pickle
+import sys
 from pathlib import Path
 
 import tagi_ddp
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("families", nargs="+")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))  # which import each other
     with tagi_ddp.init("shm") as communicator:
         rows = {}
         for name in options.families:

@@ -234,8 +234,7 @@ void bind_compute(nb::module_& module) {
                     self.backward(false);
                     read_outputs(self, out_mean, out_variance);
                     if (together == nullptr) {
-                        const Cap cap = Cap::of_batch(static_cast<int64_t>(batch));
-                        culprit = apply_own(self.parameters(), cap);
+                        culprit = apply_own(self.parameters(), static_cast<int64_t>(batch));
                         if (!culprit.empty()) refused_by.push_back(0);
                     }
                 }

@@ -75,7 +75,7 @@ void bind_parameters(nb::module_& module) {
             },
             "name"_a, "vectors"_a, "counter"_a, "has_biases"_a, "rows"_a = 1,
             "Add a layer by the verified addresses of its vectors and of its counter of corrected "
-            "variances. ``rows`` of a sample count for its cap factor, see `Cap`.")
+            "variances. ``rows`` of a sample count for its cap factor.")
         .def(
             "add_layer",
             [](Parameters& self, const std::string& name, const std::vector<Floats>& weights,
@@ -110,15 +110,17 @@ void bind_parameters(nb::module_& module) {
                 return result;
             },
             "(offset, count) of each layer's weights and biases in the flat sequence.")
-        .def_prop_ro(
-            "rows",
-            [](const Parameters& self) {
-                nb::list result;
+        .def(
+            "cap_factors",
+            [](const Parameters& self, int64_t batch) {
+                std::vector<float> factors;
                 for (size_t i = 0; i < self.blocks().size(); i += 2)
-                    result.append(self.blocks()[i].rows);
-                return result;
+                    factors.push_back(self.cap_factor(self.blocks()[i], batch));
+                return factors;
             },
-            "The rows of a sample that count for each layer's cap factor, see `Cap`.")
+            "batch"_a, "Return each layer's cap factor for a step of ``batch`` samples.")
+        .def_rw("chosen_cap_factor", &Parameters::chosen_cap_factor, nb::arg().none(),
+                "A cap factor for all batches and layers; None: the engine's.")
         .def_prop_ro("size", &Parameters::size)
         .def(
             "first_not_finite",
@@ -151,11 +153,12 @@ void bind_parameters(nb::module_& module) {
             "bucket"_a, Unlocked(), "Write the deltas to ``bucket``, [means | variances].")
         .def(
             "apply",
-            [](const Parameters& self, const Floats& bucket, float divisor, const Cap& cap) {
-                apply(self, checked(self, bucket), divisor, cap);
+            [](const Parameters& self, const Floats& bucket, float divisor, int64_t batch) {
+                apply(self, checked(self, bucket), divisor, batch);
             },
-            "bucket"_a, "divisor"_a, "cap"_a, Unlocked(),
-            "Cap and apply the bucket's deltas, divided by ``divisor``.")
+            "bucket"_a, "divisor"_a, "batch"_a, Unlocked(),
+            "Cap and apply the bucket's deltas, divided by ``divisor``, as those of ``batch`` "
+            "samples.")
         .def(
             "pack_shard",
             [](const Parameters& self, const Floats& bucket, size_t begin) {
@@ -167,10 +170,11 @@ void bind_parameters(nb::module_& module) {
         .def(
             "apply_shard",
             [](const Parameters& self, const Floats& gaussians, size_t begin, float divisor,
-               const Cap& cap) {
-                apply_shard(self, range_of(self, gaussians, begin), gaussians.data(), divisor, cap);
+               int64_t batch) {
+                const Shard range = range_of(self, gaussians, begin);
+                apply_shard(self, range, gaussians.data(), divisor, batch);
             },
-            "gaussians"_a, "begin"_a, "divisor"_a, "cap"_a, Unlocked(),
+            "gaussians"_a, "begin"_a, "divisor"_a, "batch"_a, Unlocked(),
             "Cap and apply the deltas of the flat range from ``begin``, and replace them by the "
             "posterior, for take_shard.")
         .def(
@@ -182,9 +186,10 @@ void bind_parameters(nb::module_& module) {
             "gaussians"_a, "begin"_a, Unlocked(),
             "Replace the flat range from ``begin`` by another rank's posterior.")
         .def(
-            "apply_own", &apply_own, "cap"_a, Unlocked(),
-            "Cap and apply the deltas in the layers. If one is NaN or infinite, apply nothing, and "
-            "return the name of its layer; else return \"\".")
+            "apply_own", &apply_own, "batch"_a, "times"_a = 1.0f, Unlocked(),
+            "Cap and apply the deltas in the layers, of ``batch`` samples; cap factors are "
+            "multiplied by ``times``. If a delta is NaN or infinite, apply nothing, and return the "
+            "name of its layer; else return \"\".")
         .def(
             "read_posterior",
             [](const Parameters& self, const Floats& gaussians) {

@@ -52,13 +52,6 @@ void bind_update(nb::module_& module) {
     module.attr("CAP_FACTORS") = nb::tuple(factors);
     module.def("cap_factor", &cap_factor, "batch"_a,
                "Return the engine's cap factor for a batch size.");
-    nb::class_<Cap>(module, "Cap", "The cap factors of a step.")
-        .def(nb::init_implicit<float>(), "factor"_a)
-        .def_static("of_batch", &Cap::of_batch, "batch"_a, "times"_a = 1.0f,
-                    "Those of a batch, multiplied by ``times``.")
-        .def("of", &Cap::of, "rows"_a,
-             "Return that of a layer that sees so many rows of a sample; of one that sees none, 1.")
-        .def_ro("factor", &Cap::factor, "That of a layer that sees one row of a sample.");
 
     nb::class_<Contribution>(module, "Contribution", "The contribution of one rank to a step.")
         .def(nb::init<int64_t, bool, bool>(), "batch"_a, "finite"_a = true, "finished"_a = false)
@@ -73,7 +66,8 @@ void bind_update(nb::module_& module) {
         .def_ro("all_finished", &Agreement::all_finished)
         .def_prop_ro("applies", &Agreement::applies)
         .def("divisor", &Agreement::divisor, "average"_a)
-        .def("cap", &Agreement::cap, "average"_a);
+        .def("capped_as", &Agreement::capped_as, "average"_a,
+             "Return the batch size whose cap factor holds for the sum, or the mean, of deltas.");
     nb::class_<Pace>(module, "Pace",
                      "The times that the ranks take for their own work, between two exchanges.")
         .def(nb::init<>())

@@ -19,9 +19,9 @@ Agreement::Agreement(const std::vector<Contribution>& ranks) {
     }
 }
 
-Cap Agreement::cap(bool average) const {
+int64_t Agreement::capped_as(bool average) const {
     // A mean of deltas corresponds to the batch of one rank: the mean of the ranks' batches.
-    return Cap::of_batch(average ? (batch + active - 1) / active : batch);
+    return average ? (batch + active - 1) / active : batch;
 }
 
 }  // namespace tagi_ddp

@@ -17,22 +17,6 @@ constexpr CapFactor cap_factors[] = {{0, 0.1f}, {2, 2.0f}, {256, 3.0f}};
 
 float cap_factor(int64_t batch);
 
-// The cap factors of a step of `batch` samples. A layer that sees several rows of a sample, such as
-// the steps of a series, has the factor of a batch of so many rows; one that sees none has 1.
-struct Cap {
-    explicit Cap(float factor, int64_t batch = 0) : factor(factor), batch(batch) {}
-    static Cap of_batch(int64_t batch, float times = 1.0f) {
-        return Cap(times * cap_factor(batch), batch);
-    }
-    float of(int64_t rows) const {
-        if (rows == 1) return factor;
-        return factor / cap_factor(batch) * (rows == 0 ? 1.0f : cap_factor(batch * rows));
-    }
-
-    float factor;  // of a layer that sees one row of a sample
-    int64_t batch;
-};
-
 // The contribution of one rank to a step.
 struct Contribution {
     int64_t batch = 0;      // samples behind the deltas; 0: no deltas
@@ -50,9 +34,9 @@ struct Agreement {
     bool all_finished = true;
 
     bool applies() const { return not_finite.empty() && active > 0; }
-    // The divisor of sums of deltas, and the cap factors for the quotient.
+    // The divisor of sums of deltas, and the batch size whose cap factor holds for the quotient.
     float divisor(bool average) const { return average ? static_cast<float>(active) : 1.0f; }
-    Cap cap(bool average) const;
+    int64_t capped_as(bool average) const;
 };
 
 }  // namespace tagi_ddp

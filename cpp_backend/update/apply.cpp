@@ -104,14 +104,14 @@ void reset_counters(const Parameters& parameters) {
 }
 
 void apply_range(const Parameters& parameters, Shard range, const float* const* slots, int ranks,
-                 size_t stride, float divisor, const Cap& cap, float* posterior) {
+                 size_t stride, float divisor, int64_t batch, float* posterior) {
     constexpr size_t block_floats = 1024;  // stays in the first-level cache
     float delta_mu[block_floats];
     float delta_var[block_floats];
     // `take_range` counts the corrected variances too, so they are sent as the negative of `floor`.
     const float floor = posterior == nullptr ? least_variance : -least_variance;
     parameters.visit(range, [&](const Block& block, size_t first, size_t count, size_t at) {
-        const float factor = cap.of(block.rows);
+        const float factor = parameters.cap_factor(block, batch);
         int32_t negative = 0;
         for (size_t done = 0; done < count; done += block_floats) {
             const size_t n = std::min(block_floats, count - done);

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "common/buffer.h"
-#include "update/agreement.h"
 #include "update/parameters.h"
 
 namespace tagi_ddp {
@@ -22,10 +21,11 @@ int32_t apply_capped(float* __restrict mu, float* __restrict var, const float* _
 void reset_counters(const Parameters& parameters);
 
 // Caps and applies the sums of the ranks' slots, divided by `divisor`. A slot has the deltas of the
-// range, [means | variances], `stride` floats apart; it is null for a rank without deltas. If
-// `posterior` is not null, the result is written there in the same layout, for `take_range`.
+// range, [means | variances], `stride` floats apart; it is null for a rank without deltas. The cap
+// factors are those of `batch` samples. If `posterior` is not null, the result is written there in
+// the same layout, for `take_range`.
 void apply_range(const Parameters& parameters, Shard range, const float* const* slots, int ranks,
-                 size_t stride, float divisor, const Cap& cap, float* posterior = nullptr);
+                 size_t stride, float divisor, int64_t batch, float* posterior = nullptr);
 
 // Replaces the range by the posterior that another rank's `apply_range` has written.
 void take_range(const Parameters& parameters, Shard range, const float* posterior, size_t stride);

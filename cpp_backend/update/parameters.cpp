@@ -1,9 +1,11 @@
 #include "update/parameters.h"
 
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "common/simd.h"
+#include "update/agreement.h"
 
 namespace tagi_ddp {
 namespace {
@@ -98,6 +100,13 @@ bool Parameters::replace(size_t index, Block block) {
 void Parameters::place_deltas(float* bucket) {
     bucket_ = bucket;
     for (size_t i = 0; i < blocks_.size(); ++i) replace(i, blocks_[i]);
+}
+
+float Parameters::cap_factor(const Block& block, int64_t batch) const {
+    if (chosen_cap_factor) {  // 0 / 0 has no value, and a variance may be 0.
+        return std::max(*chosen_cap_factor, std::numeric_limits<float>::min());
+    }
+    return block.rows == 0 ? 1.0f : tagi_ddp::cap_factor(batch * block.rows);
 }
 
 std::string Parameters::first_not_finite(Shard range) const {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ struct Block {
     float* delta_var = nullptr;
     size_t count = 0;
     int32_t* neg_var_counter = nullptr;  // as in the engine, only for weights
-    int64_t rows = 1;                    // of a sample, for the cap factor; see `Cap`
+    int64_t rows = 1;                    // of a sample, for `Parameters::cap_factor`
 };
 
 // A layer in the engine's memory, which has been verified and outlives this.
@@ -47,6 +48,12 @@ class Parameters {
     // after the last layer has been added.
     void place_deltas(float* bucket);
     const float* bucket() const { return bucket_; }
+
+    // The factor that limits a step of the block to sqrt(var) / factor: the chosen one or, as in
+    // the engine, that of a batch of so many rows as the layer sees; 1 if it sees none.
+    float cap_factor(const Block& block, int64_t batch) const;
+    // A factor for all batches and layers; 0: almost no limit. Without a value: the engine's.
+    std::optional<float> chosen_cap_factor;
 
     size_t size() const { return size_; }
     const std::vector<Block>& blocks() const { return blocks_; }

@@ -14,25 +14,26 @@ void pack(const Parameters& parameters, Shard range, float* bucket, size_t strid
     });
 }
 
-void apply(const Parameters& parameters, const float* bucket, float divisor, const Cap& cap) {
+void apply(const Parameters& parameters, const float* bucket, float divisor, int64_t batch) {
     const size_t size = parameters.size();
     reset_counters(parameters);
-    apply_range(parameters, {0, size}, &bucket, 1, size, divisor, cap);
+    apply_range(parameters, {0, size}, &bucket, 1, size, divisor, batch);
 }
 
 void apply_shard(const Parameters& parameters, Shard range, float* gaussians, float divisor,
-                 const Cap& cap) {
+                 int64_t batch) {
     const float* const slot = gaussians;
     reset_counters(parameters);
-    apply_range(parameters, range, &slot, 1, range.count, divisor, cap, gaussians);
+    apply_range(parameters, range, &slot, 1, range.count, divisor, batch, gaussians);
 }
 
-std::string apply_own(const Parameters& parameters, const Cap& cap) {
+std::string apply_own(const Parameters& parameters, int64_t batch, float times) {
     std::string culprit = parameters.first_not_finite({0, parameters.size()});
     if (!culprit.empty()) return culprit;
     for (const Block& block : parameters.blocks()) {
-        const int32_t negative = apply_capped(block.mu, block.var, block.delta_mu, block.delta_var,
-                                              block.count, cap.of(block.rows));
+        const float factor = times * parameters.cap_factor(block, batch);
+        const int32_t negative =
+            apply_capped(block.mu, block.var, block.delta_mu, block.delta_var, block.count, factor);
         if (block.neg_var_counter != nullptr) *block.neg_var_counter = negative;
     }
     return culprit;
@@ -77,7 +78,7 @@ Step step(ShmCommunicator& communicator, const Parameters& parameters, float* bu
         reset_counters(parameters);
         // Only this rank reads its own shard of its own bucket, so the posterior can replace it.
         apply_range(parameters, own, slots.data(), ranks, size, agreement.divisor(average),
-                    agreement.cap(average), bucket + own.begin);
+                    agreement.capped_as(average), bucket + own.begin);
     });
     plan.phases.emplace_back([&](const std::vector<std::byte*>& parts) {
         for (int r = 0; r < ranks; ++r) {

@@ -13,15 +13,16 @@ namespace tagi_ddp {
 
 // Writes the deltas of a range to `bucket`: [means | variances], `stride` floats apart.
 void pack(const Parameters& parameters, Shard range, float* bucket, size_t stride);
-// Caps and applies the bucket's deltas, divided by `divisor`.
-void apply(const Parameters& parameters, const float* bucket, float divisor, const Cap& cap);
+// Caps and applies the bucket's deltas, divided by `divisor`, as those of `batch` samples.
+void apply(const Parameters& parameters, const float* bucket, float divisor, int64_t batch);
 // Caps and applies the sums of deltas in `gaussians`, [means | variances] of a range, divided by
 // `divisor`, and replaces them by the posterior, which `take_range` copies on the other ranks.
 void apply_shard(const Parameters& parameters, Shard range, float* gaussians, float divisor,
-                 const Cap& cap);
-// Caps and applies the deltas in the layers: the step of one rank alone. If a delta is NaN or
-// infinite, applies nothing and returns the name of its layer; else returns "".
-std::string apply_own(const Parameters& parameters, const Cap& cap);
+                 int64_t batch);
+// Caps and applies the deltas in the layers, of `batch` samples: the step of one rank alone. The
+// cap factors are multiplied by `times`. If a delta is NaN or infinite, applies nothing and returns
+// the name of its layer; else returns "".
+std::string apply_own(const Parameters& parameters, int64_t batch, float times = 1.0f);
 
 // The result of a step of all ranks.
 struct Step {

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from tagi_ddp._backend import cap_factor
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.innovation import (
     heteroscedastic_innovation,
@@ -71,10 +72,12 @@ class TorchCompute:
             replica.on_host.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
-            if any(rows != 1 for rows in replica.on_host.rows):
+            own = replica.on_host.chosen_cap_factor is None
+            if own and {*replica.on_host.cap_factors(1)} != {cap_factor(1)}:
                 raise ValueError(
                     "device: layers of series, and RMSNorm, have cap factors of their own in this "
-                    "engine, for which there is no step on a GPU: use device='cpu'"
+                    "engine, for which there is no step on a GPU: use device='cpu', or a "
+                    "cap_factor for all layers"
                 )
             on_device = DeviceReplica(replica, self.device)
             self.replica, deltas = on_device, on_device.parameters.deltas

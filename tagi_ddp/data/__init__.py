@@ -9,6 +9,7 @@ from tagi_ddp.data.classes import (
     class_scores,
     reliability,
 )
+from tagi_ddp.data.idx import read_idx
 from tagi_ddp.data.loader import PreparedLoader, prepare
 from tagi_ddp.data.logs import log, progress
 from tagi_ddp.data.metrics import gather, reduce_metrics
@@ -30,6 +31,7 @@ __all__ = [
     "log",
     "prepare",
     "progress",
+    "read_idx",
     "reduce_metrics",
     "reliability",
     "seed_ranks",

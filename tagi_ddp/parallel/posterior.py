@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tagi_ddp._backend import Cap
 from tagi_ddp.parallel.callbacks import Callback, Metrics, Trainer
 from tagi_ddp.replica import Replica
 from tagi_ddp.replica.host import attach
@@ -43,18 +42,18 @@ class PosteriorStatistics(Callback):
         replica, merging = _replica(trainer), _merging(trainer)
         gaussians = _gaussians(replica)
         negative = replica.parameters.negative_variances
-        caps, moved = Cap.of_batch(self._samples), None
+        caps, moved = replica.on_host.cap_factors(self._samples), None
         if self._before is not None:
             moved = np.abs(gaussians - self._before) / np.sqrt(self._before[1])
             self._before = None
-        blocks, rows = replica.parameters.blocks, replica.on_host.rows
+        blocks = replica.parameters.blocks
         for index, layer in enumerate(replica.layers):
             (begin, weights), (_, biases) = blocks[2 * index : 2 * index + 2]
             own = slice(begin, begin + weights + biases)
             metrics[f"{layer.name}/mean_abs_mu"] = float(np.abs(gaussians[0, own]).mean())
             metrics[f"{layer.name}/mean_var"] = float(gaussians[1, own].mean())
             if moved is not None:
-                bar = (1 - _ROUNDING) / caps.of(rows[index])
+                bar = (1 - _ROUNDING) / caps[index]
                 metrics[f"{layer.name}/capped"] = float((moved[:, own] >= bar).any(0).mean())
             metrics[f"{layer.name}/negative_variances"] = negative[index]
             if merging is not None:

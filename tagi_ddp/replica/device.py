@@ -44,7 +44,7 @@ class DeviceReplica:
             self._tensors_of(index, arrays, parts) for index, arrays in enumerate(host.arrays())
         ]
         self.outcomes = Outcomes()
-        self._constants = Constants(device)
+        self._constants = Constants(device, self.parameters.cap_factor)
         self._ahead = False
         self.push()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tagi_ddp._backend import CAP_FACTORS, Contribution, cap_factor
+from tagi_ddp._backend import CAP_FACTORS, Contribution
 
 # A refused step is reported this many steps later, when its outcome has long arrived. The number is
 # the same on all ranks, so they stop together.
@@ -33,8 +34,11 @@ class Constants:
     Each replica has its own, as another one's stream may not have filled its tensors yet.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        bounds, factors = [batch for batch, _ in CAP_FACTORS[1:]], [cap for _, cap in CAP_FACTORS]
+    def __init__(self, device: torch.device, cap_factor: Callable[[int], float]) -> None:
+        """Make those of a replica with this cap factor of a batch."""
+        self.cap_factor = cap_factor
+        bounds = [batch for batch, _ in CAP_FACTORS[1:]]
+        factors = [cap_factor(batch) for batch, _ in CAP_FACTORS]
         self.bounds = torch.empty(len(bounds), dtype=torch.int64, device=device)
         """The batch sizes from which the next of the cap ``factors`` holds."""
         self.factors = torch.empty(len(factors), device=device)
@@ -96,7 +100,7 @@ class DeviceAgreement:
     ) -> DeviceAgreement:
         """Return that of a rank which applies its own ``deltas``, as one of ``alone_of`` ranks."""
         vote = vote_of(Contribution(samples), deltas, constants)
-        cap = cap_factor(samples * alone_of) * math.sqrt(alone_of)
+        cap = constants.cap_factor(samples * alone_of) * math.sqrt(alone_of)
         return cls(vote[None], vote[Field.FINITE].logical_not(), None, cap)
 
     def all_finished(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tagi_ddp import kernels
-from tagi_ddp._backend import LEAST_VARIANCE, Cap
+from tagi_ddp._backend import LEAST_VARIANCE
 from tagi_ddp._backend import Parameters as HostParameters
 from tagi_ddp.communicators import Communicator
 from tagi_ddp.engine.buffers import FloatArray
@@ -28,6 +28,11 @@ class DeviceParameters:
         self.deltas = torch.zeros(2 * self.size, device=device)
         # Flags of variances that were not positive in the last step; graphs write them in place.
         self._negative = torch.zeros(self.size, dtype=torch.bool, device=device)
+        self._host = host
+
+    def cap_factor(self, batch: int) -> float:
+        """Return the cap factor of a step of ``batch`` samples, the same for all layers."""
+        return self._host.cap_factors(batch)[0]
 
     def first_not_finite(self) -> str:
         """Return the first layer with a NaN or infinite delta, or ""; waits for the device."""
@@ -44,10 +49,10 @@ class DeviceParameters:
         deltas = self.deltas.view(2, -1)
         move(self.gaussians, deltas, self._negative, agreement.cap, agreement.refused)
 
-    def apply(self, bucket: FloatArray, divisor: float, cap: Cap) -> None:
-        """Divide, cap and apply the deltas of a bucket."""
+    def apply(self, bucket: FloatArray, divisor: float, batch: int) -> None:
+        """Divide, cap and apply the deltas of a bucket, as those of ``batch`` samples."""
         deltas = torch.from_numpy(bucket).view(2, -1).to(self.deltas.device) / divisor
-        move(self.gaussians, deltas, self._negative, cap.factor)
+        move(self.gaussians, deltas, self._negative, self.cap_factor(batch))
 
     def pack_shard(self, bucket: FloatArray, begin: int) -> None:
         """Copy the deltas of the range from ``begin`` on, [means | variances]."""
@@ -55,7 +60,7 @@ class DeviceParameters:
         shard = self.deltas.view(2, -1)[:, begin : begin + count]
         torch.from_numpy(bucket).view(2, -1).copy_(shard)
 
-    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, cap: Cap) -> None:
+    def apply_shard(self, gaussians: FloatArray, begin: int, divisor: float, batch: int) -> None:
         """Cap and apply the deltas of the range from ``begin`` on, and replace them by the result.
 
         They are on the host, [means | variances]; the result is for `take_shard` on other ranks.
@@ -65,7 +70,7 @@ class DeviceParameters:
         shard = self.gaussians[:, begin : begin + host.shape[1]].clone()
         self._negative.zero_()
         negative = self._negative[begin : begin + host.shape[1]]
-        move(shard, deltas, negative, cap.factor, floor=-LEAST_VARIANCE)
+        move(shard, deltas, negative, self.cap_factor(batch), floor=-LEAST_VARIANCE)
         self.take(shard, begin)
         host.copy_(shard)
 

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tagi_ddp._backend import (
-    Cap,
     EngineVectors,
     Parameters,
     RunningStatistics,
@@ -156,8 +155,7 @@ class HostReplica(ABC):
         """
         if not samples:
             return ""
-        cap = Cap.of_batch(samples * alone_of, math.sqrt(alone_of))
-        culprit = self.parameters.apply_own(cap)
+        culprit = self.parameters.apply_own(samples * alone_of, math.sqrt(alone_of))
         self.push()
         return culprit
 

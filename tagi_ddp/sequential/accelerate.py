@@ -15,6 +15,7 @@ def accelerate(
     device: str = "cpu",
     precision: Precision = "float32",
     cuda_graph: bool = False,
+    cap_factor: float | None = None,
 ) -> DDPSequential:
     """Return ``model`` wrapped for one process, with Sequential's own methods and `learn`.
 
@@ -29,4 +30,5 @@ def accelerate(
         device=device,
         precision=precision,
         cuda_graph=cuda_graph,
+        cap_factor=cap_factor,
     )

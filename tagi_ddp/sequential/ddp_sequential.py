@@ -100,6 +100,9 @@ class DDPSequential(SequentialInterface, Closing):
         elastic: True: when ranks are lost the others go on, and new ones may join, with `steps`; a
             number: seconds after which a silent rank is lost, by default the timeout of
             ``config`` (docs/elastic.md).
+        cap_factor: a step moves a mean or a variance by at most the standard deviation divided by
+            this number; 0: without a limit. None: the engine's factor, which depends on the batch
+            (docs/step-limit.md).
 
     Raises:
         ValueError, TypeError: an argument is wrong, or two exclude each other.
@@ -125,13 +128,14 @@ class DDPSequential(SequentialInterface, Closing):
         precision: Precision = "float32",
         cuda_graph: bool = False,
         elastic: bool | float = False,
+        cap_factor: float | None = None,
     ) -> None:
         """Connect the ranks, compare the models and copy rank 0's parameters to all."""
         own = communicator is None
         rendezvous: Rendezvous | None = None
         if reduction is None:
             reduction = "mean" if average else "sum"
-        arguments = reduction, sync_every, node_size, sharded, merge, compress
+        arguments = reduction, sync_every, node_size, sharded, merge, compress, cap_factor
         if elastic is not False:
             Reduction(*arguments).check_elastic()
             if device not in (None, "cpu"):
@@ -167,9 +171,9 @@ class DDPSequential(SequentialInterface, Closing):
         communicator = ranks.communicator
         check_sizes_of_updates()
         replica = attach_replica(model, device, communicator)
+        replica.on_host.chosen_cap_factor = reduction.cap_factor
         chosen = choose(model, replica, compute, device, precision)
-        options = {"reduction": reduction.kind, "compute": chosen, "precision": precision}
-        options |= reduction.options()
+        options = {"compute": chosen, "precision": precision, **reduction.options()}
         if rendezvous is None:
             check_structure(communicator, replica, options | reduction.state())
         size = replica.parameters.size

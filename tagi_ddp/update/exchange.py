@@ -142,7 +142,7 @@ class Exchange(ABC):
     @traced("applying")
     def _apply_sums(self, bucket: FloatArray, agreement: Agreement) -> None:
         self._replica.parameters.apply(
-            bucket, agreement.divisor(self._average), agreement.cap(self._average)
+            bucket, agreement.divisor(self._average), agreement.capped_as(self._average)
         )
 
 

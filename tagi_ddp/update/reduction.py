@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tagi_ddp.checks import integer
+from tagi_ddp.checks import integer, real
 from tagi_ddp.optim.schedule import SyncSchedule
 from tagi_ddp.update.compressed_sum import BITS, Compress
 
@@ -20,7 +21,8 @@ class Reduction:
     """The arguments of `DDPSequential` about its ranks, checked together.
 
     Raises TypeError or ValueError that names the argument. ``rule`` is the argument ``merge``;
-    None: the default, "agreement".
+    None: the default, "agreement". ``cap_factor``
+    None: the engine's.
     """
 
     kind: Kind = "mean"
@@ -29,6 +31,7 @@ class Reduction:
     sharded: bool = False
     rule: Rule | None = None
     compress: Compress | None = None
+    cap_factor: float | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -55,6 +58,12 @@ class Reduction:
                     f'{name} is for reduction="precision", got {value!r} with {kind!r}, whose sums '
                     "are exact"
                 )
+
+        if self.cap_factor is not None and not 0 <= real("cap_factor", self.cap_factor) < math.inf:
+            raise ValueError(
+                f"cap_factor must be 0 or more, got {self.cap_factor!r}: a step moves by at most a "
+                "standard deviation divided by it; 0: without a limit"
+            )
 
     @property
     def merges(self) -> bool:
@@ -94,6 +103,7 @@ class Reduction:
             "sharded": self.sharded,
             "merge": self.rule or "agreement",
             "compress": self.compress,
+            "cap_factor": None if self.cap_factor is None else float(self.cap_factor),
         }
 
 

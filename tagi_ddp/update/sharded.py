@@ -42,8 +42,8 @@ class Scattered(Exchange):
             begin, part = self._parts[communicator.rank]
             mine = np.empty_like(part)
             self._reduce(mine)
-            divisor, cap = agreement.divisor(self._average), agreement.cap(self._average)
-            parameters.apply_shard(mine, begin, divisor, cap)
+            divisor, batch = agreement.divisor(self._average), agreement.capped_as(self._average)
+            parameters.apply_shard(mine, begin, divisor, batch)
             self._gather(mine)
             for rank, (begin, part) in enumerate(self._parts):
                 if rank != communicator.rank:

