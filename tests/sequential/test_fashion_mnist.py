@@ -10,7 +10,8 @@ from images import load_images
 from support.rank_pool import RankPool
 from support.tasks import own_part
 
-from tagi_ddp import DDPSequential, _backend, reduce_metrics
+from tagi_ddp import DDPSequential, reduce_metrics
+from tagi_ddp.data import ClassTree
 
 STEPS = 40
 EPOCH = 60000 // 256
@@ -38,12 +39,11 @@ def network() -> Any:
 
 def error_after_training(comm: Any, way: str, compute: str, steps: int) -> float:
     """Return the test error in percent after some global batches, the same for every ``way``."""
-    from pytagi import HRCSoftmaxMetric, Utils
     from pytagi.nn import OutputUpdater
 
     data = load_images("fashion-mnist")
-    targets, nodes = (a.reshape(60000, -1) for a in Utils().label_to_obs(data.y_train, 10)[:2])
-    metric, updater = HRCSoftmaxMetric(10), OutputUpdater("cpu")
+    tree, updater = ClassTree(10), OutputUpdater("cpu")
+    targets, nodes = tree.decisions(data.y_train)
     model = network()
     if way != "pytagi":
         model = DDPSequential(model, None, False, communicator=comm, compute=compute)
@@ -66,7 +66,8 @@ def error_after_training(comm: Any, way: str, compute: str, steps: int) -> float
             model.step()
     wrong = seen = 0
     for images in np.array_split(np.arange(10000), 100)[comm.rank :: comm.size]:
-        predicted = metric.get_predicted_labels(*model.forward(data.x_test[images].ravel()))
+        outputs = model.forward(data.x_test[images].ravel())
+        predicted = tree.probabilities(*outputs).argmax(axis=1)
         wrong += np.sum(predicted != data.y_test[images])
         seen += len(images)
     return 100 * reduce_metrics(comm, wrong, seen)
@@ -79,7 +80,7 @@ def step_with_local_cap(model: DDPSequential) -> None:
     bucket = np.empty(2 * parameters.size, np.float32)
     parameters.pack(bucket)
     model.communicator.all_reduce(bucket)
-    parameters.apply(bucket, 1.0, _backend.cap_factor(BATCH // model.communicator.size))
+    parameters.apply(bucket, 1.0, BATCH // model.communicator.size)
 
 
 @pytest.mark.parametrize("compute", [pytest.param("engine", marks=pytest.mark.slow), "torch"])

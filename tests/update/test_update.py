@@ -16,6 +16,7 @@ from tagi_ddp import _backend
 FLOOR = np.float32(1e-5)
 sizes = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 60)), min_size=1, max_size=4)
 seeds = st.integers(0, 2**32 - 1)
+batches = st.sampled_from([1, 2, 256])  # of each cap factor
 
 
 class Model:
@@ -63,18 +64,19 @@ def check(model: Model, expected: tuple[np.ndarray, np.ndarray, np.ndarray]) -> 
     assert model.table.negative_variances == counts[::2]
 
 
-@given(layers=sizes, seed=seeds, cap=st.sampled_from([0.1, 2.0, 3.0]))
-def test_apply_own(layers: list[tuple[int, int]], seed: int, cap: float) -> None:
+@given(layers=sizes, seed=seeds, batch=batches, times=st.sampled_from([1.0, 2.5]))
+def test_apply_own(layers: list[tuple[int, int]], seed: int, batch: int, times: float) -> None:
     model = Model(layers, seed)
+    cap = np.float32(times) * np.float32(_backend.cap_factor(batch))
     expected = capped(*(model.flat(i) for i in range(4)), cap)
-    model.table.apply_own(cap)
+    model.table.apply_own(batch, times)
     check(model, expected)
 
 
-@given(seed=seeds, cap=st.sampled_from([0.1, 2.0, 3.0]))
-def test_steps_of_any_size(seed: int, cap: float) -> None:
+@given(seed=seeds, batch=batches)
+def test_steps_of_any_size(seed: int, batch: int) -> None:
     """In runs without a step that is capped nothing is divided."""
-    model = Model([(600, 5)], seed)
+    model, cap = Model([(600, 5)], seed), _backend.cap_factor(batch)
     rng = np.random.default_rng(seed)
     for _, var, *deltas in model.blocks:
         var[:] = np.float32(10.0) ** rng.uniform(-44, 37, var.size).astype(np.float32)
@@ -82,7 +84,7 @@ def test_steps_of_any_size(seed: int, cap: float) -> None:
         for delta in deltas:
             delta[:] = np.sign(delta) * np.sqrt(var) / np.float32(cap) * around
     expected = capped(*(model.flat(i) for i in range(4)), cap)
-    model.table.apply_own(cap)
+    model.table.apply_own(batch)
     check(model, expected)
 
 
@@ -94,7 +96,7 @@ def test_pack_and_apply(layers: list[tuple[int, int]], seed: int, divisor: int) 
     np.testing.assert_array_equal(bucket, np.concatenate([model.flat(2), model.flat(3)]))
     mean = [model.flat(i) / np.float32(divisor) for i in (2, 3)]
     expected = capped(model.flat(0), model.flat(1), *mean, 2.0)
-    model.table.apply(bucket, divisor, 2.0)
+    model.table.apply(bucket, divisor, 100)
     check(model, expected)
 
 
@@ -151,7 +153,7 @@ def test_agreement(batches: list[int], average: bool) -> None:
     assert not agreement.all_finished
     assert agreement.divisor(average) == (active if average else 1)
     share = -(-sum(batches) // active) if average else sum(batches)
-    assert agreement.cap(average).factor == _backend.cap_factor(share)
+    assert agreement.capped_as(average) == share
 
 
 def test_agreement_refuses() -> None:
