@@ -1,9 +1,8 @@
 """Level and trend beside an LSTM: a state-space model whose innovations train the network.
 
 An observation is the sum of a level with a trend, of the LSTM's output, which repeats what comes
-with the season, and of noise, a part of which stays: exponential smoothing adds it to the next
-one's. The LSTM sees its own last season, and its second output is the logarithm of the variance of
-the noise. All parts, and the share of the noise that stays, are learned together. The model is that
+with the season, and of noise, a part of which stays. The LSTM sees its own last season. Its second
+output is the logarithm of the noise's variance. All parts are learned together. The model is that
 of V.-D. Vuong, L.-H. Nguyen, J.-A. Goulet, Coupling LSTM neural networks and state-space models
 through analytically tractable inference, International Journal of Forecasting, 2025.
 
@@ -22,6 +21,7 @@ for after, before in ((LEVEL, LEVEL), (LEVEL, TREND), (TREND, TREND), (SHARE, SH
     NEXT[after, before] = 1
 NEXT[SMOOTHED, [SMOOTHED, STAYS]] = 1
 SEEN = np.isin(STATES, (LEVEL, SMOOTHED, NOISE, SEASONAL)).astype(float)
+LARGEST = 1e4  # output of a network for standardised series
 PRIOR_MEAN = np.array([0, 0.01, 0, 0.3, 0, 0, 0])  # SHARE is the sigmoid's argument
 PRIOR_VARIANCE = np.diag([0.1, 0.1, 0, 0.01, 0, 0, 0])
 
@@ -69,10 +69,10 @@ class Hybrid:
         phase = np.broadcast_to(self.phase[period % self.season], len(rows))
         inputs = np.insert(self.outputs[:, rows], 0, 0, axis=2).astype(np.float32)
         inputs[0, :, 0] = phase
-        found = [self.networks[row].forward(*inputs[:, i]) for i, row in enumerate(rows)]
-        (mean[:, SEASONAL], log_noise), (variance[:, SEASONAL, SEASONAL], spread) = np.transpose(
-            np.array(found, float), (1, 2, 0)
-        )
+        found = np.array(
+            [self._outputs(self.networks[row], *inputs[:, i]) for i, row in enumerate(rows)]
+        ).transpose(1, 2, 0)
+        (mean[:, SEASONAL], log_noise), (variance[:, SEASONAL, SEASONAL], spread) = found
         noise = np.exp(np.clip(log_noise + spread / 2, -20, 20))  # the mean of the exponential
         spread = np.minimum(spread, 20)
         variance[:, NOISE, NOISE] = noise
@@ -89,6 +89,13 @@ class Hybrid:
         self.outputs[:, rows] = np.append(self.outputs[:, rows, 1:], latest[:, :, None], axis=2)
         return seen, predicted, (mean, variance)
 
+    def _outputs(self, network, *inputs):
+        """Return a network's outputs; if they grow without bound, it forgets its states."""
+        if not np.abs(found := np.array(network.forward(*inputs), float)).max() < LARGEST:
+            network.reset_lstm_states()
+            found = np.array(network.forward(*inputs), float)
+        return found
+
     def _teach(self, rows, before, after, spread):
         """Train the networks by the change of their outputs.
 
@@ -102,7 +109,6 @@ class Hybrid:
         square, of_square = error**2 + rest, 2 * rest**2 + 4 * error**2 * rest
         # The variances of the square and of the exponential are in units of noise**2.
         of_expected = 3 * np.expm1(spread) + 2
-        # An innovation is the change of a mean over its variance, and so on.
         means = change / own, (square / noise - 1) / of_expected
         of_log_noise = (of_square / noise**2 / of_expected - 1) / of_expected
         variances = of_change / own**2, of_log_noise

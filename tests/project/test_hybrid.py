@@ -123,6 +123,27 @@ def test_the_noise_is_learned_from_the_square_of_its_error() -> None:
     np.testing.assert_allclose(variance, [-0.1 / 0.4**2, of_change / spread**2], rtol=0.02)
 
 
+class Wild(Known):
+    """A network whose states have grown without bound."""
+
+    wild = True
+
+    def reset_lstm_states(self) -> None:
+        self.wild = False
+
+    def forward(self, mean: Any, variance: Any) -> Any:
+        return ([0, np.nan], [1e30, 1]) if self.wild else super().forward(mean, variance)
+
+
+def test_a_network_whose_states_grow_without_bound_forgets_them() -> None:
+    network = Wild()
+    model = Hybrid([np.zeros(4)], 4, 0, wrap=lambda _: network)
+    model.train(np.arange(1))
+    network.wild = True
+    assert np.isfinite(model.forecast(np.arange(1), 3)).all()
+    assert not network.wild
+
+
 def seasonal(count: int, seed: int) -> np.ndarray:
     """Return a quarterly series with a level, a trend and a season."""
     time, rng = np.arange(count), np.random.default_rng(seed)
