@@ -208,7 +208,9 @@ CHECKS = {
     "python": check_python,
     ".venv/bin/python": check_python,
     "pip": check_pip,
-    **dict.fromkeys(("git", "install", "head", "export"), lambda words, _: None),
+    **dict.fromkeys(
+        ("git", "install", "head", "export", "npm", "mkdir", "tar"), lambda words, _: None
+    ),
     **dict.fromkeys(("python3", "source"), lambda words, _: None),
     **dict.fromkeys(("mpirun", "torchrun", "srun"), check_launcher),
 }
