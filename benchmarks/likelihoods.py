@@ -19,10 +19,10 @@ def read(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Return batches and negative log-likelihoods, by the name of a curve."""
     curves = defaultdict(list)
     for row in json.loads(path.read_text()):
-        if found := re.fullmatch(r"(.*), batch (\d+), (\d+) ranks?", row["name"]):
+        if found := re.fullmatch(r"(.*), batch (\d+)(, \d+ ranks?)", row["name"]):
             name, batch, ranks = found.groups()
-            ranks = "" if name.startswith("sums") else f", {ranks} ranks"
-            curves[name + ranks].append((int(batch), row["ours"]))
+            curve = name if name.startswith("sums") else name + ranks
+            curves[curve].append((int(batch), row["ours"]))
     return dict(curves)
 
 

@@ -5,7 +5,6 @@ with the season, and of noise, a part of which stays. The LSTM sees its own last
 output is the logarithm of the noise's variance. All parts are learned together. The model is that
 of V.-D. Vuong, L.-H. Nguyen, J.-A. Goulet, Coupling LSTM neural networks and state-space models
 through analytically tractable inference, International Journal of Forecasting, 2025.
-
 Many series go in lockstep, each with a network of its own: numpy filters all of them at once.
 """
 
@@ -21,7 +20,7 @@ for after, before in ((LEVEL, LEVEL), (LEVEL, TREND), (TREND, TREND), (SHARE, SH
     NEXT[after, before] = 1
 NEXT[SMOOTHED, [SMOOTHED, STAYS]] = 1
 SEEN = np.isin(STATES, (LEVEL, SMOOTHED, NOISE, SEASONAL)).astype(float)
-LARGEST = 1e4  # output of a network for standardised series
+LARGEST = 1e4  # of a network's outputs: series are standardised
 PRIOR_MEAN = np.array([0, 0.01, 0, 0.3, 0, 0, 0])  # SHARE is the sigmoid's argument
 PRIOR_VARIANCE = np.diag([0.1, 0.1, 0, 0.01, 0, 0, 0])
 
@@ -55,7 +54,7 @@ class Hybrid:
         self._smooth(past)
 
     def forecast(self, rows, steps):
-        """Return means and variances of the ``steps`` periods after them, [2, rows, steps]."""
+        """Return means and variances of the periods after `train`, once, [2, rows, steps]."""
         found = [self._step(rows, self.lengths[rows] + step)[0] for step in range(steps)]
         return np.stack(found, axis=-1)
 
@@ -70,7 +69,7 @@ class Hybrid:
         inputs = np.insert(self.outputs[:, rows], 0, 0, axis=2).astype(np.float32)
         inputs[0, :, 0] = phase
         found = np.array(
-            [self._outputs(self.networks[row], *inputs[:, i]) for i, row in enumerate(rows)]
+            [_outputs(self.networks[row], *inputs[:, i]) for i, row in enumerate(rows)]
         ).transpose(1, 2, 0)
         (mean[:, SEASONAL], log_noise), (variance[:, SEASONAL, SEASONAL], spread) = found
         noise = np.exp(np.clip(log_noise + spread / 2, -20, 20))  # the mean of the exponential
@@ -88,13 +87,6 @@ class Hybrid:
         latest = np.stack([mean[:, SEASONAL], variance[:, SEASONAL, SEASONAL]])
         self.outputs[:, rows] = np.append(self.outputs[:, rows, 1:], latest[:, :, None], axis=2)
         return seen, predicted, (mean, variance)
-
-    def _outputs(self, network, *inputs):
-        """Return a network's outputs; if they grow without bound, it forgets its states."""
-        if not np.abs(found := np.array(network.forward(*inputs), float)).max() < LARGEST:
-            network.reset_lstm_states()
-            found = np.array(network.forward(*inputs), float)
-        return found
 
     def _teach(self, rows, before, after, spread):
         """Train the networks by the change of their outputs.
@@ -133,6 +125,14 @@ class Hybrid:
             variance[later] += gain @ change[1] @ gain.transpose(0, 2, 1)
         self.first_mean = np.where(np.isin(STATES, (TREND, SHARE)), mean, 0)
         self.first_variance = variance * np.eye(7)
+
+
+def _outputs(network, *inputs):
+    """Return a network's outputs; if they grow without bound, it forgets its states."""
+    if not np.abs(found := np.array(network.forward(*inputs), float)).max() < LARGEST:
+        network.reset_lstm_states()
+        found = np.array(network.forward(*inputs), float)
+    return found
 
 
 def _add_what_stays(mean, variance):

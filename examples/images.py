@@ -99,6 +99,11 @@ def load_images(
         arrays = _digits()
     else:
         raise ValueError("digits come with scikit-learn: leave out folder and download")
+    return standardise(arrays, limit)
+
+
+def standardise(arrays: list[npt.NDArray[np.uint8]], limit: int | None = None) -> ImageData:
+    """Return the arrays of `read_images`, of each at most ``limit``, as `ImageData` has them."""
     x_train, y_train, x_test, y_test = (array[:limit] for array in arrays)
     train = x_train.reshape(len(x_train), -1).astype(np.float32)
     test = x_test.reshape(len(x_test), -1).astype(np.float32)

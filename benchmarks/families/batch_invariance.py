@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from pytagi.nn import Linear, Sequential
 
-from benchmarks.harness.classify import Setting, scores_of_seeds
+from benchmarks.harness.classify import Setting, plural, scores_of_seeds
 from benchmarks.harness.datasets import images
 from benchmarks.harness.measure import Figure, Missing, Row
 from benchmarks.harness.work import TREE
@@ -55,7 +55,7 @@ def _of(
             each = replace(setting, batch=batch, local=local)
             (scores,) = scores_of_seeds(communicator, number, 1, each, data)
             found[row, column] = -scores.log_likelihood
-            text = f"{name}, batch {batch}, {number} ranks"
+            text = f"{name}, batch {batch}, {plural(number)}"
             table.append(Row(text, Figure.single(found[row, column]), none, "nats", None))
     for count in range(2, len(BATCHES) + 1):
         spread = Figure.single(1000 * float(np.ptp(found[:, :count])))

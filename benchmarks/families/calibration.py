@@ -15,6 +15,7 @@ import numpy as np
 import pytagi
 from pytagi.nn import Linear, OutputUpdater, ReLU, Sequential
 
+from benchmarks.harness.classify import probabilities
 from benchmarks.harness.measure import Figure, Missing, Row
 from benchmarks.harness.work import TREE, ImageTask
 from examples.images import ImageData, load_images
@@ -104,14 +105,12 @@ def _classify(
                 task.step(model, share)
         if "sync_every" in options:
             model.merge()
-        return rate_labels(task, model, data)
+        return rate_labels(model, data)
 
 
-def rate_labels(task: ImageTask, model: DDPSequential, data: ImageData) -> Quality:
+def rate_labels(model: DDPSequential, data: ImageData) -> Quality:
     """Return how good a model's labels of the test images are."""
-    parts = [model(images) for images in np.array_split(data.x_test, 10)]
-    probabilities = np.concatenate([TREE.probabilities(*part) for part in parts])
-    scores = class_scores(probabilities, data.y_test)
+    scores = class_scores(probabilities(model, data.x_test), data.y_test)
     return Quality(-scores.log_likelihood, 100 * scores.calibration_error, 100 * scores.error)
 
 

@@ -6,16 +6,18 @@ from pathlib import Path
 
 from pytagi.nn import Linear, ReLU, Sequential
 
-from benchmarks.harness.classify import Setting, figure_of, scores_of_seeds
+from benchmarks.harness.classify import Setting, figure_of, plural, scores_of_seeds
 from benchmarks.harness.datasets import images
 from benchmarks.harness.measure import Figure, Missing, Row
 from benchmarks.harness.work import TREE
 from tagi_ddp import Communicator
 
-SEEDS, EPOCHS, SIGMA_V, LOCAL = 1, 3, 0.05, 32
+SEEDS, EPOCHS, SIGMA_V = 1, 3, 0.05
+LARGE, LOCAL = (256, 1024, 4096), 32
 BAR = 2.6  # error in %, at every batch
 PUBLISHED = {16: 2.59, 256: 2.80, 1024: 3.33}  # with a capped step
-CAP_FACTORS = {256: 10, 1024: 30, 4096: 100}
+# None: the engine's.
+CAP_FACTORS = {16: (None,), 256: (None, 10), 1024: (None, 30), 4096: (None, 100)}
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
@@ -34,19 +36,17 @@ def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
         return figure_of([100 * one.error for one in found])
 
     table = []
-    for batch in (16, *CAP_FACTORS):
+    for batch, factors in CAP_FACTORS.items():
         other = Figure.single(PUBLISHED[batch]) if batch in PUBLISHED else none
-        name = f"batch {batch}, 1 rank, one step, "
-        for text, factor in (("the engine's", None), ("a larger", CAP_FACTORS.get(batch))):
-            if text == "the engine's" or factor is not None:
-                setting = Setting(_mlp, batch, epochs, SIGMA_V, cap_factor=factor)
-                words = f"{text} cap factor" + f" of {factor}" * (factor is not None)
-                table.append(Row(name + words, error(1, setting), other, "%", None))
-    for batch in CAP_FACTORS:
+        for factor in factors:
+            setting = Setting(_mlp, batch, epochs, SIGMA_V, cap_factor=factor)
+            name = f"batch {batch}, one process, cap factor {factor or 'of the engine'}"
+            table.append(Row(name, error(1, setting), other, "%", None))
+    for batch in LARGE:
         for ranks in (1, 2, 4, 8, 16):
             if ranks <= communicator.size:
                 local = Setting(_mlp, batch, epochs, SIGMA_V, min(LOCAL, batch // ranks))
-                name = f"batch {batch}, {ranks} ranks, local batches of {local.local}"
+                name = f"batch {batch}, {plural(ranks)}, local batches of {local.local}"
                 table.append(Row(name, error(ranks, local), Figure.single(BAR), "%", 1.0))
     return table
 

@@ -149,7 +149,7 @@ def _train(
                 if case.ranks > 1:
                     model.merge()
                 if group.rank == 0:
-                    found[epoch + 1] = rate_labels(task, model, data)
+                    found[epoch + 1] = rate_labels(model, data)
                 group.barrier(timeout=LIMIT)
     return found
 

@@ -81,7 +81,7 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
             samples = _forever([np.arange(len(data.y_train))])
             for _ in range(EPOCHS * len(data.y_train) // (RANKS * LOCAL)):
                 task.step(model, samples(0, RANKS * LOCAL))
-            return rate_labels(task, model, data)
+            return rate_labels(model, data)
         if name == "agreement":
             model._ranks.exchange = _OneOfMany(
                 Setting(alone, replica, average=False, rollback=model._local.rollback)
@@ -98,14 +98,14 @@ def _train(data: ImageData, skew: float, name: str) -> Quality:
             prior = merge(prior, posteriors)
         replica.parameters.write_posterior(prior)
         replica.updated()
-        return rate_labels(task, model, data)
+        return rate_labels(model, data)
 
 
 class _OneOfMany(Exchange):
     """Steps as a rank does that is to merge by agreement."""
 
     def __call__(self, samples: int, finished: bool = False) -> bool:
-        self._local.replica.step_alone(samples, RANKS)
+        self._replica.step_alone(samples, RANKS)
         return False
 
 

@@ -107,6 +107,11 @@ def scores_of_seeds(
     return [ClassScores(*values) for values in of_seeds(communicator, ranks, seeds, run)]
 
 
+def plural(ranks: int) -> str:
+    """Return how rows name so many ranks."""
+    return f"{ranks} rank" + "s" * (ranks > 1)
+
+
 def figure_of(values: Sequence[float]) -> Figure:
     """Return the mean of all seeds, the least and the greatest."""
     return Figure(float(np.mean(values)), float(min(values)), float(max(values)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.images import ImageData, load_images, read_images
+from examples.images import ImageData, read_images, standardise
 
 FOLDER = "TAGI_DDP_DATA"
 _DIGESTS = {  # SHA-256 of the arrays, or of the file
@@ -25,7 +25,7 @@ _DIGESTS = {  # SHA-256 of the arrays, or of the file
 def images(name: str, limit: int | None = None) -> ImageData | str:
     """Return images of a folder in TAGI_DDP_DATA, or found elsewhere; or why there are none."""
     arrays = _read(name)
-    return arrays if isinstance(arrays, str) else load_images(name, _folder(name), limit=limit)
+    return arrays if isinstance(arrays, str) else standardise(arrays, limit)
 
 
 def seen_as(name: str, other: str, limit: int | None = None) -> np.ndarray | str:
@@ -40,14 +40,10 @@ def seen_as(name: str, other: str, limit: int | None = None) -> np.ndarray | str
     return (pixels - known.mean(dtype=float)) / np.float32(known.std(dtype=float))
 
 
-def _folder(name: str) -> Path | None:
-    own = Path(os.environ.get(FOLDER, ""), name)
-    return own if own.is_dir() else None
-
-
 def _read(name: str) -> list[np.ndarray] | str:
+    own = Path(os.environ.get(FOLDER, ""), name)
     try:
-        arrays = read_images(name, _folder(name))
+        arrays = read_images(name, own if own.is_dir() else None)
     except FileNotFoundError as error:
         return f"{FOLDER} names no folder with {name}, and {error}"
     digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

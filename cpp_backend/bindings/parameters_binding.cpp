@@ -115,10 +115,14 @@ void bind_parameters(nb::module_& module) {
             [](const Parameters& self, int64_t batch) {
                 std::vector<float> factors;
                 for (size_t i = 0; i < self.blocks().size(); i += 2)
-                    factors.push_back(self.cap_factor(self.blocks()[i], batch));
+                    factors.push_back(self.cap_factor(batch, self.blocks()[i].rows));
                 return factors;
             },
             "batch"_a, "Return each layer's cap factor for a step of ``batch`` samples.")
+        .def(
+            "cap_factor",
+            [](const Parameters& self, int64_t batch) { return self.cap_factor(batch); }, "batch"_a,
+            "Return that of a layer that sees one row of a sample.")
         .def_rw("chosen_cap_factor", &Parameters::chosen_cap_factor, nb::arg().none(),
                 "A cap factor for all batches and layers; None: the engine's.")
         .def_prop_ro("size", &Parameters::size)

@@ -111,7 +111,7 @@ void apply_range(const Parameters& parameters, Shard range, const float* const* 
     // `take_range` counts the corrected variances too, so they are sent as the negative of `floor`.
     const float floor = posterior == nullptr ? least_variance : -least_variance;
     parameters.visit(range, [&](const Block& block, size_t first, size_t count, size_t at) {
-        const float factor = parameters.cap_factor(block, batch);
+        const float factor = parameters.cap_factor(batch, block.rows);
         int32_t negative = 0;
         for (size_t done = 0; done < count; done += block_floats) {
             const size_t n = std::min(block_floats, count - done);

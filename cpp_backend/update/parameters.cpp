@@ -102,11 +102,11 @@ void Parameters::place_deltas(float* bucket) {
     for (size_t i = 0; i < blocks_.size(); ++i) replace(i, blocks_[i]);
 }
 
-float Parameters::cap_factor(const Block& block, int64_t batch) const {
+float Parameters::cap_factor(int64_t batch, int64_t rows) const {
     if (chosen_cap_factor) {  // 0 / 0 has no value, and a variance may be 0.
         return std::max(*chosen_cap_factor, std::numeric_limits<float>::min());
     }
-    return block.rows == 0 ? 1.0f : tagi_ddp::cap_factor(batch * block.rows);
+    return rows == 0 ? 1.0f : tagi_ddp::cap_factor(batch * rows);
 }
 
 std::string Parameters::first_not_finite(Shard range) const {

@@ -49,9 +49,10 @@ class Parameters {
     void place_deltas(float* bucket);
     const float* bucket() const { return bucket_; }
 
-    // The factor that limits a step of the block to sqrt(var) / factor: the chosen one or, as in
-    // the engine, that of a batch of so many rows as the layer sees; 1 if it sees none.
-    float cap_factor(const Block& block, int64_t batch) const;
+    // The factor that limits a step of `batch` samples to sqrt(var) / factor, in a layer that sees
+    // so many rows of a sample: the chosen one or, as in the engine, that of a batch of all these
+    // rows; 1 if there are none.
+    float cap_factor(int64_t batch, int64_t rows = 1) const;
     // A factor for all batches and layers; 0: almost no limit. Without a value: the engine's.
     std::optional<float> chosen_cap_factor;
 

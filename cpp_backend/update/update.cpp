@@ -31,7 +31,7 @@ std::string apply_own(const Parameters& parameters, int64_t batch, float times) 
     std::string culprit = parameters.first_not_finite({0, parameters.size()});
     if (!culprit.empty()) return culprit;
     for (const Block& block : parameters.blocks()) {
-        const float factor = times * parameters.cap_factor(block, batch);
+        const float factor = times * parameters.cap_factor(batch, block.rows);
         const int32_t negative =
             apply_capped(block.mu, block.var, block.delta_mu, block.delta_var, block.count, factor);
         if (block.neg_var_counter != nullptr) *block.neg_var_counter = negative;

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from tagi_ddp._backend import cap_factor
 from tagi_ddp.checks import require_whole_samples
 from tagi_ddp.compute.innovation import (
     heteroscedastic_innovation,
@@ -72,8 +71,8 @@ class TorchCompute:
             replica.on_host.place_deltas(bucket)
             deltas = torch.from_numpy(bucket)
         else:
-            own = replica.on_host.chosen_cap_factor is None
-            if own and {*replica.on_host.cap_factors(1)} != {cap_factor(1)}:
+            parameters = replica.on_host
+            if {*parameters.cap_factors(1)} - {parameters.cap_factor(1)}:
                 raise ValueError(
                     "device: layers of series, and RMSNorm, have cap factors of their own in this "
                     "engine, for which there is no step on a GPU: use device='cpu', or a "

@@ -32,7 +32,7 @@ class DeviceParameters:
 
     def cap_factor(self, batch: int) -> float:
         """Return the cap factor of a step of ``batch`` samples, the same for all layers."""
-        return self._host.cap_factors(batch)[0]
+        return self._host.cap_factor(batch)
 
     def first_not_finite(self) -> str:
         """Return the first layer with a NaN or infinite delta, or ""; waits for the device."""

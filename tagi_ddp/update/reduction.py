@@ -21,8 +21,7 @@ class Reduction:
     """The arguments of `DDPSequential` about its ranks, checked together.
 
     Raises TypeError or ValueError that names the argument. ``rule`` is the argument ``merge``;
-    None: the default, "agreement". ``cap_factor``
-    None: the engine's.
+    None: the default, "agreement". ``cap_factor`` None: the engine's.
     """
 
     kind: Kind = "mean"
@@ -58,7 +57,6 @@ class Reduction:
                     f'{name} is for reduction="precision", got {value!r} with {kind!r}, whose sums '
                     "are exact"
                 )
-
         if self.cap_factor is not None and not 0 <= real("cap_factor", self.cap_factor) < math.inf:
             raise ValueError(
                 f"cap_factor must be 0 or more, got {self.cap_factor!r}: a step moves by at most a "

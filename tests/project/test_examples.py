@@ -342,7 +342,7 @@ def test_reliability_shows_the_band_of_chance_of_each_bin(tmp_path, monkeypatch)
 def test_mnist_on_two_processes(tmp_path):
     write_mnist_files(tmp_path / "data", {"train": 2000, "t10k": 500})
     plot = tmp_path / "reliability.png"
-    options = ("--data-dir", tmp_path / "data", "--epochs", 2, "--plot", plot)
+    options = ("--data-dir", tmp_path / "data", "--epochs", 8, "--plot", plot)
     output = run(*ranks(2), EXAMPLES / "mnist.py", *options, cwd=tmp_path).stdout
     (error,) = re.findall(r"test error (.*)%, log-likelihood -\d\.\d+ nats, calib", output)
     assert float(error) < 30
@@ -352,11 +352,11 @@ def test_mnist_on_two_processes(tmp_path):
 @pytest.mark.slow
 def test_tourism_on_two_processes(tmp_path):
     plot = tmp_path / "tourism.png"
-    options = ("--series", 6, "--epochs", 10, "--seeds", 1, "--plot", plot)
+    options = ("--series", 6, "--epochs", 40, "--seeds", 1, "--plot", plot)
     output = run(*ranks(2), EXAMPLES / "tourism.py", *options, cwd=tmp_path).stdout
     ((deviation, scaled),) = re.findall(r"ND (.*), MASE (.*), 95 % coverage", output)
-    assert float(deviation) < 0.2
-    assert float(scaled) < 3
+    assert float(deviation) < 0.16  # that of the seasonal naive
+    assert float(scaled) < 2.4
     assert plot.read_bytes().startswith(PNG)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,23 @@ def test_ranks_that_sum_train_the_network_of_one(shm: RankPool) -> None:
     np.testing.assert_array_equal(alone, one)
 
 
-def test_features_do_not_correlate(data: Path) -> None:
+def test_features_do_not_correlate() -> None:
     from examples.images import load_images
 
     digits = load_images("digits")
     found = family("batch_invariance")._features(digits, 40)
     covariance = np.cov(found.x_train, rowvar=False)
     np.testing.assert_allclose(covariance, np.eye(40), atol=1e-3)
+
+
+def test_curves_of_likelihoods_are_read_from_the_rows(tmp_path: Path) -> None:
+    from benchmarks.likelihoods import read
+
+    names = ["sums, no limit, batch 32, 1 rank", "local batches of 32, batch 256, 4 ranks", "other"]
+    rows = [{"name": name, "ours": 0.5 + place} for place, name in enumerate(names)]
+    (tmp_path / "rows").write_text(json.dumps(rows))
+    expected = {"sums, no limit": [(32, 0.5)], "local batches of 32, 4 ranks": [(256, 1.5)]}
+    assert read(tmp_path / "rows") == expected
 
 
 def test_images_of_another_set_are_seen_as_the_known_ones(data: Path) -> None:
