@@ -15,14 +15,16 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 
-def read(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return batches and negative log-likelihoods, by the name of a curve."""
+NOISES = ("1", "3")
+
+
+def read(path: Path, noise: str) -> dict[str, list[tuple[int, float]]]:
+    """Return batches and negative log-likelihoods: sums, and 16 ranks that merge, by name."""
     curves = defaultdict(list)
     for row in json.loads(path.read_text()):
-        if found := re.fullmatch(r"(.*), batch (\d+)(, \d+ ranks?)", row["name"]):
-            name, batch, ranks = found.groups()
-            curve = name if name.startswith("sums") else name + ranks
-            curves[curve].append((int(batch), row["ours"]))
+        found = re.fullmatch(rf"noise {noise}, (.*), batch (\d+), (\d+ ranks?)", row["name"])
+        if found and (found[1].startswith("sums") or found[3] == "16 ranks"):
+            curves[f"{found[1]}, {found[3]}"].append((int(found[2]), row["ours"]))
     return dict(curves)
 
 
@@ -33,17 +35,17 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
-    figure, axes = panels(size=(7, 4))
-    batches = set()
-    for (name, points), marker in zip(read(options.rows).items(), "xos^v", strict=False):
-        axes.plot(*zip(*points, strict=True), marker=marker, label=name)
-        batches |= {batch for batch, _ in points}
-    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="negative log-likelihood, nats")
-    plain_ticks(axes.xaxis, sorted(batches))
-    plain_ticks(axes.yaxis, [0.5, 0.6, 0.8, 1, 1.5, 2])
-    axes.set_ylim(0.5, 2)
-    axes.set_title("A linear head after one pass")
-    axes.legend()
+    figure, all_axes = panels(len(NOISES), (7, 6), sharex=True)
+    for axes, noise in zip(all_axes, NOISES, strict=True):
+        curves = read(options.rows, noise)
+        for (name, points), marker in zip(curves.items(), "xosv^D", strict=False):
+            axes.plot(*zip(*points, strict=True), marker=marker, label=name)
+        axes.set(xscale="log", yscale="log", ylabel=f"sigma_v = {noise}", ylim=(0.5, 1))
+        plain_ticks(axes.yaxis, [0.5, 0.6, 0.7, 0.8, 0.9, 1])
+    plain_ticks(axes.xaxis, [batch for batch, _ in points])
+    axes.set(xlabel="batch")
+    all_axes[0].set_title("Negative log-likelihood in nats after one pass, linear head")
+    all_axes[0].legend(fontsize="small")
     save(figure, options.picture)
 
 

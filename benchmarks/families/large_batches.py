@@ -17,7 +17,7 @@ LARGE, LOCAL = (256, 1024, 4096), 32
 BAR = 2.6  # error in %, at every batch
 PUBLISHED = {16: 2.59, 256: 2.80, 1024: 3.33}  # with a capped step
 # None: the engine's.
-CAP_FACTORS = {16: (None,), 256: (None, 10), 1024: (None, 30), 4096: (None, 100)}
+CAP_FACTORS = {16: (None,), 256: (None, 20), 1024: (None, 10), 4096: (None, 6)}
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:

@@ -25,7 +25,7 @@ class Setting:
     """A training of the ranks of a group.
 
     They sum their deltas or, with ``local``, take their shares of a batch in steps of so many
-    samples of their own, and merge after it.
+    samples of their own, and merge after it by the rule ``merge``.
     """
 
     network: Callable[[], Sequential]
@@ -34,6 +34,7 @@ class Setting:
     sigma_v: float
     local: int = 0
     cap_factor: float | None = None
+    merge: str = "agreement"
 
 
 def train(setting: Setting, data: ImageData, seed: int, group: Communicator) -> DDPSequential:
@@ -42,7 +43,7 @@ def train(setting: Setting, data: ImageData, seed: int, group: Communicator) -> 
     pytagi.manual_seed(seed)
     options: dict[str, Any] = {"average": False}
     if setting.local and group.size > 1:
-        options = {"reduction": "precision"}
+        options = {"reduction": "precision", "merge": setting.merge}
     model = DDPSequential(
         setting.network(), communicator=group, cap_factor=setting.cap_factor, **options
     )

@@ -137,11 +137,12 @@ def test_features_do_not_correlate() -> None:
 def test_curves_of_likelihoods_are_read_from_the_rows(tmp_path: Path) -> None:
     from benchmarks.likelihoods import read
 
-    names = ["sums, no limit, batch 32, 1 rank", "local batches of 32, batch 256, 4 ranks", "other"]
+    names = ["noise 1, sums, no limit, batch 32, 1 rank", "noise 1, bayes, batch 256, 16 ranks"]
+    names += ["noise 3, sums, no limit, batch 32, 1 rank", "noise 1, bayes, batch 256, 4 ranks"]
     rows = [{"name": name, "ours": 0.5 + place} for place, name in enumerate(names)]
     (tmp_path / "rows").write_text(json.dumps(rows))
-    expected = {"sums, no limit": [(32, 0.5)], "local batches of 32, 4 ranks": [(256, 1.5)]}
-    assert read(tmp_path / "rows") == expected
+    expected = {"sums, no limit, 1 rank": [(32, 0.5)], "bayes, 16 ranks": [(256, 1.5)]}
+    assert read(tmp_path / "rows", "1") == expected
 
 
 def test_images_of_another_set_are_seen_as_the_known_ones(data: Path) -> None:
