@@ -66,7 +66,7 @@ def _of(
     for count in range(2, len(BATCHES) + 1):
         spread = Figure.single(1000 * float(np.ptp(found[:, :count])))
         text = f"{name}, spread over batches {BATCHES[0]} to {BATCHES[count - 1]}"
-        text += f" and {ranks[0]} to {plural(ranks[-1])}" * (len(ranks) > 1)
+        text += f" and {ranks[0]} to {ranks[-1]} ranks" * (len(ranks) > 1)
         table.append(Row(text, spread, Figure.single(1000 * BAR), "mnats", 1.0))
     return table
 

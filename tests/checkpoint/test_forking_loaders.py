@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from tagi_ddp.checkpoint import Checkpoints
 @pytest.mark.parametrize("epochs", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_epochs_beside_a_writing_thread(tmp_path: Path, epochs: int) -> None:
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-    data = DataLoader(TensorDataset(x, x[:, :1]), 4, num_workers=2, multiprocessing_context="fork")
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 60}
+    data = DataLoader(TensorDataset(x, x[:, :1]), 4, **workers)
     loader = prepare(data, num_replicas=1, rank=0)
     step = 0
     with accelerate(Sequential(Linear(3, 1))) as model:

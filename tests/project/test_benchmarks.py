@@ -74,9 +74,30 @@ def test_quick_run(tmp_path: Path, scratch: Path) -> None:
         if row["unit"].endswith("/s"):
             better = 1 / better
         assert row["ratio"] == pytest.approx(better)
+    lacking = {row["name"].partition(",")[0] for row in rows if row["missing"]}
     targets = [row["target"] for row in rows]
-    assert targets[:2] == [60, 2.5]
-    assert targets[-len(ALL_GPU_TARGETS) :] == ALL_GPU_TARGETS
+    compute = [15, 1 / 3] * 2 + [20, 1 / 3] * 4 + [None, 1 / 3] * 2
+    small: list[float | None] = [2, 5, 2, None, 1, 1, 0.95]
+    small += [1, None, 1, 1]  # on two ranks
+    pauses: list[float | None] = [1, 1, 1, None, None] * 2
+    elastic: list[float | None] = [*[1, 1, 1, None] * 2, 1]
+    estimators: list[float | None] = [1] * 10
+    scaling, memory, overlap = [1.8, None] * 2, [0.25] * 2, [None] * 2
+    nodes: list[float | None] = [1 / 0.66, None, None, None, None, None, None, 100]
+    hosts: list[float | None] = [1 / 1.1, None, 1 / 1.05, None] * 2
+    plan: list[float | None] = [*[None] * 6, 1, 1]
+    cars: list[float | None] = [1 / 1.05] * 4
+    images: list[float | None] = [*[1 / 1.05] * 4, *[None] * 4]
+    merges: list[float | None] = [None] * (3 + 3 + 7 * 3)  # MLP, CNN, rules for shards
+    assert targets == [
+        *(60, 2.5, *[None] * 8, 1.2, 1.9, *compute, *small, *pauses, *elastic, None, *estimators),
+        *(*scaling, *memory, *overlap, 2, 2, 2, 2, 1.5, 1, 1.5, 1.5, 1.5),
+        *([None, None] if "2 emulated nodes" in lacking else [*nodes, *hosts]),
+        *[None] * 4,  # start
+        *([None] * 6 if "predicted steps" in lacking else plan),
+        *([None, *images] if "calibration" in lacking else [*images, *cars]),
+        *(*merges, *ALL_GPU_TARGETS),
+    ]
     assert not list(scratch.iterdir())
 
 
