@@ -5,7 +5,7 @@ CPP = $(shell find cpp_backend -name '*.h' -o -name '*.cpp')
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check test tests engine-main slow lint style types format sanitize chaos bench gpu gpu-wheels docs wheels
+.PHONY: help demo check test tests engine-main slow lint style types format sanitize chaos bench gpu gpu-rest gpu-wheels docs wheels
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -100,6 +100,9 @@ bench: .venv/.installed-bench ## measure beside what others use; writes build/be
 WHEELS ?= wheels
 gpu: ## all that needs a GPU, in eight minutes at most; writes build/gpu.txt
 	$(PYTHON) benchmarks/gpu_report.py --wheels $(WHEELS)
+
+gpu-rest: ## what gpu has not reached, or what failed there
+	$(PYTHON) benchmarks/gpu_report.py --wheels $(WHEELS) --rest
 
 # These wheels, for the machine's Python.
 FOR ?= 3.12

@@ -4,7 +4,8 @@
 gpu-wheels`` collects what that takes. Python's own library must do, as the package is not installed
 before the first step.
 
-Two files hold the report, which is whole at any moment: what a kill cuts short, it says.
+Two files hold the report, which is whole at any moment: what a kill cuts short, it says. With
+``--rest`` a run goes on from the report of an earlier one: it takes what has no result, or failed.
 """
 
 from __future__ import annotations
@@ -48,20 +49,25 @@ BACKPORTS = ("exceptiongroup", "tomli", "typing-extensions")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
 INSTALL, DOCTOR, TESTS, ROWS = "install", "doctor", "tests", "rows"
-COMPUTE, NCCL = "tests/compute", "tests/communicators/nccl"
+COMPUTE, NCCL, SEQUENTIAL = "tests/compute", "tests/communicators/nccl", "tests/sequential"
+# Steps that are refused, calls of several threads and in any order, and resumes.
+SILENT = tuple(f"{SEQUENTIAL}/test_{name}.py" for name in ("rollback", "threads", "any_order"))
+SILENT = (*SILENT, "tests/checkpoint/test_resume.py")
 # Kind, of what, and the seconds that it may take at most.
 STEPS = (
     (INSTALL, "the package", 150),
     (DOCTOR, "what is there", 45),
-    (TESTS, f"{COMPUTE}/test_gpu.py {COMPUTE}/test_device.py {COMPUTE}/test_step_graphs.py", 60),
     (ROWS, "gpu_steps", 75),
-    (TESTS, "tests/sequential/test_nccl.py", 90),
-    (ROWS, "gpu_calls", 60),
     (ROWS, "gpu_exchange", 60),
+    (TESTS, f"{COMPUTE}/test_gpu.py {COMPUTE}/test_device.py {COMPUTE}/test_step_graphs.py", 60),
+    # The contract was cut short on both machines so far.
+    (TESTS, f"{NCCL}/test_nccl_device.py {NCCL}/test_nccl.py", 400),
+    (TESTS, " ".join(SILENT), 120),
+    (TESTS, f"{SEQUENTIAL}/test_nccl.py", 90),
     (TESTS, "tests/parallel/test_nccl.py", 150),
     (TESTS, "tests/torch_backend/test_gpu.py", 60),
     (TESTS, "tests/project/test_docs.py", 45),
-    (TESTS, f"{NCCL}/test_nccl_device.py {NCCL}/test_nccl.py", 300),
+    (ROWS, "gpu_calls", 60),
 )
 
 
@@ -70,17 +76,24 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="a folder of wheels")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--seconds", type=float, default=BUDGET, help="for everything")
+    parser.add_argument("--rest", action="store_true", help="go on from the report there is")
     parser.add_argument("--collect", metavar="3.12", help="only collect wheels, for this Python")
     options = parser.parse_args()
     if options.collect:
         return collect(options.wheels, options.collect)
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
-    report = Report(options.report, options.seconds)
+    earlier: list[dict[str, Any]] = []
+    if options.rest:
+        earlier = json.loads(options.report.read_text())["steps"]
+    else:
+        shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    report = Report(options.report, options.seconds, earlier)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for step in report.steps:
-            run(step, report, options.wheels.resolve())
+            lost = step["kind"] == INSTALL and not Path(PYTHON).exists()
+            if step["state"] != "done" or lost:
+                run(step, report, options.wheels.resolve())
             if step["kind"] == INSTALL and step["state"] != "done":
                 break
     except (KeyboardInterrupt, SystemExit):
@@ -94,7 +107,8 @@ def main() -> int:
 class Report:
     """The report so far, in two files: ``path``, JSON, and the same as text beside it."""
 
-    def __init__(self, path: Path, seconds: float) -> None:
+    def __init__(self, path: Path, seconds: float, earlier: Sequence[dict[str, Any]]) -> None:
+        """Begin one with what is done of the steps of an ``earlier`` one."""
         self.path = path.resolve()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._begin = time.monotonic()
@@ -103,6 +117,10 @@ class Report:
             {"kind": kind, "of": of, "limit": limit, "state": "has not begun", "results": []}
             for kind, of, limit in STEPS
         ]
+        for step in self.steps:
+            for other in earlier:
+                if (step["kind"], step["of"]) == (other["kind"], other["of"]):
+                    take_over(step, other)
         self._content: dict[str, Any] = {
             "state": "not finished: running, or ended without a word",
             "machine": f"{platform.node()}, Python {platform.python_version()} of {sys.prefix}",
@@ -118,15 +136,12 @@ class Report:
         return self._begin + self._limit - time.monotonic()
 
     def end(self, state: str) -> None:
-        for step in self.steps:
-            if step["state"] == "running":
-                step["state"] = "ended early"
         self._content["state"] = state
         self.write()
 
     def complete(self) -> bool:
         """Return whether everything ran and nothing failed."""
-        return all(step["state"] == "done" and not missing(step) for step in self.steps)
+        return all(step["state"] == "done" and not any(missing(step)) for step in self.steps)
 
     def write(self) -> None:
         """Replace both files, each at once."""
@@ -165,6 +180,16 @@ class Report:
         yield from ["Missing:", *found] if found else ["Nothing is missing."]
 
 
+def take_over(step: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Take over from an earlier run of a step: all of it, or its tests that did not fail."""
+    kept = [result for result in earlier["results"] if result["outcome"] != "failed"]
+    tests = earlier.get("tests", [])
+    if earlier["state"] == "done" or (tests and {*tests} <= {result["name"] for result in kept}):
+        step.update(earlier, state="done")
+    elif step["kind"] == TESTS:
+        step.update(results=kept, tests=tests)
+
+
 def run(step: dict[str, Any], report: Report, wheels: Path) -> None:
     """Run a step within its limit and that of everything; what it writes is merged as it comes."""
     limit = min(step["limit"], report.left() - GRACE)
@@ -176,23 +201,32 @@ def run(step: dict[str, Any], report: Report, wheels: Path) -> None:
     begin = time.monotonic()
     name = f"{report.steps.index(step) + 1}"
     log, results = WORK / f"{name}.log", WORK / f"{name}.results"
+    for old in (log, results):
+        old.unlink(missing_ok=True)
+    if step["kind"] == TESTS:
+        earlier = [{"tests": step.get("tests", [])}, *step["results"]]
+        results.write_text("".join(f"{json.dumps(entry)}\n" for entry in earlier))
     report.write()
-    state = "done"
-    for command, environment in commands(step, results, wheels):
-        rest = limit - (time.monotonic() - begin)
-        with log.open("ab") as file:
-            status = watch(
-                # Of the system: it ends all processes of the step, even if nobody is left here.
-                ["timeout", f"--kill-after={GRACE:.0f}", f"{max(rest, 1):.0f}", *command],
-                {**os.environ, **environment},
-                file,
-                lambda: merge(step, report, log, results, begin),
-            )
-        if status != 0:
-            state = "out of time" if status in (124, 137) else f"failed with status {status}"
-            break
-    step["state"] = state
-    merge(step, report, log, results, begin)
+    state = "ended early"
+    try:
+        for command, environment in commands(step, results, wheels):
+            rest = limit - (time.monotonic() - begin)
+            with log.open("ab") as file:
+                status = watch(
+                    # Of the system: it ends all processes of the step, even if nobody is left here.
+                    ["timeout", f"--kill-after={GRACE:.0f}", f"{max(rest, 1):.0f}", *command],
+                    {**os.environ, **environment},
+                    file,
+                    lambda: merge(step, report, log, results, begin),
+                )
+            if status != 0:
+                state = "out of time" if status in (124, 137) else f"failed with status {status}"
+                break
+        else:
+            state = "done"
+    finally:
+        step["state"] = state
+        merge(step, report, log, results, begin)
 
 
 def watch(command: Sequence[str], environment: dict[str, str], file: Any, look: Any) -> int:
@@ -222,7 +256,8 @@ def read_outcomes(step: dict[str, Any], text: str) -> None:
     """Read what `harness.outcomes` writes; the last line may be incomplete."""
     entries = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     step["results"] = [entry for entry in entries if "outcome" in entry]
-    step["tests"] = [test for entry in entries for test in entry.get("tests", ())]
+    tests = [test for entry in entries for test in entry.get("tests", ())]
+    step["tests"] = list(dict.fromkeys(tests))
 
 
 def read_rows(step: dict[str, Any], text: str) -> None:
@@ -265,6 +300,7 @@ def commands(
         options = ["-p", "benchmarks.harness.outcomes", "--outcomes", str(results)]
         options += ["-p", "no:cacheprovider", "-W", "default", "-m", "gpu", "--tb=short"]
         options += ["-p", "xdist.plugin", "-n", str(WORKERS), "--dist", "loadscope"]
+        options += [f"--deselect={result['name']}" for result in step["results"]]
         options += of.split()
         yield [PYTHON, "-m", "pytest", *options], {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 

@@ -24,18 +24,23 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
+FOLDER = pathlib.Path(__file__).parent
+
+
 def test_quick():
-    pass
+    (FOLDER / "quick").touch(exist_ok=False)  # and fails if it runs again
 
 
 def test_slow():
+    if (FOLDER / "pid").exists():
+        return
     # Of the process that has started this worker.
-    pathlib.Path(__file__).with_name("pid").write_text(str(os.getppid()))
+    (FOLDER / "pid").write_text(str(os.getppid()))
     time.sleep(600)
 
 
 def test_after():
-    pass
+    assert (FOLDER / "mended").exists()
 """
 PROGRAM = """
 import pathlib, sys
@@ -66,11 +71,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start the program with steps of its own; ends what is left of its tests."""
     (tmp_path / "test_this.py").write_text(TESTS)
 
-    def start(*steps: tuple[str, str, int]) -> subprocess.Popen[bytes]:
+    def start(*steps: tuple[str, str, int], rest: bool = False) -> subprocess.Popen[bytes]:
         text = PROGRAM.format(
             benchmarks=str(ROOT / "benchmarks"), folder=str(tmp_path), steps=steps
         )
         command = [sys.executable, "-c", text, "--report", str(tmp_path / "gpu.json")]
+        command += ["--rest"] * rest
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     yield start
@@ -112,6 +118,32 @@ def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     assert text.count("no result of") == 2
 
 
+def test_rest(start: Start, tmp_path: Path) -> None:
+    """Go on from a report: what has passed does not run again, what has not, or failed, does."""
+    steps = [("tests", str(tmp_path), 500)]
+    process = start(*steps)
+    while not (tmp_path / "pid").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    process.wait()
+    assert start(*steps, rest=True).wait() == 1
+    (found,) = read(tmp_path)["steps"]
+    assert outcomes(found) == {
+        "test_quick": "passed",
+        "test_slow": "passed",
+        "test_after": "failed",
+    }
+    (tmp_path / "mended").touch()
+    assert start(*steps, rest=True).wait() == 0
+    (found,) = read(tmp_path)["steps"]
+    assert found["state"] == "done"
+    assert set(outcomes(found).values()) == {"passed"}
+    assert len(found["results"]) == 3
+    (tmp_path / "test_this.py").unlink()  # of which nothing is left to do
+    assert start(*steps, rest=True).wait() == 0
+
+
 @pytest.mark.slow
 def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:
     process = start(("tests", str(tmp_path), 6), ("tests", "tests/compute/test_gpu.py", 60))
@@ -130,7 +162,8 @@ def test_time_limit_of_a_step(start: Start, tmp_path: Path) -> None:
 
 def test_all_that_there_is_for_gpus(program: ModuleType) -> None:
     # The marker itself, and fixtures and parameters that have it.
-    marker = re.compile("mark[.]gpu|gpu=True|gpu: RankPool|devices: Devices|accelerator: str")
+    types = "gpu: RankPool|devices: Devices|accelerator: str"
+    marker = re.compile(f"mark[.]gpu|gpu=True|import on_gpu|{types}")
     marked = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
