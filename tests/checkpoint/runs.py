@@ -39,8 +39,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 class Run:
     """A run of all steps, which saves after those it is told, and goes on from the last."""
 
-    def __init__(self, comm: Any, name: str, folder: str, **options: Any) -> None:
+    def __init__(
+        self, comm: Any, name: str, folder: str, device: str | None = None, **options: Any
+    ) -> None:
         self.network, given = RUNS[name]
+        if device is not None:
+            given = {**given, "compute": "torch", "device": device}
         self.schedule = None
         if name in ("schedule", "in flight"):
             self.schedule = SyncSchedule(EPOCHS, 0, 1, max_global_skips=4)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.networks import distance, parameters
+from support.on_device import on_gpu
 from support.rank_pool import RankPool
 
 from checkpoint.runs import RUNS, STEPS, Run
@@ -57,6 +58,35 @@ def test_to_the_bit(shm: RankPool, name: str, tmp_path: Path, every: int) -> Non
             {"step": step - 1, "rank": rank} for rank in range(size)
         ]
         shutil.rmtree(only)
+
+
+def end_on(comm: Any, name: str, folder: str, device: str, saves: list[int]) -> Any:
+    """Go on from the last checkpoint, save after the steps in ``saves``, and return the end."""
+    run = Run(comm, name, folder, device)
+    run.checkpoints.resume()
+    start = parameters(run.model)
+    run.go(saves)
+    run.checkpoints.wait()
+    run.checkpoints.close()
+    end = parameters(run.model)
+    assert distance(start, end) > 1e-3
+    return end
+
+
+@pytest.mark.parametrize("device", ["cpu:0", on_gpu("cuda:0")])
+@pytest.mark.parametrize(
+    ("name", "size"), [("torch", 1), ("means", 1), ("merges", 2), ("merges, batch norm", 2)]
+)
+def test_replicas_on_a_device(
+    shm: RankPool, name: str, size: int, device: str, tmp_path: Path
+) -> None:
+    """Go on from a checkpoint at a merge, or between two, with running statistics."""
+    for step in (5, 6):
+        folder = str(tmp_path / f"{step}")
+        expected = shm.run(end_on, name, folder, device, [step], size=size)
+        found = shm.run(end_on, name, folder, device, [], size=size)
+        for ours, other in zip(found, expected, strict=True):
+            assert distance(ours, other) <= (1e-4 if device == "cuda:0" else 0)
 
 
 def in_part(comm: Any, folder: str, name: str, until: int) -> Any:

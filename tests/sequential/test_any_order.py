@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import any_order
+from support.on_device import on_gpu
 from support.rank_pool import worker_environment
 
 PATHS = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -32,7 +33,7 @@ def run(compute: str, first: int, count: int) -> None:
 
 @pytest.mark.parametrize(
     "compute",
-    [*COMPUTES[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in COMPUTES[3:])],
+    [*COMPUTES[:3], *(pytest.param(name, marks=SLOW) for name in COMPUTES[3:]), on_gpu("cuda:0")],
 )
 def test_random_programs(compute: str) -> None:
     run(compute, 0, 50)

@@ -66,9 +66,9 @@ class Program:
     def __init__(self, compute: str, number: int, folder: Path) -> None:
         self.rng = np.random.default_rng(number)
         self.folder = folder
-        options: dict[str, Any] = {"device": "cpu:0", "compute": "torch"}
-        if compute != "cpu:0":
-            options = {"compute": compute}
+        options = {"compute": compute}
+        if compute in ("cpu:0", "cuda:0"):
+            options = {"device": compute, "compute": "torch"}
         self.builders = networks()
         name = self.pick(list(self.builders))
         self.model = self.wrap(name, options)
@@ -76,7 +76,7 @@ class Program:
         self.width = {"sequence": 6, "images": 16}.get(name, 3)
         self.updater, self.own_updater = pytagis_updater(), tagi_ddp.OutputUpdater(self.model)
 
-    def wrap(self, name: str, options: dict[str, Any]) -> DDPSequential:
+    def wrap(self, name: str, options: dict[str, str]) -> DDPSequential:
         net = self.builders[name]()
         comm = SingleCommunicator()
         try:

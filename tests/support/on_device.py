@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tagi_ddp import communicators
@@ -40,6 +41,12 @@ def why_not(ranks: int) -> str:
         text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
         return f"{ranks} ranks share {devices} GPUs with NCCL 2.30 or newer only, not {text}"
     return ""
+
+
+def on_gpu(*values: Any) -> Any:
+    """Return these values of a test's parameters, for machines with a GPU only."""
+    there = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+    return pytest.param(*values, marks=[pytest.mark.gpu, there])
 
 
 def gpus(ranks: int) -> dict[str, dict[str, str]]:
