@@ -86,8 +86,7 @@ class StepGraphs:
                 self._warn_once(f"the capture failed: {str(error).partition(chr(10))[0]}")
                 return None
             self._graphs[size] = graph
-        for name, value in tensors.items():
-            graph.inputs[name].copy_(value)
+        torch._foreach_copy_([graph.inputs[name] for name in tensors], [*tensors.values()])
         if not self.alone:
             self._keep()
         graph.replay()
