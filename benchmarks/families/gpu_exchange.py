@@ -17,20 +17,22 @@ from tagi_ddp import Communicator, DDPSequential
 FULL = replace(RESNET18, batch=128, calls=3, sgd_rounds=9)
 OURS, BLOCKING, SINGLE = "ours", "a blocking call for each", "one all_reduce of as many bytes"
 GROUP, PACKED = "a group in place", "one packed bucket"
+MERGE, ON_DEVICE = "a merge", "Bayes' rule in tensors on the device"
 # Ours and the other, the row's unit and its target.
 EXCHANGES = (
     (OURS, BLOCKING, "ms", 5.0),
     (OURS, SINGLE, "GB/s", 0.9),
     (GROUP, PACKED, "ms", None),
+    (MERGE, ON_DEVICE, "ms", None),
 )
 
 
 def rows(communicator: Communicator, quick: bool, scratch: Path) -> list[Row]:
-    """(j) ways to sum a step's deltas over the ranks.
+    """(j) ways to sum a step's deltas over the ranks, and to merge their posteriors.
 
-    They begin with deltas where backward leaves them, and end with their sums there. Ours is all
-    that `DDPSequential.step` does but applying them; the other ways have a buffer for means and
-    variances of weights and biases of each layer.
+    The sums begin with deltas where backward leaves them, and end with their sums there. Ours is
+    all that `DDPSequential.step` does but applying them; the other ways have a buffer for means and
+    variances of weights and biases of each layer. Our merge goes through the host.
     """
     case = replace(TOYS[RESNET18.name], calls=2) if quick else FULL
     if reason := why_no_ranks(communicator):
@@ -64,7 +66,7 @@ def _compare(communicator: Communicator, gpus: OnGpus, case: Case) -> list[Row]:
     model = DDPSequential(
         case.network(case.width), communicator=gpus.nccl, compute="torch", device=device
     )
-    ways = _exchanges(model, gpus.device)
+    ways = _exchanges(model, gpus.device) | _merges(case, gpus)
     figures = measure_queued(communicator, ways, gpus.device, case.calls, case.sgd_rounds)
     size = model._local.replica.parameters.deltas.nbytes
     return _rows_of(case, gpus.where, figures, size / 1e9)
@@ -120,3 +122,34 @@ def _exchanges(model: DDPSequential, device: torch.device) -> Ways:
 
     add(PACKED, packed, pack_and_reduce)
     return ways
+
+
+def _merges(case: Case, gpus: OnGpus) -> Ways:
+    """Return the ways to merge posteriors by Bayes' rule, which have been seen to do the same."""
+    nccl, options = gpus.nccl, {"compute": "torch", "device": str(gpus.device)}
+    model = DDPSequential(
+        case.network(case.width),
+        communicator=nccl,
+        reduction="precision",
+        merge="bayes",
+        sync_every=1000,
+        **options,
+    )
+    ours = model._local.replica.parameters.gaussians
+    before, theirs = ours.clone(), ours.clone()
+    for mean, variance in (ours, theirs):
+        mean += 0.1 * (1 + nccl.rank) * variance.sqrt()
+        variance *= 0.9 - 0.1 * nccl.rank
+
+    def on_the_device() -> None:
+        (mean, variance), (mean_before, variance_before) = theirs, before
+        change = torch.stack([1 / variance - 1 / variance_before, (mean - mean_before) / variance])
+        nccl.all_reduce(change.view(-1), async_op=True).order()
+        torch.reciprocal(1 / variance_before + change[0], out=variance)
+        torch.addcmul(mean_before, change[1], variance, out=mean)
+        before.copy_(theirs)
+
+    model.merge()
+    on_the_device()
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    return {MERGE: model.merge, ON_DEVICE: on_the_device}
