@@ -22,7 +22,7 @@ from benchmarks.harness.measure import Figure, Missing, Row
 from examples.images import ImageData
 from tagi_ddp import Communicator, DDPSequential
 
-SEEDS, EPOCHS = 3, 6
+SEEDS, EPOCHS = 3, 9
 RANKS = 4
 DUQ = {"accuracy": 92.4, "AUROC": 0.955}
 BARS = {"accuracy": 91.5, "AUROC": 0.97}
