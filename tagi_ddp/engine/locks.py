@@ -1,17 +1,21 @@
-"""Locks for calls from several threads, and the state of locks and torch's threads in a fork."""
+"""Locks for calls from several threads: in a fork, and at the end of the process."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+_PATIENCE = 10.0  # seconds at the end of the process
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_of_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those to be kept at the end
 _torch_was_forked = False  # True if this process is a fork of one that had imported torch
 
 
@@ -27,13 +31,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def new_lock() -> AbstractContextManager[Any]:
-    """Return a reentrant lock for threads.
+def new_lock(of_steps: bool = False) -> AbstractContextManager[Any]:
+    """Return a reentrant lock for threads; ``of_steps`` if it is held for a step at a time.
 
     A fork has only the thread that forked, so locks that other threads hold are free in it.
     """
     lock = threading.RLock()
     _locks.add(lock)
+    if of_steps:
+        _of_steps.add(lock)
     return lock
 
 
@@ -72,3 +78,15 @@ def _repair_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_repair_fork)
+
+
+@atexit.register
+def _keep_locks() -> None:
+    """Wait for steps of daemon threads, and keep their locks, so that they begin no other step.
+
+    Python ends such a thread once it wants the interpreter's lock. A thread that is in code of C++
+    then, as of the engine or torch, ends the process with it, by SIGABRT.
+    """
+    end = time.monotonic() + _PATIENCE
+    for lock in list(_of_steps):
+        lock.acquire(timeout=max(0.0, end - time.monotonic()))

@@ -25,7 +25,7 @@ class SequentialInterface:
     def __init__(self, local: LocalNetwork) -> None:
         """Show ``local`` as a Sequential."""
         self._local = local
-        self._calls = new_lock()  # of all methods that compute
+        self._calls = new_lock(of_steps=True)  # of all methods that compute
         self.model = local.model
 
     @property

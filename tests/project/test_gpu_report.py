@@ -89,6 +89,13 @@ def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "gpu.json").read_text())
 
 
+def until_one_has_passed(process: subprocess.Popen[bytes], folder: Path) -> None:
+    last = folder / "gpu.txt"  # the second of the two files
+    while not last.exists() or "1 passed" not in last.read_text():
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
 def outcomes(step: dict[str, Any]) -> dict[str, str]:
     return {result["name"].split("::")[-1]: result["outcome"] for result in step["results"]}
 
@@ -96,10 +103,7 @@ def outcomes(step: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
     process = start(("tests", str(tmp_path), 500), ("rows", "gpu_steps", 60))
-    last = tmp_path / "gpu.txt"  # the second of the two files
-    while not last.exists() or "1 passed" not in last.read_text():
-        assert process.poll() is None
-        time.sleep(0.1)
+    until_one_has_passed(process, tmp_path)
     process.send_signal(number)
     process.wait()
     found = read(tmp_path)
@@ -111,7 +115,7 @@ def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
         "ended early" if told else "running",
         "has not begun",
     ]
-    text = last.read_text()
+    text = (tmp_path / "gpu.txt").read_text()
     for test in ("test_slow", "test_after"):
         assert re.search(f"no result of .*::{test}\n", text)
     assert "- rows, gpu_steps: has not begun\n" in text
@@ -122,9 +126,7 @@ def test_rest(start: Start, tmp_path: Path) -> None:
     """Go on from a report: what has passed does not run again, what has not, or failed, does."""
     steps = [("tests", str(tmp_path), 500)]
     process = start(*steps)
-    while not (tmp_path / "pid").exists():
-        assert process.poll() is None
-        time.sleep(0.1)
+    until_one_has_passed(process, tmp_path)
     process.terminate()
     process.wait()
     assert start(*steps, rest=True).wait() == 1

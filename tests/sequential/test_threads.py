@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +120,40 @@ def test_no_mixture_of_calls_does_harm() -> None:
     mean, variance = model.learn(*data.batch(1, 8), 0.5)
     assert np.isfinite(mean).all()
     assert (variance > 0).all()
+
+
+SCRIPT = """
+import sys, threading, time
+import numpy as np
+from pytagi.nn import Linear, ReLU, Sequential
+from tagi_ddp import accelerate
+from tagi_ddp.sklearn import TAGIRegressor
+
+x, y = np.ones((512, 64), np.float32), np.ones((512, 2), np.float32)
+model = accelerate(Sequential(Linear(64, 256), ReLU(), Linear(256, 2)), "{compute}")
+estimator = TAGIRegressor((256,), max_iter=1_000_000, early_stopping=False)
+
+def learn():
+    while True:
+        model.learn(x, y, 1.0)
+
+def fit():
+    estimator.fit(x + np.random.normal(size=x.shape), np.random.normal(size=512))
+
+threading.Thread(target={what}, daemon=True).start()
+time.sleep(0.5)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "compute"),
+    [("learn", "engine"), ("learn", "native"), ("learn", "torch"), ("fit", "auto")],
+)
+def test_a_daemon_thread_that_trains_does_not_abort_the_process(what: str, compute: str) -> None:
+    command = [sys.executable, "-c", SCRIPT.format(what=what, compute=compute)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 @pytest.mark.slow
