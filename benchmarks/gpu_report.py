@@ -57,12 +57,12 @@ SILENT = (*SILENT, "tests/checkpoint/test_resume.py")
 STEPS = (
     (INSTALL, "the package", 150),
     (DOCTOR, "what is there", 45),
+    # No machine so far has reached the end of the contract, and none has begun with the next ones.
+    (TESTS, f"{NCCL}/test_nccl_device.py {NCCL}/test_nccl.py", 240),
     (ROWS, "gpu_steps", 75),
     (ROWS, "gpu_exchange", 60),
-    (TESTS, f"{COMPUTE}/test_gpu.py {COMPUTE}/test_device.py {COMPUTE}/test_step_graphs.py", 60),
-    # The contract was cut short on both machines so far.
-    (TESTS, f"{NCCL}/test_nccl_device.py {NCCL}/test_nccl.py", 400),
     (TESTS, " ".join(SILENT), 120),
+    (TESTS, f"{COMPUTE}/test_gpu.py {COMPUTE}/test_device.py {COMPUTE}/test_step_graphs.py", 60),
     (TESTS, f"{SEQUENTIAL}/test_nccl.py", 90),
     (TESTS, "tests/parallel/test_nccl.py", 150),
     (TESTS, "tests/torch_backend/test_gpu.py", 60),
@@ -81,11 +81,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.collect:
         return collect(options.wheels, options.collect)
-    earlier: list[dict[str, Any]] = []
-    if options.rest:
-        earlier = json.loads(options.report.read_text())["steps"]
-    else:
+    earlier: dict[str, Any] | None = None
+    if not options.rest:
         shutil.rmtree(WORK, ignore_errors=True)
+    elif options.report.exists():
+        earlier = json.loads(options.report.read_text())
+    else:
+        parser.error(f"--rest: there is no report in {options.report}: run without --rest first")
     WORK.mkdir(parents=True, exist_ok=True)
     report = Report(options.report, options.seconds, earlier)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -107,8 +109,8 @@ def main() -> int:
 class Report:
     """The report so far, in two files: ``path``, JSON, and the same as text beside it."""
 
-    def __init__(self, path: Path, seconds: float, earlier: Sequence[dict[str, Any]]) -> None:
-        """Begin one with what is done of the steps of an ``earlier`` one."""
+    def __init__(self, path: Path, seconds: float, earlier: dict[str, Any] | None) -> None:
+        """Begin one, with what is done of an ``earlier`` one."""
         self.path = path.resolve()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._begin = time.monotonic()
@@ -118,7 +120,7 @@ class Report:
             for kind, of, limit in STEPS
         ]
         for step in self.steps:
-            for other in earlier:
+            for other in earlier["steps"] if earlier else ():
                 if (step["kind"], step["of"]) == (other["kind"], other["of"]):
                     take_over(step, other)
         self._content: dict[str, Any] = {
@@ -127,6 +129,7 @@ class Report:
             "commit": commit(),
             "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "limit": seconds,
+            "earlier": [*earlier["earlier"], heading(earlier)] if earlier else [],
             "steps": self.steps,
         }
         self.write()
@@ -160,7 +163,8 @@ class Report:
     def _lines(self) -> Iterator[str]:
         content = self._content
         yield f"{content['state']}; {content['seconds']} s of {content['limit']:g} s"
-        yield f"{content['machine']}; commit {content['commit']}; began {content['began']}"
+        yield heading(content)
+        yield from (f"goes on from: {line}" for line in content["earlier"])
         for number, step in enumerate(self.steps, 1):
             counts = Counter(result["outcome"] for result in step["results"])
             parts = [step["state"], *(f"{count} {outcome}" for outcome, count in counts.items())]
@@ -178,6 +182,10 @@ class Report:
         yield ""
         found = [f"- {line}" for step in self.steps for line in missing(step)]
         yield from ["Missing:", *found] if found else ["Nothing is missing."]
+
+
+def heading(content: dict[str, Any]) -> str:
+    return f"{content['machine']}; commit {content['commit']}; began {content['began']}"
 
 
 def take_over(step: dict[str, Any], earlier: dict[str, Any]) -> None:

@@ -66,8 +66,17 @@ def _compare(communicator: Communicator, gpus: OnGpus, case: Case) -> list[Row]:
     model = DDPSequential(
         case.network(case.width), communicator=gpus.nccl, compute="torch", device=device
     )
-    ways = _exchanges(model, gpus.device) | _merges(case, gpus)
-    figures = measure_queued(communicator, ways, gpus.device, case.calls, case.sgd_rounds)
+    with DDPSequential(
+        case.network(case.width),
+        communicator=gpus.nccl,
+        compute="torch",
+        device=device,
+        reduction="precision",
+        merge="bayes",
+        sync_every=1000,
+    ) as merging:
+        ways = _exchanges(model, gpus.device) | _merges(merging)
+        figures = measure_queued(communicator, ways, gpus.device, case.calls, case.sgd_rounds)
     size = model._local.replica.parameters.deltas.nbytes
     return _rows_of(case, gpus.where, figures, size / 1e9)
 
@@ -124,18 +133,9 @@ def _exchanges(model: DDPSequential, device: torch.device) -> Ways:
     return ways
 
 
-def _merges(case: Case, gpus: OnGpus) -> Ways:
+def _merges(model: DDPSequential) -> Ways:
     """Return the ways to merge posteriors by Bayes' rule, which have been seen to do the same."""
-    nccl, options = gpus.nccl, {"compute": "torch", "device": str(gpus.device)}
-    model = DDPSequential(
-        case.network(case.width),
-        communicator=nccl,
-        reduction="precision",
-        merge="bayes",
-        sync_every=1000,
-        **options,
-    )
-    ours = model._local.replica.parameters.gaussians
+    nccl, ours = model.communicator, model._local.replica.parameters.gaussians
     before, theirs = ours.clone(), ours.clone()
     for mean, variance in (ours, theirs):
         mean += 0.1 * (1 + nccl.rank) * variance.sqrt()

@@ -125,6 +125,7 @@ def test_killed(number: signal.Signals, start: Start, tmp_path: Path) -> None:
 def test_rest(start: Start, tmp_path: Path) -> None:
     """Go on from a report: what has passed does not run again, what has not, or failed, does."""
     steps = [("tests", str(tmp_path), 500)]
+    assert start(*steps, rest=True).wait() == 2  # There is no report.
     process = start(*steps)
     until_one_has_passed(process, tmp_path)
     process.terminate()
@@ -144,6 +145,7 @@ def test_rest(start: Start, tmp_path: Path) -> None:
     assert len(found["results"]) == 3
     (tmp_path / "test_this.py").unlink()  # of which nothing is left to do
     assert start(*steps, rest=True).wait() == 0
+    assert (tmp_path / "gpu.txt").read_text().count("goes on from: ") == 3
 
 
 @pytest.mark.slow

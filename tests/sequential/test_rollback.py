@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.networks import after_series, after_words, last_step
+from support.networks import after_series, after_words, last_step, options_of
 from support.on_device import on_gpu
 from support.rank_pool import RankPool
 
@@ -110,11 +110,7 @@ class Program:
             net._cpp_backend.layers[0].mu_w = means.tolist()
         if self.kind.smooths:
             net.num_samples = SAMPLES
-        if compute in ("cpu:0", "cuda:0"):  # a replica on a device
-            options |= {"device": compute, "compute": "torch"}
-        else:
-            options["compute"] = compute
-        self.model = DDPSequential(net, communicator=comm, **options)
+        self.model = DDPSequential(net, communicator=comm, **options, **options_of(compute))
         self.outputs = 1 if self.kind.smooths else 2
         self.later = self.model._local.replica.device != "cpu"  # refused steps are told later
         self.merges = options.get("reduction") == "precision"

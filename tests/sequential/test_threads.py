@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.networks import NETWORKS, fresh
+from support.networks import NETWORKS, fresh, options_of
 from support.on_device import on_gpu
 from support.threads import THREADS, in_threads
 
@@ -26,8 +26,7 @@ def computes(kind: str) -> list[str]:
 
 
 def wrapped(kind: str, compute: str) -> Any:
-    device = compute if ":" in compute else None
-    model = accelerate(fresh(kind), "torch" if device else compute, device)
+    model = accelerate(fresh(kind), **options_of(compute))
     model.set_threads(2)
     return model
 

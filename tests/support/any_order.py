@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.networks import after_series, after_words, last_step
+from support.networks import after_series, after_words, last_step, options_of
 
 import tagi_ddp
 from tagi_ddp import DDPSequential
@@ -66,9 +66,7 @@ class Program:
     def __init__(self, compute: str, number: int, folder: Path) -> None:
         self.rng = np.random.default_rng(number)
         self.folder = folder
-        options = {"compute": compute}
-        if compute in ("cpu:0", "cuda:0"):
-            options = {"device": compute, "compute": "torch"}
+        options = options_of(compute)
         self.builders = networks()
         name = self.pick(list(self.builders))
         self.model = self.wrap(name, options)

@@ -205,6 +205,11 @@ def fresh(name: str) -> Any:
     return NETWORKS[name].build()
 
 
+def options_of(compute: str) -> dict[str, str]:
+    """Return options of a network that is computed by, or, as "cpu:0", on a device by torch."""
+    return {"compute": "torch", "device": compute} if ":" in compute else {"compute": compute}
+
+
 def learn(model: Any, x: np.ndarray, y: np.ndarray) -> None:
     """Run forward, output update and backward on a batch."""
     from pytagi.nn import OutputUpdater
